@@ -1,0 +1,36 @@
+"""The errors graphzero raises.
+
+Every message says what is wrong, where (file and line of the user, the value, the op), the facts
+(shapes, SBPs, allowed signatures) and the next step.  This module is the root of the import order:
+it imports nothing of graphzero.
+"""
+
+from __future__ import annotations
+
+
+class GraphZeroError(Exception):
+    """Base of every error that graphzero raises on purpose."""
+
+
+class ConfigError(GraphZeroError, ValueError):
+    """A setting, or a combination of settings, that has no meaning."""
+
+
+class PlacementError(GraphZeroError, ValueError):
+    """Ranks, devices or a hierarchy that do not exist or do not fit together."""
+
+
+class CaptureError(GraphZeroError):
+    """The user's step cannot be written down as one graph."""
+
+
+class SbpError(GraphZeroError, ValueError):
+    """An SBP that a value cannot have."""
+
+
+class VerifyError(GraphZeroError):
+    """A graph that breaks a law of the intermediate representation."""
+
+
+class CheckpointError(GraphZeroError):
+    """A state dict that does not fit the graph it is loaded into."""

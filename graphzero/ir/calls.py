@@ -1,0 +1,80 @@
+"""Ops of a graph as the SBP rules see them: what each allows, per placement axis."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
+from graphzero.ops import PIN
+from graphzero.sbp import registry
+from graphzero.sbp.signature import Signature, TensorMeta
+from graphzero.sbp.types import Nd, Sbp
+
+IDENTITIES = (ops.use, PIN)  # nodes that give a value a second SBP; a box comes to stand in front of them
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the rules of the registry speak of this node: a tensor op, not one that passes put in."""
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and node.target is not PIN
+        and ops.BY_NAME.get(getattr(node.target, "__name__", "")) is not node.target
+        and not value.is_scalar(node)
+    )
+
+
+def signatures_of(graph: StepGraph, node: fx.Node, axis: int) -> tuple[Signature, ...]:
+    """What the op at ``node`` allows on placement axis number ``axis``, all-B first."""
+    return registry.signatures(
+        node.target,  # type: ignore[arg-type]
+        [meta_of(arg) for arg in node.args],
+        {name: meta_of(arg) for name, arg in node.kwargs.items()},
+        result_metas(node),
+        ranks=graph.placement.hierarchy[axis],
+    )
+
+
+def meta_of(arg: Any) -> Any:
+    """``arg`` with a TensorMeta for each tensor; scalar nodes stay, the registry takes them for run-time numbers."""
+    if isinstance(arg, fx.Node):
+        type_ = value.type_of(arg)
+        return TensorMeta(type_.shape, type_.dtype) if isinstance(type_, TensorType) else arg
+    if isinstance(arg, (list, tuple)):
+        return [meta_of(item) for item in arg]
+    return arg
+
+
+def result_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    type_ = value.type_of(node)
+    types = type_ if isinstance(type_, tuple) else (type_,)
+    return tuple(TensorMeta(t.shape, t.dtype) if isinstance(t, TensorType) else None for t in types)
+
+
+def input_sbps(node: fx.Node, axis: int) -> tuple[Sbp, ...]:
+    """The SBP in which each tensor operand stands on ``axis``."""
+    return tuple(value.nd_of(operand)[axis] for operand in value.tensor_operands(node))
+
+
+def output_sbps(node: fx.Node, axis: int) -> tuple[Sbp, ...]:
+    """The SBP of each result that the node makes on ``axis``."""
+    nd = value.sbp_of(node)
+    if value.is_multi(node):
+        return tuple(one[axis] for one in nd if one is not None)
+    return (nd[axis],)
+
+
+def result_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:
+    """(global shape, SBP) of each tensor result."""
+    type_, nd = value.type_of(node), value.sbp_of(node)
+    pairs = zip(type_, nd, strict=True) if isinstance(type_, tuple) else [(type_, nd)]
+    return [(t.shape, s) for t, s in pairs if isinstance(t, TensorType)]
+
+
+def operand_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:
+    return [(value.tensor_type(operand).shape, value.nd_of(operand)) for operand in value.tensor_operands(node)]

@@ -1,0 +1,180 @@
+"""StepGraph: one whole training step as a typed, printable graph.
+
+A thin owner of a ``torch.fx.Graph``: placeholders are what the step reads (batch, parameters, states,
+hyperparameters ...), ``call_function`` nodes are ops, and the output node holds three things::
+
+    ((outputs of build, flat, ...),  {"grad_norm.0": node, ...},  {placeholder name: its new value})
+
+What is known of each value is in ``graphzero.ir.value``.  Passes change a clone (see ``passes.base``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.errors import SbpError, VerifyError
+from graphzero.ir import ops, value
+from graphzero.ir.value import Role, TensorType, Type
+from graphzero.ops import PIN
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd, Sbp
+
+LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
+
+
+class StepGraph:
+    """One step's program.
+
+    Attributes:
+        name: the user's Graph class, or what ``Graph(name=...)`` says.
+        placement: the ranks it is written for; shapes in types are global.
+        graph: the ``torch.fx.Graph``.
+        level: how far it is lowered: "captured" (SBPs only on pins), "propagated" (every value has an SBP),
+            "boxed" (every op reads operands in an SBP it allows), "lowered" (boxes are collectives),
+            "local" (sizes in arguments are this rank's).
+    """
+
+    def __init__(self, name: str, placement: Placement, graph: fx.Graph, level: str = "captured"):
+        self.name, self.placement, self.graph, self.level = name, placement, graph, level
+        self._module: fx.GraphModule | None = None
+
+    @property
+    def fx(self) -> fx.GraphModule:
+        """The graph as a ``torch.fx.GraphModule`` that shares its nodes; it is for reading and rewriting."""
+        if self._module is None or self._module.graph is not self.graph:
+            self._module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=self.name)
+        return self._module
+
+    def __str__(self) -> str:
+        from graphzero.ir.text import print_graph  # the text module reads and makes StepGraphs
+
+        return print_graph(self)
+
+    # ---- reading
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]:
+        return self.graph.nodes
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What build returned, flat: nodes and plain literals."""
+        found: tuple[Any, ...] = self.output.args[0][0]  # type: ignore[index,assignment]
+        return found
+
+    @property
+    def aux(self) -> dict[str, fx.Node]:
+        """Values the runtime hands to the Graph beside build's outputs: ``grad_norm.0``."""
+        found: dict[str, fx.Node] = self.output.args[0][1]  # type: ignore[index,assignment]
+        return found
+
+    @property
+    def updates(self) -> dict[str, fx.Node]:
+        """New value of each placeholder that the step changes, by placeholder name."""
+        found: dict[str, fx.Node] = self.output.args[0][2]  # type: ignore[index,assignment]
+        return found
+
+    def placeholders(self, *kinds: str) -> Iterator[fx.Node]:
+        """The placeholders, all or those of the given role kinds."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            role = value.role_of(node)
+            if not kinds or (role is not None and role.kind in kinds):
+                yield node
+
+    def node(self, name: str) -> fx.Node:
+        """The node that prints as ``name``."""
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise VerifyError(f"graph {self.name} has no value named {name!r}; print it to see the names: print(graph)")
+
+    def gradients(self) -> dict[str, fx.Node]:
+        """Parameter path -> the value of its gradient when backward ends."""
+        found = {}
+        for node in self.graph.nodes:
+            role = value.role_of(node)
+            if role is not None and role.kind == "gradient":
+                found[role.of] = node
+        return found
+
+    # ---- changing
+
+    def clone(self) -> StepGraph:
+        """A copy that shares no node; types, SBPs and roles are immutable and shared."""
+        graph = fx.Graph()
+        results = graph.graph_copy(self.graph, {})
+        graph.output(results)
+        return StepGraph(self.name, self.placement, graph, self.level)
+
+    def set_output(self, outputs: Iterable[Any], aux: dict[str, fx.Node], updates: dict[str, fx.Node]) -> None:
+        self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        type_: Type,
+        *,
+        sbp: Nd | None = None,
+        phase: str = "",
+        kwargs: dict[str, Any] | None = None,
+        like: fx.Node | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Add an op at the current insert point; phase and source come from ``like`` unless said."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node.meta["type"] = type_
+        node.meta["sbp"] = sbp
+        node.meta["phase"] = phase or (value.phase_of(like) if like is not None else "forward")
+        node.meta["source"] = value.source_of(like) if like is not None else ""
+        return node
+
+    def pin(self, target: fx.Node | str, axis: str, sbp: Sbp) -> fx.Node:
+        """Fix the SBP of a value on one placement axis.
+
+        A placeholder, a ``use`` or a ``pin`` is annotated in place.  Behind any other op a ``pin`` node is
+        put, which all later readers read, so that what the op makes and what its readers see may differ
+        (a partial gradient, pinned to a split, is where a reduce-scatter comes to stand).
+
+        Returns the annotated node.  Raises SbpError where the value cannot have that SBP.
+        """
+        node = self.node(target) if isinstance(target, str) else target
+        index = self.placement.axis(axis)
+        self._check_pin(node, axis, sbp)
+        if node.op != "placeholder" and node.target not in (ops.use, PIN):
+            node = self._pin_behind(node)
+        count = len(self.placement.names)
+        old: Nd | tuple[None, ...] = value.sbp_of(node) or (None,) * count
+        pins = value.pins_of(node) or (False,) * count
+        node.meta["sbp"] = (*old[:index], sbp, *old[index + 1 :])
+        node.meta["pins"] = (*pins[:index], True, *pins[index + 1 :])
+        return node
+
+    def _pin_behind(self, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(node):
+            pinned = self.call(PIN, (node, -1), value.tensor_type(node), like=node, name=f"{node.name}_pin")
+        for user in list(node.users):
+            if user is not pinned:
+                user.replace_input_with(node, pinned)
+        return pinned
+
+    def _check_pin(self, node: fx.Node, axis: str, sbp: Sbp) -> None:
+        type_ = value.type_of(node)
+        if not isinstance(type_, TensorType):
+            raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
+        if sbp.is_split and sbp.dim >= len(type_.shape):
+            raise SbpError(
+                f"cannot pin '{node.name}' : {type_} to {sbp} on axis {axis}: it has {len(type_.shape)} dims; "
+                f"split one of 0..{len(type_.shape) - 1}, or pin it to B"
+            )
+
+    def set_role(self, node: fx.Node, role: Role) -> None:
+        node.meta["role"] = role

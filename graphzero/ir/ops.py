@@ -1,0 +1,108 @@
+"""The ops that passes put into a graph: uses of parameters, boxes, and what boxes are lowered to.
+
+They are names with a fixed meaning; the runtime executes them.  ``axis`` is the name of a placement axis.
+
+===================================== ==================================================================
+op                                    meaning
+===================================== ==================================================================
+use(p)                                how one phase reads a parameter; the phase is the node's
+box(x)                                x, boxed to the SBP in the node's type
+relabel(x)                            x itself, where both SBPs mean the same (an axis of one rank)
+slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view
+all_gather(x, dim, axis)              the pieces of all ranks, joined along dim
+reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values
+all_reduce(x, axis, reduction)        the sum, max or min of all ranks' values
+all_to_all(x, src, dst, axis)         split along src -> split along dst
+keep_first(x, axis)                   x on the first rank of the axis, zeros elsewhere (B -> P)
+place_shard(x, dim, axis)             this rank's piece in its place, zeros elsewhere (S -> P)
+bucket_all_gather(xs, dims, axis)     several at once, over one flat buffer; likewise
+bucket_reduce_scatter(xs, dims, axis) ``bucket_reduce_scatter`` and ``bucket_all_reduce``
+bucket_all_reduce(xs, axis, reduction)
+launch(collective, slot, *args)       begin a bucketed collective in communication slot ``slot``
+wait(h)                               its results
+assign(p, x)                          write x into the storage of placeholder p; every reader of p ran before
+===================================== ==================================================================
+
+The functions are only ever names of nodes; calling one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def _never(name: str) -> NoReturn:
+    raise RuntimeError(f"{name} is an op of graphzero's graphs; a runtime executes it, Python does not call it")
+
+
+def use(p: Any) -> Any:
+    _never("use")
+
+
+def box(x: Any) -> Any:
+    _never("box")
+
+
+def relabel(x: Any) -> Any:
+    _never("relabel")
+
+
+def slice_shard(x: Any, dim: int, axis: str) -> Any:
+    _never("slice_shard")
+
+
+def all_gather(x: Any, dim: int, axis: str) -> Any:
+    _never("all_gather")
+
+
+def reduce_scatter(x: Any, dim: int, axis: str) -> Any:
+    _never("reduce_scatter")
+
+
+def all_reduce(x: Any, axis: str, reduction: str = "sum") -> Any:
+    _never("all_reduce")
+
+
+def all_to_all(x: Any, src: int, dst: int, axis: str) -> Any:
+    _never("all_to_all")
+
+
+def keep_first(x: Any, axis: str) -> Any:
+    _never("keep_first")
+
+
+def place_shard(x: Any, dim: int, axis: str) -> Any:
+    _never("place_shard")
+
+
+def bucket_all_gather(xs: Any, dims: Any, axis: str) -> Any:
+    _never("bucket_all_gather")
+
+
+def bucket_reduce_scatter(xs: Any, dims: Any, axis: str) -> Any:
+    _never("bucket_reduce_scatter")
+
+
+def bucket_all_reduce(xs: Any, axis: str, reduction: str = "sum") -> Any:
+    _never("bucket_all_reduce")
+
+
+def launch(collective: str, slot: int, *args: Any) -> Any:
+    _never("launch")
+
+
+def wait(h: Any) -> Any:
+    _never("wait")
+
+
+def assign(p: Any, x: Any) -> Any:
+    _never("assign")
+
+
+COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all)
+BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce)
+MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
+BY_NAME: dict[str, Callable[..., Any]] = {
+    op.__name__: op for op in (use, box, *MOVES, *BUCKETS, launch, wait, assign)
+}  # fmt: skip

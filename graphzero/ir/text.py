@@ -1,0 +1,381 @@
+"""The printed form of a StepGraph: one value a line, and the way back.
+
+``str(parse(text)) == text`` for every text that ``print_graph`` makes.  A line reads::
+
+      y = mm(x, wf) : f32[8, 4]  S(0)  ; loss
+
+name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  Arguments are
+Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
+Source lines are not part of the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.errors import GraphZeroError
+from graphzero.ir import ops, value
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, Role, ScalarType, TensorType
+from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.placement import Placement, placement
+from graphzero.sbp.types import parse_sbp
+
+OVERLOADS = ("Tensor", "default")  # an overload that prints as the bare op name, the first that exists
+MODULES = {"operator": operator, "math": math, "torch": torch}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class ParseError(GraphZeroError, ValueError):
+    """Text that is no graph; says which line."""
+
+
+# ---------------------------------------------------------------------------------------------- print
+
+
+def print_graph(graph: StepGraph, align: bool = True) -> str:
+    """The text of a graph, in columns or, for diffs, without alignment."""
+    lines = [_header(graph)]
+    rows = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
+    widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 14), (2, 40), (3, 16))]
+    phase = "input"
+    for node, name, text, type_, rest in rows:
+        if node.op != "placeholder" and value.phase_of(node) != phase:
+            phase = value.phase_of(node)
+            lines.append(f"{phase}:")
+        line = f"  {name:<{widths[0]}} = {text:<{widths[1]}} : {type_:<{widths[2]}}  {rest}"
+        lines.append(line.rstrip())
+    return "\n".join([*lines, _return(graph)]) + "\n"
+
+
+def print_line(node: fx.Node) -> str:
+    """One value as it stands in the text, without alignment."""
+    if node.op == "output":
+        return "return ..."
+    text, type_, rest = _columns(node)
+    return f"{node.name} = {text} : {type_}  {rest}".rstrip()
+
+
+def op_name(target: Any) -> str:
+    """How an op is written."""
+    if isinstance(target, torch._ops.OpOverload):
+        packet, overload = target.overloadpacket, target._overloadname
+        namespace, name = target._schema.name.split("::")
+        short = next((o for o in OVERLOADS if o in packet.overloads()), None)
+        text = name if overload == short else f"{name}.{overload}"
+        return text if namespace in ("aten", "graphzero") else f"{namespace}.{name}.{overload}"
+    if ops.BY_NAME.get(getattr(target, "__name__", "")) is target:
+        return str(target.__name__)
+    for name, module in MODULES.items():
+        if getattr(module, getattr(target, "__name__", ""), None) is target:
+            return f"{name}.{target.__name__}"
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _header(graph: StepGraph) -> str:
+    axes = ", ".join(
+        f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True)
+    )
+    return f"graph {graph.name}({axes}) {graph.level}"
+
+
+def _columns(node: fx.Node) -> tuple[str, str, str]:
+    """Op and arguments; type; SBP and role."""
+    if node.op == "placeholder":
+        text = _role_text(value.role_of(node) or Role("batch"), node.name)
+    elif node.target is operator.getitem:
+        text = f"{_arg(node.args[0])}[{node.args[1]}]"
+    else:
+        parts = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
+        text = f"{op_name(node.target)}({', '.join(parts)})"
+    return text, *_tail(node)
+
+
+def _tail(node: fx.Node) -> tuple[str, str]:
+    type_, nd = value.type_of(node), value.sbp_of(node)
+    if isinstance(type_, tuple):
+        nds = nd or (None,) * len(type_)
+        inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in zip(type_, nds, strict=True))
+        text, rest = f"({', '.join(inner)})", ""
+    else:
+        text, rest = str(type_), _nd_text(nd, value.pins_of(node))
+    role = value.role_of(node)
+    if role is not None and node.op != "placeholder":
+        rest += f"{'  ' * bool(rest)}; {_role_text(role, '')}"
+    return text, rest
+
+
+def _nd_text(nd: Any, pins: tuple[bool, ...]) -> str:
+    if nd is None:
+        return ""
+    pins = pins or (False,) * len(nd)
+    parts = [("?" if s is None else str(s)) + "!" * pin for s, pin in zip(nd, pins, strict=True)]
+    return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def _role_text(role: Role, name: str) -> str:
+    parts = [] if role.of == name and not role.key else [_word(role.of)]
+    parts += [_word(role.key)] if role.key else []
+    return f"{role.kind}({', '.join(parts)})" if parts != [""] else f"{role.kind}()"
+
+
+def _word(text: str) -> str:
+    return text if re.fullmatch(r"[\w.]*", text) else repr(text)
+
+
+def _arg(x: Any) -> str:
+    if isinstance(x, fx.Node):
+        return x.name
+    if isinstance(x, list):
+        return f"[{', '.join(map(_arg, x))}]"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_arg, x))}{',' * (len(x) == 1)})"
+    if isinstance(x, torch.Size):
+        return _arg(list(x))
+    return repr(x)
+
+
+def _return(graph: StepGraph) -> str:
+    parts = [", ".join(map(_arg, graph.outputs))] if graph.outputs else []
+    parts += [f"{name}={node.name}" for name, node in graph.aux.items()]
+    if graph.updates:
+        pairs = [f"{name}={node.name}" for name, node in graph.updates.items()]
+        joined = ", ".join(pairs)
+        parts.append(f"update({joined})" if len(joined) < 100 else "update(\n    " + ",\n    ".join(pairs) + ")")
+    return f"  return {'; '.join(parts)}".rstrip()
+
+
+# ---------------------------------------------------------------------------------------------- parse
+
+
+def parse(text: str, place: Placement | None = None) -> StepGraph:
+    """Read a printed graph.
+
+    Args:
+        text: what ``str(graph)`` prints; spaces between columns are free.
+        place: the placement; by default virtual CPU ranks in the hierarchy that the first line names.
+
+    Raises:
+        ParseError: with the number of the line and what was expected.
+    """
+    return _Parser(text, place).graph()
+
+
+class _Parser:
+    def __init__(self, text: str, place: Placement | None):
+        self.lines = [line.rstrip() for line in text.strip("\n").splitlines()]
+        self.values: dict[str, fx.Node] = {}
+        self.number = 0
+        self.place = place
+
+    def fail(self, problem: str) -> ParseError:
+        line = self.lines[self.number] if self.number < len(self.lines) else "(end of text)"
+        return ParseError(f"line {self.number + 1} of the graph: {problem}\n  > {line.strip()}")
+
+    def graph(self) -> StepGraph:
+        name, place, level = self._header()
+        self.result = StepGraph(name, place, fx.Graph(), level)
+        phase = "input"
+        for self.number in range(1, len(self.lines)):
+            line = self.lines[self.number].strip()
+            if line.rstrip(":") in PHASES and line.endswith(":"):
+                phase = line[:-1]
+            elif line.startswith("return"):
+                self._return(" ".join(part.strip() for part in self.lines[self.number :]))
+                return self.result
+            elif line and not line.startswith("#"):
+                self._value(line, phase)
+        raise self.fail("a graph ends in a line `return ...`")
+
+    def _header(self) -> tuple[str, Placement, str]:
+        found = re.fullmatch(r"graph (\w+)\(([\w=, ]*)\)(?: (\w+))?", self.lines[0].strip()) if self.lines else None
+        if found is None:
+            raise self.fail("expected `graph name(axis=ranks, ...) level`")
+        level = found[3] or "captured"
+        if level not in LEVELS:
+            raise self.fail(f"{level!r} is no level; one of {', '.join(LEVELS)}")
+        axes = [pair.split("=") for pair in found[2].replace(" ", "").split(",")]
+        sizes = [int(size) for _, size in axes]
+        if self.place is None:
+            grid = torch.arange(math.prod(sizes)).reshape(sizes).tolist()
+            self.place = placement("cpu", grid, names=tuple(name for name, _ in axes), virtual=True)
+        return found[1], self.place, level
+
+    def _value(self, line: str, phase: str) -> None:
+        found = re.fullmatch(r"(\w+)\s*=\s*(.*\S)\s+:\s+(.+)", line)
+        if found is None:
+            raise self.fail("expected `name = op(arguments) : type  sbp`")
+        name, text, tail = found.groups()
+        tail, _, role = tail.partition(";")
+        if name in self.values:
+            raise self.fail(f"{name} is defined twice")
+        node = self._placeholder(name, text) if phase == "input" else self._op(name, text)
+        node.meta["phase"], node.meta["source"] = phase, ""
+        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail.strip())
+        if role:
+            node.meta["role"] = self._role(role.strip(), "")
+        self.values[name] = node
+
+    def _placeholder(self, name: str, text: str) -> fx.Node:
+        role = self._role(text, name)
+        if role.kind not in PLACEHOLDER_KINDS:
+            raise self.fail(f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase")
+        node = self.result.graph.placeholder(name)
+        node.meta["role"] = role
+        return node
+
+    def _role(self, text: str, name: str) -> Role:
+        found = re.fullmatch(r"(\w+)\((.*)\)", text)
+        if found is None:
+            raise self.fail(f"{text!r}: expected `kind(path)` or `kind(path, key)`")
+        words = re.findall(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.]+", found[2])
+        words = [ast.literal_eval(word) if word[0] in "'\"" else word for word in words]
+        return Role(found[1], *(words or ([name] if name else [])))
+
+    def _op(self, name: str, text: str) -> fx.Node:
+        try:
+            call = ast.parse(text, mode="eval").body
+        except SyntaxError as error:
+            raise self.fail(f"{text!r} is no call: {error.msg}") from None
+        graph = self.result.graph
+        if isinstance(call, ast.Subscript):
+            return graph.create_node(
+                "call_function", operator.getitem, (self._read(call.value), self._read(call.slice)), name=name
+            )
+        if not isinstance(call, ast.Call):
+            raise self.fail(f"{text!r} is no call of an op")
+        target = self._target(call.func)
+        args = tuple(self._read(arg) for arg in call.args)
+        kwargs = {str(word.arg): self._read(word.value) for word in call.keywords}
+        return graph.create_node("call_function", target, args, kwargs, name=name)
+
+    def _target(self, func: ast.expr) -> Any:
+        words = ast.unparse(func).split(".")
+        found = _find_op(words)
+        if found is None:
+            raise self.fail(f"no op is called {'.'.join(words)}")
+        return found
+
+    def _read(self, x: ast.expr) -> Any:
+        match x:
+            case ast.Constant():
+                return x.value
+            case ast.Name(id="inf" | "nan"):
+                return float(x.id)
+            case ast.Name():
+                if x.id not in self.values:
+                    raise self.fail(f"{x.id} is not defined above this line")
+                return self.values[x.id]
+            case ast.List():
+                return [self._read(item) for item in x.elts]
+            case ast.Tuple():
+                return tuple(self._read(item) for item in x.elts)
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._read(x.operand)
+            case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.Div(), right=ast.Name(id=axis)):
+                return LocalSize(size, axis)
+            case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.MatMult(), right=ast.Name(id=axis)):
+                return LocalStart(size, axis)
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if hasattr(torch, name):
+                return getattr(torch, name)
+        raise self.fail(f"cannot read the argument {ast.unparse(x)!r}")
+
+    def _tail(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
+        if text.startswith("("):
+            pairs = [self._one(part) for part in _split(text[1:-1])]
+            nds = tuple(nd for _, nd, _ in pairs)
+            return tuple(t for t, _, _ in pairs), nds if any(nd is not None for nd in nds) else None, ()
+        return self._one(text)
+
+    def _one(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
+        if text in ("float", "int", "bool"):
+            return ScalarType(text), None, ()
+        if text == "_":
+            return None, None, ()
+        found = re.fullmatch(r"(\w+)\[([\d, ]*)\]\s*(.*)", text)
+        if found is None:
+            raise self.fail(f"{text!r}: expected a type such as f32[8, 16], and an SBP")
+        dtype = DTYPES.get(found[1]) or getattr(torch, found[1], None)
+        if not isinstance(dtype, torch.dtype):
+            raise self.fail(f"{found[1]!r} is no dtype; {', '.join(DTYPES)}")
+        shape = tuple(int(size) for size in found[2].replace(" ", "").split(",") if size)
+        return TensorType(dtype, shape), *self._nd(found[3])
+
+    def _nd(self, text: str) -> tuple[Any, tuple[bool, ...]]:
+        if not text:
+            return None, ()
+        words = _split(text[1:-1]) if text.startswith("(") else [text]
+        if len(words) != len(self.result.placement.names):
+            raise self.fail(f"{text!r}: expected one SBP for each axis of {self.result.placement.names}")
+        try:
+            nd = tuple(None if word[0] == "?" else parse_sbp(word.rstrip("!")) for word in words)
+        except GraphZeroError as error:
+            raise self.fail(str(error)) from None
+        pins = tuple(word.endswith("!") for word in words)
+        return nd, pins if any(pins) else ()
+
+    def _return(self, text: str) -> None:
+        outputs: list[Any] = []
+        aux: dict[str, fx.Node] = {}
+        updates: dict[str, fx.Node] = {}
+        for part in filter(None, (part.strip() for part in text.removeprefix("return").split(";"))):
+            if part.startswith("update("):
+                updates = dict(self._pairs(_split(part[7:-1])))
+            elif re.match(r"[\w.]+=", part):
+                aux |= dict(self._pairs([part]))
+            else:
+                outputs = [self._read(ast.parse(word, mode="eval").body) for word in _split(part)]
+        self.result.graph.output((tuple(outputs), aux, updates))
+
+    def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:
+        for word in words:
+            name, _, source = word.partition("=")
+            if source.strip() not in self.values:
+                raise self.fail(f"{word!r}: {source} is not defined above this line")
+            yield name.strip(), self.values[source.strip()]
+
+
+def _find_op(words: list[str]) -> Any:
+    """The op written as ``words``: our own, ATen's, ``operator.mul``, or ``namespace.op.overload``."""
+    if len(words) == 1 and words[0] in ops.BY_NAME:
+        return ops.BY_NAME[words[0]]
+    if len(words) == 2 and words[0] in MODULES:
+        return getattr(MODULES[words[0]], words[1], None)
+    for namespace in (torch.ops.graphzero, torch.ops.aten):
+        packet = getattr(namespace, words[0], None) if len(words) <= 2 else None
+        if packet is not None:
+            names = (words[1],) if len(words) == 2 else OVERLOADS
+            return next((getattr(packet, name) for name in names if name in packet.overloads()), None)
+    if len(words) == 3 and hasattr(getattr(torch.ops, words[0]), words[1]):
+        return getattr(getattr(getattr(torch.ops, words[0]), words[1]), words[2], None)
+    try:
+        return getattr(importlib.import_module(".".join(words[:-1])), words[-1], None)
+    except ImportError:
+        return None
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas outside brackets and quotes."""
+    parts, depth, quote, begin = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([":
+            depth += 1
+        elif char in ")]":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+    return [part for part in (*parts, text[begin:].strip()) if part]

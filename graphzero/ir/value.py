@@ -1,0 +1,187 @@
+"""What is known of one value of a graph: type, SBP, pins, role, phase, source line.
+
+A graph is a ``torch.fx.Graph``; the facts live in ``node.meta`` under the keys below and are read and
+written through the functions of this module only.
+
+======== ==================================================================================
+key      content
+======== ==================================================================================
+type     ``TensorType`` (global shape), ``ScalarType``, or a tuple of them for an op with several
+         results (``None`` for a result that the op does not make)
+sbp      ``Nd``: one ``Sbp`` per placement axis; a tuple of ``Nd`` for several results; ``None`` = not yet known
+pins     per placement axis, whether the SBP is fixed by the user or by a pass
+role     ``Role`` or None: what a value is for the user's step
+phase    "input", "forward", "backward" or "update"
+source   "file:line in function" of the user's code, or ""
+======== ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.sbp.types import Nd
+
+PHASES = ("input", "forward", "backward", "update")
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Dtype and global shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole (global) tensor, stored densely."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        return f"{name}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """A host number: ``float``, ``int`` or ``bool``, the same on every rank."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+Type = TensorType | ScalarType | tuple["TensorType | ScalarType | None", ...]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a value is for the step.
+
+    =========== =============================================== ======================
+    kind        of                                              key
+    =========== =============================================== ======================
+    batch       name of the input, ``x`` or ``batch.labels``    ""
+    param       ``attribute.fqn`` of the parameter              ""
+    buffer      ``attribute.fqn`` of the buffer                 ""
+    state       ``attribute.fqn`` of the parameter, or          name in ``optimizer.state``, ``exp_avg``
+                ``optimizer0.group1`` for a 0-d state that
+                several parameters share
+    hyper       ``optimizer0.group1``                           ``lr``, ``betas.0``
+    scalar      name of a float input of build                  ""
+    constant    running number of a tensor that build closes over  ""
+    seed        "" (the 0-d int64 key of this step's random draws) ""
+    gradient    ``attribute.fqn``: p.grad when backward ends    ""
+    loss        ""                                              ""
+    =========== =============================================== ======================
+
+    The first eight are the roles of placeholders, and ``(kind, of, key)`` names one for the runtime.
+    """
+
+    kind: str
+    of: str = ""
+    key: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.of}/{self.key}" if self.key else self.of
+
+
+PLACEHOLDER_KINDS = ("batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed")
+
+
+def type_of(node: fx.Node) -> Any:
+    """The node's ``Type``: TensorType, ScalarType or a tuple of them."""
+    return node.meta["type"]
+
+
+def tensor_type(node: fx.Node) -> TensorType:
+    """The type of a node that is one tensor."""
+    found = node.meta["type"]
+    assert isinstance(found, TensorType), f"{node.name} is {found}, not one tensor"
+    return found
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("type"), TensorType)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("type"), ScalarType)
+
+
+def is_multi(node: fx.Node) -> bool:
+    """Whether the node is an op with several results, read through ``operator.getitem`` nodes."""
+    return isinstance(node.meta.get("type"), tuple)
+
+
+def sbp_of(node: fx.Node) -> Any:
+    """The node's SBP: ``Nd``, a tuple of ``Nd | None`` for several results, or None where not known yet."""
+    return node.meta.get("sbp")
+
+
+def nd_of(node: fx.Node) -> Nd:
+    """The SBP of a node that is one tensor, already known."""
+    found: Nd = node.meta["sbp"]
+    return found
+
+
+def pins_of(node: fx.Node) -> tuple[bool, ...]:
+    """Per placement axis, whether the node's SBP is pinned; () = nowhere."""
+    found: tuple[bool, ...] = node.meta.get("pins", ())
+    return found
+
+
+def role_of(node: fx.Node) -> Role | None:
+    return node.meta.get("role")
+
+
+def phase_of(node: fx.Node) -> str:
+    return str(node.meta.get("phase", "forward"))
+
+
+def source_of(node: fx.Node) -> str:
+    return str(node.meta.get("source", ""))
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of an op in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
+    return [arg for arg in flat_nodes((node.args, node.kwargs)) if is_tensor(arg)]
+
+
+def flat_nodes(args: Any) -> Iterator[fx.Node]:
+    """Every node in nested arguments, in order, repeats kept."""
+    if isinstance(args, fx.Node):
+        yield args
+    elif isinstance(args, dict):
+        for value in args.values():
+            yield from flat_nodes(value)
+    elif isinstance(args, (tuple, list)):
+        for value in args:
+            yield from flat_nodes(value)

@@ -1,0 +1,255 @@
+"""The laws of a StepGraph, checked after every pass.
+
+At every level: operands stand before their readers, every value has a type, an update has the type of what it
+replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
+what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: no box is left.
+Once written (``assign``), a placeholder has no later reader; a communication slot holds one collective at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from graphzero.errors import VerifyError
+from graphzero.ir import calls, ops, value
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.memory import Storage, storage_roots
+from graphzero.ir.text import op_name, print_line
+from graphzero.ir.value import TensorType
+from graphzero.sbp.types import Nd
+
+WRITABLE = ("param", "buffer", "state")
+
+
+def verify(graph: StepGraph, after: str = "") -> StepGraph:
+    """Check every law that holds at the graph's level; returns the graph.
+
+    Args:
+        after: the pass that made it, for the message.
+
+    Raises:
+        VerifyError: the law, the line with its neighbours and the user's source line, what is allowed, what to do.
+    """
+    where = f"after pass {after}: " if after else ""
+    level = LEVELS.index(graph.level)
+    _check_order(graph, where)
+    _check_updates(graph, where)
+    if level >= LEVELS.index("propagated"):
+        _check_known(graph, where)
+        _check_ops(graph, where, boxed=level >= LEVELS.index("boxed"))
+    if level >= LEVELS.index("boxed"):
+        _check_results(graph, where)
+    if level >= LEVELS.index("lowered"):
+        _check_lowered(graph, where)
+        _check_storage(graph, where)
+    return graph
+
+
+def window(graph: StepGraph, node: fx.Node, around: int = 2) -> str:
+    """The node's line between its neighbours, marked, with the user's source line."""
+    before = after = node
+    lines: list[str] = []
+    for _ in range(around):
+        before, after = before.prev, after.next
+        if before.op not in ("root", "placeholder", "output"):
+            lines.insert(0, f"    {_clipped(before)}")
+        if len(lines) <= around:
+            source = value.source_of(node)
+            lines.append(f"  > {_clipped(node)}" + (f"    {source}" if source else ""))
+        if after.op not in ("root", "output"):
+            lines.append(f"    {_clipped(after)}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _clipped(node: fx.Node, width: int = 150) -> str:
+    text = print_line(node)
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
+
+
+def _fail(graph: StepGraph, node: fx.Node, where: str, problem: str, hint: str) -> VerifyError:
+    return VerifyError(f"{where}{problem}\n\n{window(graph, node)}\n\n  {hint}")
+
+
+def _check_order(graph: StepGraph, where: str) -> None:
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise VerifyError(
+                    f"{where}'{node.name}' reads '{operand.name}', which is not made above it\n  "
+                    "Insert new nodes before their first reader: with graph.graph.inserting_before(node): ..."
+                )
+        seen.add(node)
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise VerifyError(f"{where}'{node.name}' is a {node.op} node; a graph holds placeholders, calls, an output")
+        if node.op != "output" and "type" not in node.meta:
+            raise VerifyError(
+                f"{where}'{node.name}' = {op_name(node.target)}(...) has no type\n  "
+                "Make nodes by graph.call(target, args, type), or set node.meta['type']"
+            )
+
+
+def _check_updates(graph: StepGraph, where: str) -> None:
+    placeholders = {node.name: node for node in graph.placeholders()}
+    for name, new in graph.updates.items():
+        old = placeholders.get(name)
+        role = value.role_of(old) if old is not None else None
+        if old is None or role is None or role.kind not in WRITABLE:
+            raise VerifyError(
+                f"{where}the step updates '{name}', which is no parameter, buffer or state of the graph\n  "
+                f"It may update: {', '.join(n for n in list(placeholders)[:8])}"
+            )
+        if value.type_of(old) != value.type_of(new):
+            problem = f"'{new.name}' : {value.type_of(new)} is to replace '{name}' : {value.type_of(old)}"
+            raise _fail(graph, new, where, problem, "An update keeps shape and dtype; cast or reshape before it")
+
+
+def _check_known(graph: StepGraph, where: str) -> None:
+    axes = graph.placement.names
+    for node in graph.nodes:
+        if node.op == "output" or value.is_scalar(node):
+            continue
+        type_, nd = value.type_of(node), value.sbp_of(node)
+        pairs = zip(type_, nd or (None,) * len(type_), strict=True) if isinstance(type_, tuple) else [(type_, nd)]
+        for one, sbp in pairs:
+            if isinstance(one, TensorType):
+                _check_sbp(graph, node, one, sbp, axes, where)
+
+
+def _check_sbp(
+    graph: StepGraph, node: fx.Node, type_: TensorType, nd: Nd | None, axes: tuple[str, ...], where: str
+) -> None:
+    if nd is None or len(nd) != len(axes) or None in nd:
+        problem = f"'{node.name}' has no SBP on each of the axes {', '.join(axes)}"
+        raise _fail(graph, node, where, problem, "Run `propagate` after passes that add values, or set its SBP")
+    for axis, sbp in zip(axes, nd, strict=True):
+        if sbp.is_split and sbp.dim >= len(type_.shape):
+            problem = f"'{node.name}' is {sbp} on axis {axis}, but it has {len(type_.shape)} dims"
+            raise _fail(graph, node, where, problem, "Split one of its dims, or pin it to B")
+
+
+def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and calls.is_op(node) and graph.level != "local":
+            for axis in range(len(graph.placement.names)):
+                _check_op(graph, node, axis, where, boxed)
+        elif boxed and node.target in calls.IDENTITIES:
+            _check_identity(graph, node, where)
+        elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = value.sbp_of(node.args[0])
+            if source is not None and source[node.args[1]] != value.sbp_of(node):
+                problem = f"'{node.name}' is not in the SBP of the result that it picks"
+                raise _fail(graph, node, where, problem, f"'{node.args[0].name}' makes {source[node.args[1]]}")
+
+
+def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool) -> None:
+    allowed = calls.signatures_of(graph, node, axis)
+    outputs = calls.output_sbps(node, axis)
+    if not boxed:
+        if all(signature.outputs != outputs for signature in allowed):
+            problem = f"'{node.name}' cannot be {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}"
+            raise _fail(graph, node, where, problem, _allows(node, allowed))
+        return
+    inputs = calls.input_sbps(node, axis)
+    if any(signature.inputs == inputs and signature.outputs == outputs for signature in allowed):
+        return
+    operands = value.tensor_operands(node)
+    partial = next((o for o, s in zip(operands, inputs, strict=True) if s.is_partial), None)
+    if partial is not None:
+        problem = f"'{node.name}' reads the partial sum '{partial.name}', but {op_name(node.target)} is not linear in it"
+    else:
+        given = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+        problem = f"'{node.name}' runs {op_name(node.target)} as {given}, which would not compute the same"
+    name = partial.name if partial is not None else operands[0].name if operands else node.name
+    hint = (
+        f"{_allows(node, allowed)}\n  Run `propagate` and `insert_boxing` after passes that move pins, or pin it yourself: "
+        f'graph.pin("{name}", "{graph.placement.names[axis]}", B)'
+    )
+    raise _fail(graph, node, where, problem, hint)
+
+
+def _allows(node: fx.Node, allowed: tuple[Any, ...]) -> str:
+    shown = ",  ".join(map(str, allowed[:8])) + (f",  and {len(allowed) - 8} more" if len(allowed) > 8 else "")
+    return f"{op_name(node.target)} allows  {shown}"
+
+
+def _check_identity(graph: StepGraph, node: fx.Node, where: str) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if value.sbp_of(source) != value.sbp_of(node):
+        problem = f"'{node.name}' reads '{source.name}' in another SBP than its own"
+        raise _fail(graph, node, where, problem, "Run `insert_boxing` after passes that move pins")
+
+
+def _check_results(graph: StepGraph, where: str) -> None:
+    placeholders = {node.name: node for node in graph.placeholders()}
+    for name, new in graph.updates.items():
+        if value.sbp_of(placeholders[name]) != value.sbp_of(new):
+            entered, left = value.sbp_of(placeholders[name]), value.sbp_of(new)
+            problem = f"'{name}' enters the step as {_text(entered)} and would leave it as {_text(left)}"
+            raise _fail(graph, new, where, problem, "A state keeps its SBP: box its new value, or move the pin of both")
+    for out in value.flat_nodes(graph.outputs):
+        if value.is_tensor(out) and any(sbp.is_partial for sbp in value.nd_of(out)):
+            problem = f"build would return the partial sum '{out.name}'"
+            raise _fail(graph, out, where, problem, "Run `insert_boxing`, which completes what leaves the step")
+
+
+def _text(nd: Nd) -> str:
+    return str(nd[0]) if len(nd) == 1 else str(nd)
+
+
+def _check_lowered(graph: StepGraph, where: str) -> None:
+    for node in graph.nodes:
+        if node.target is ops.box:
+            raise _fail(graph, node, where, f"'{node.name}' is still a box", "Run `lower_boxing`")
+        if node.target in (ops.all_gather, ops.reduce_scatter, ops.slice_shard):
+            _check_move(graph, node, where)
+
+
+def _check_move(graph: StepGraph, node: fx.Node, where: str) -> None:
+    source, dim, axis = node.args
+    assert isinstance(source, fx.Node)
+    index = graph.placement.axis(str(axis))
+    split, other = (source, node) if node.target is ops.all_gather else (node, source)
+    kinds = {ops.all_gather: "B", ops.reduce_scatter: "P", ops.slice_shard: "B"}
+    here, there = value.nd_of(split)[index], value.nd_of(other)[index]
+    if not here.is_split or here.dim != dim or there.kind != kinds[node.target]:  # type: ignore[index]
+        problem = f"'{node.name}' takes {_text(value.nd_of(source))} to {_text(value.nd_of(node))}, which it cannot"
+        raise _fail(graph, node, where, problem, f"{op_name(node.target)} goes between S({dim}) and {kinds[node.target]}")  # type: ignore[index]
+
+
+def _check_storage(graph: StepGraph, where: str) -> None:
+    """No reader of a placeholder's storage after the write; no two collectives in one slot."""
+    roots = storage_roots(graph)
+    written: dict[Storage | None, fx.Node] = {}
+    busy: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        for operand, root in _read_roots(node, roots):
+            if root in written and operand is not written[root] and node.target is not operator.getitem:
+                problem = f"'{node.name}' reads '{operand.name}' after '{written[root].name}' wrote over it"
+                raise _fail(graph, node, where, problem, f"Move '{written[root].name}' below its last reader")
+        if node.target is ops.assign:
+            written[roots[node.args[0]][0]] = node  # type: ignore[index]
+        elif node.target is ops.launch:
+            slot = node.args[1]
+            if slot in busy:
+                problem = f"'{node.name}' takes slot {slot}, in which '{busy[slot].name}' is still under way"
+                raise _fail(graph, node, where, problem, "Wait for the first, or give the second another slot")
+            busy[slot] = node
+        elif node.target is ops.wait:
+            busy = {slot: launch for slot, launch in busy.items() if launch is not node.args[0]}
+
+
+def _read_roots(
+    node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]
+) -> Iterator[tuple[fx.Node, Storage | None]]:
+    for operand in node.all_input_nodes:
+        if not (node.target is ops.assign and operand is node.args[0]):
+            for root in roots.get(operand, ()):
+                yield operand, root

@@ -1,0 +1,119 @@
+"""The tensor ops that graphzero adds to ATen.
+
+* ``attention`` and ``attention_backward``: scaled dot product attention as one op, so that a plan made on a
+  laptop holds for a GPU; each device lowers it to its own kernel.
+* ``uniform_like``: random numbers that are a function of (key, op, global index of the element), so that a
+  draw does not depend on placement, stage or world.
+* ``pin``: the identity; it marks a value whose SBP is fixed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_lib = torch.library.Library("graphzero", "DEF")
+_lib.define("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
+_lib.define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
+    "Tensor? bias, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+_lib.define("uniform_like(Tensor like, Tensor key, int op, int[] start, int[] total) -> Tensor")
+_lib.define("pin(Tensor x, int id) -> Tensor")
+
+ATTENTION = torch.ops.graphzero.attention.default
+ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
+UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
+PIN = torch.ops.graphzero.pin.default
+
+
+def _attention_meta(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    # The CPU and CUDA flash kernels lay out their result as [batch, length, heads, dim], seen transposed.
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    return out, q.new_empty((batch, heads, length), dtype=wide)
+
+
+def _attention_backward_meta(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def like(x: Tensor) -> Tensor:
+        batch, heads, length, dim = x.shape
+        return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+    return like(q), like(k), like(v)
+
+
+def _attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out, logsumexp
+
+
+def _attention_backward_cpu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = flash(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
+_PRIME_A, _PRIME_B, _MASK = 0x27D4EB2F165667C5, 0x2545F4914F6CDD1D, 0xFFFFFFFF
+
+
+def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> Tensor:
+    """Uniform in [0, 1), float32, one number per element of ``like``.
+
+    ``start`` is the global index of ``like``'s first element, ``total`` the global shape.  The number is a
+    hash of (key, op, global row-major index): two rounds of multiply and xor-shift on int64, the finaliser
+    of SplitMix64 with arithmetic shifts masked (Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", 2014), cut to 24 bits.
+    """
+    index = torch.zeros((), dtype=torch.int64, device=like.device)
+    stride = 1
+    for dim in reversed(range(like.dim())):
+        length = like.shape[dim]
+        line = torch.arange(start[dim] * stride, (start[dim] + length) * stride, stride, device=like.device)
+        index = index + line.view((length,) + (1,) * (like.dim() - 1 - dim))
+        stride *= total[dim]
+    bits = (index + 1) * _PRIME_A
+    bits += key + (op + 1) * 0x1F123BB5159A55E5
+    bits ^= (bits >> 30) & 0x3FFFFFFFF
+    bits *= -0x40A7B892E31B1A47
+    bits ^= (bits >> 27) & 0x1FFFFFFFFF
+    bits *= -0x6B2FB644ECCEEE15
+    bits ^= (bits >> 31) & 0x1FFFFFFFF
+    bits &= 0xFFFFFF
+    return bits.to(torch.float32).mul_(2.0**-24)
+
+
+_lib.impl("attention", _attention_meta, "Meta")
+_lib.impl("attention_backward", _attention_backward_meta, "Meta")
+_lib.impl("attention", _attention_cpu, "CPU")
+_lib.impl("attention_backward", _attention_backward_cpu, "CPU")
+_lib.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
+_lib.impl("uniform_like", lambda like, key, op, start, total: like.new_empty(like.shape, dtype=torch.float32), "Meta")
+_lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
+
+
+def _save_attention(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, bias, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
+    q, k, v, bias, out, logsumexp = ctx.saved_tensors
+    dq, dk, dv = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, bias, ctx.causal, ctx.scale)
+    return dq, dk, dv, None, None, None
+
+
+torch.library.register_autograd("graphzero::attention", _attention_grad, setup_context=_save_attention, lib=_lib)
+torch.library.register_autograd("graphzero::pin", lambda ctx, grad: (grad, None), lib=_lib)

@@ -1,0 +1,93 @@
+"""B, S(i) and P: how one global tensor lies on the ranks of one placement axis.
+
+* ``B`` (broadcast): every rank holds the whole tensor.
+* ``S(i)`` (split): rank ``r`` holds the ``r``-th piece of dim ``i``, cut as ``torch.chunk`` cuts.
+* ``P`` (partial): the tensor is the elementwise sum of what the ranks hold; ``P(max)`` and
+  ``P(min)`` are the elementwise maximum and minimum.
+
+On an n-d placement a tensor has one of these per axis, outermost first: a tuple (``Nd``).
+Objects are interned: equal annotations are the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from graphzero.errors import SbpError
+
+
+@dataclass(frozen=True, eq=False)
+class Sbp:
+    """One annotation on one placement axis.  Make it with ``B``, ``S(i)``, ``P`` or ``partial``."""
+
+    kind: str  # "B", "S" or "P"
+    dim: int = -1  # of S
+    reduction: str = ""  # of P: "sum", "max" or "min"
+
+    @property
+    def is_broadcast(self) -> bool:
+        return self.kind == "B"
+
+    @property
+    def is_split(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.kind == "P"
+
+    def __str__(self) -> str:
+        if self.kind == "S":
+            return f"S({self.dim})"
+        return self.kind if self.kind == "B" or self.reduction == "sum" else f"P({self.reduction})"
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return parse_sbp, (str(self),)
+
+    def __copy__(self) -> Sbp:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Sbp:
+        return self
+
+
+Nd = tuple[Sbp, ...]
+
+B = Sbp("B")
+
+
+@cache
+def S(dim: int) -> Sbp:
+    """Split along tensor dim ``dim`` (not negative: a rule for any rank of tensor needs one name per dim)."""
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
+        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; for the last dim write its number")
+    return Sbp("S", dim)
+
+
+_PARTIALS = {reduction: Sbp("P", reduction=reduction) for reduction in ("sum", "max", "min")}
+
+
+def partial(reduction: str = "sum") -> Sbp:
+    """Partial under ``reduction``: "sum", "max" or "min"."""
+    if reduction not in _PARTIALS:
+        raise SbpError(f"P({reduction}): the partial values of ranks combine by sum, max or min")
+    return _PARTIALS[reduction]
+
+
+P = partial()
+
+
+def parse_sbp(text: str) -> Sbp:
+    """Read what ``str`` prints: ``B``, ``S(1)``, ``P``, ``P(max)``."""
+    if text == "B":
+        return B
+    if text == "P":
+        return P
+    if text.endswith(")") and text[:2] == "S(" and text[2:-1].isdigit():
+        return S(int(text[2:-1]))
+    if text.endswith(")") and text[:2] == "P(":
+        return partial(text[2:-1])
+    raise SbpError(f"{text!r} is no SBP; write B, S(0), P, P(max) or P(min)")
