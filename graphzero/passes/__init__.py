@@ -1,0 +1,42 @@
+"""The passes, from a captured step to a program that runs.
+
+A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and records them.
+"""
+
+from graphzero.passes.base import BuiltinPass, Pass, Pipeline, Record, pass_name
+from graphzero.passes.bucket import Bucket
+from graphzero.passes.dead_code import DeadCode
+from graphzero.passes.insert_boxing import InsertBoxing
+from graphzero.passes.localize import Localize
+from graphzero.passes.lower_boxing import LowerBoxing
+from graphzero.passes.pin import Pin
+from graphzero.passes.propagate import Propagate
+from graphzero.passes.schedule import Schedule
+from graphzero.passes.zero import Zero
+
+__all__ = [
+    "Bucket",
+    "BuiltinPass",
+    "DeadCode",
+    "InsertBoxing",
+    "Localize",
+    "LowerBoxing",
+    "Pass",
+    "Pin",
+    "Pipeline",
+    "Propagate",
+    "Record",
+    "Schedule",
+    "Zero",
+    "default_passes",
+    "pass_name",
+]
+
+NAMES = ("pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "bucket", "schedule", "dead_code")
+
+
+def default_passes(pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None) -> list[Pass]:
+    """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0)."""
+    first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
+    rest: list[Pass] = [Propagate(), InsertBoxing(), LowerBoxing(), Localize(), bucket or Bucket(), Schedule(), DeadCode()]
+    return first + rest

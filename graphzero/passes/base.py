@@ -1,0 +1,111 @@
+"""What a pass is, and the pipeline that runs them.
+
+A pass is any callable ``StepGraph -> StepGraph``; it gets a clone that it may change.  Cloning, verifying,
+timing and the record of what changed are the pipeline's, never a pass's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from graphzero.errors import VerifyError
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.text import print_graph
+from graphzero.ir.verify import verify
+
+Pass = Callable[[StepGraph], StepGraph]
+
+
+def pass_name(pass_: Pass) -> str:
+    """A pass's ``name``, else its function or class name in snake case."""
+    found = getattr(pass_, "name", None) or getattr(pass_, "__name__", None) or type(pass_).__name__
+    return snake_case(str(found))
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+class BuiltinPass:
+    """Base of the passes that ship with graphzero: small frozen dataclasses with ``__call__``."""
+
+    @property
+    def name(self) -> str:
+        return snake_case(type(self).__name__)
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One pass of a run: its name, the graph before and after, and its seconds without verification.
+
+    ``seconds_verify`` is what the verification after it took.
+    """
+
+    name: str
+    before: StepGraph
+    after: StepGraph
+    seconds: float
+    seconds_verify: float = field(default=0.0)
+
+    def diff(self) -> str:
+        """What the pass changed, as a unified diff of the two texts."""
+        lines = (print_graph(graph, align=False).splitlines() for graph in (self.before, self.after))
+        return "\n".join(
+            difflib.unified_diff(*lines, fromfile=f"before {self.name}", tofile=f"after {self.name}", lineterm="", n=1)
+        )
+
+
+class Pipeline:
+    """Runs passes one after another: ``Pipeline(passes)(graph)``.
+
+    Each pass works on a clone of its predecessor's graph; the result is verified.  ``history`` keeps one
+    ``Record`` per pass of the last run.
+
+    Raises:
+        VerifyError: a pass returned another type, dropped an update or an input, or broke a law of the IR.
+    """
+
+    def __init__(self, passes: Iterable[Pass]):
+        self.passes = list(passes)
+        self.history: list[Record] = []
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        self.history = []
+        for pass_ in self.passes:
+            name = pass_name(pass_)
+            started = time.perf_counter()
+            after = pass_(graph.clone())
+            finished = time.perf_counter()
+            _check_result(graph, after, name)
+            verify(after, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
+            record = Record(name, graph, after, finished - started, time.perf_counter() - finished)
+            self.history.append(record)
+            graph = after
+        return graph
+
+
+def _check_result(before: StepGraph, after: object, name: str) -> None:
+    if not isinstance(after, StepGraph):
+        raise VerifyError(
+            f"pass {name} returned {type(after).__name__}, not a StepGraph\n  A pass changes the graph it is given and returns it"
+        )
+    lost = [update for update in before.updates if update not in after.updates]
+    if lost:
+        raise VerifyError(
+            f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
+            "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
+        )
+    if len(after.outputs) != len(before.outputs):
+        raise VerifyError(
+            f"pass {name} returned a graph with {len(after.outputs)} outputs where build returns {len(before.outputs)}\n"
+            "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
+        )
+    if LEVELS.index(after.level) < LEVELS.index(before.level):
+        raise VerifyError(f"pass {name} took the graph from level {before.level!r} back to {after.level!r}")

@@ -1,0 +1,19 @@
+"""DeadCode: drop ops whose results nobody reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphzero.ir.graph import StepGraph
+from graphzero.passes.base import BuiltinPass
+
+
+@dataclass(frozen=True)
+class DeadCode(BuiltinPass):
+    """Every op is pure but ``assign``, whose reader is the step's end; inputs stay, they are the signature."""
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for node in reversed(list(graph.nodes)):
+            if node.op == "call_function" and not node.users:
+                graph.graph.erase_node(node)
+        return graph

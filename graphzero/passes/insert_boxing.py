@@ -1,0 +1,155 @@
+"""InsertBoxing: an explicit ``box`` wherever a reader wants a value in another SBP than it has.
+
+The only pass that moves data between ranks decides nothing here: SBPs say what each op makes, rules say what it
+must read for that.  A value is boxed to one SBP once.  A reduction stands right behind what it reduces, a gather
+or a cut right before its first reader, and a box in front of a ``use`` or a ``pin`` at that node's place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphzero.errors import SbpError
+from graphzero.ir import calls, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
+from graphzero.passes.base import BuiltinPass
+from graphzero.passes.propagate import Ends
+from graphzero.sbp import boxing
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import Nd, Sbp
+
+
+@dataclass(frozen=True)
+class InsertBoxing(BuiltinPass):
+    """After it, every op reads its operands in an SBP that its rule allows."""
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        boxes = _Boxes(graph)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in calls.IDENTITIES:
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                node.update_arg(0, boxes.get(source, value.nd_of(node), node, reuse=False))
+            elif calls.is_op(node):
+                _box_operands(graph, node, boxes)
+        _box_ends(graph, boxes)
+        graph.level = "boxed"
+        return graph
+
+
+class _Boxes:
+    """The boxes made so far, by value and SBP."""
+
+    def __init__(self, graph: StepGraph):
+        self.graph = graph
+        self.made: dict[tuple[fx.Node, Nd], fx.Node] = {}
+
+    def get(self, node: fx.Node, want: Nd, reader: fx.Node, reuse: bool = True) -> fx.Node:
+        """``node`` in the SBP ``want``, for ``reader``, which comes later than every reader before."""
+        have = value.nd_of(node)
+        if have == want:
+            return node
+        if reuse and (node, want) in self.made:
+            return self.made[node, want]
+        reduces = any(h.is_partial and h is not w for h, w in zip(have, want, strict=True))
+        behind = reuse and reduces and node.op != "placeholder"
+        place = self.graph.graph.inserting_after(node) if behind else self.graph.graph.inserting_before(reader)
+        with place:
+            like = node if behind or node.op != "placeholder" else reader
+            name = f"{node.name.removesuffix('_pin')}_{''.join(sbp.kind.lower() for sbp in want)}"
+            box = self.graph.call(ops.box, (node,), value.tensor_type(node), sbp=want, like=like, name=name)
+        box.meta["phase"] = value.phase_of(like if behind else reader) if reader.op != "output" else "update"
+        role = _moved_role(node, reader)
+        if role is not None:
+            box.meta["role"] = role
+        self.made[node, want] = box
+        return box
+
+
+def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:
+    """What a box moves, for the plan: a parameter, a gradient, or no matter what."""
+    role = value.role_of(node)
+    return role if role is not None and role.kind in ("param", "gradient") else None
+
+
+def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
+    operands = value.tensor_operands(node)
+    wants = [[] for _ in operands]  # type: list[list[Sbp]]
+    for axis in range(len(graph.placement.names)):
+        for i, want in enumerate(_select(graph, node, axis, operands).inputs):
+            wants[i].append(want)
+    if all(value.nd_of(o) == tuple(w) for o, w in zip(operands, wants, strict=True)):
+        return
+    remaining = iter([boxes.get(o, tuple(w), node) for o, w in zip(operands, wants, strict=True)])
+
+    def swap(operand: fx.Node) -> fx.Node:
+        return next(remaining) if value.is_tensor(operand) else operand
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+    node.args, node.kwargs = args, kwargs
+
+
+def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node]) -> Signature:
+    """The signature that makes the node's results in their SBP, with least boxing."""
+    outputs = calls.output_sbps(node, axis)
+    ranks = graph.placement.hierarchy[axis]
+    best: tuple[float, Signature] | None = None
+    for signature in calls.signatures_of(graph, node, axis):
+        if signature.outputs != outputs:
+            continue
+        total = 0.0
+        for operand, want in zip(operands, signature.inputs, strict=True):
+            have = value.nd_of(operand)[axis]
+            if have is not want:
+                total += boxing.cost(have, want, value.tensor_type(operand).nbytes, ranks) + 1e-3
+        if best is None or total < best[0]:
+            best = (total, signature)
+    if best is None:
+        raise SbpError(
+            f"no signature of {node.name} makes {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}\n"
+            "  Run `propagate` after passes that move pins"
+        )
+    return best[1]
+
+
+def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
+    """New states leave in the SBP they entered with, outputs complete or as this rank's share."""
+    ends = Ends(graph)
+    output = graph.output
+    axes = range(len(graph.placement.names))
+    placeholders = {p.name: p for p in graph.placeholders("param", "buffer", "state")}
+    updates = {}
+    for name, new in graph.updates.items():
+        old = placeholders[name]
+        role = value.role_of(old)
+        box = boxes.get(new, value.nd_of(old), output)
+        if box is not new:
+            box.meta["role"] = role if role is not None and role.kind == "param" else None
+            _move_behind(new, box)
+        updates[name] = box
+
+    def leave(node: fx.Node, whole: bool) -> fx.Node:
+        if not value.is_tensor(node):
+            return node
+        nd = value.nd_of(node)
+        wanted = tuple(_end_sbp(ends, node, axis, nd[axis], whole) for axis in axes)
+        return boxes.get(node, wanted, output)
+
+    outputs = fx.map_arg(graph.outputs, lambda node: leave(node, whole=False))
+    aux = {name: leave(node, whole=True) for name, node in graph.aux.items()}
+    graph.set_output(outputs, aux, updates)  # type: ignore[arg-type]
+
+
+def _end_sbp(ends: Ends, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:
+    from graphzero.passes.propagate import output_sbp
+    from graphzero.sbp.types import B
+
+    return B if whole else output_sbp(ends.graph, node, axis, have)
+
+
+def _move_behind(node: fx.Node, box: fx.Node) -> None:
+    if node.op != "placeholder":
+        node.append(box)

@@ -1,0 +1,195 @@
+"""Propagate: an SBP for every value.
+
+Follow the pins, and let cost only break ties.  Per placement axis, in three sweeps:
+
+1. forward, greedily: each op takes the signature whose operands need least boxing.  A split is never introduced:
+   an op may split only along what an operand is already split along.
+2. the reductions: where a partial sum becomes whole is a minimum cut over the ops it passes through (``reductions``).
+3. backward: a whole value that all its readers cut is made cut, so that no rank computes what it throws away.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphzero.ir import calls, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.passes.base import BuiltinPass
+from graphzero.passes.reductions import place_reductions
+from graphzero.sbp import boxing
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, Sbp
+
+
+@dataclass(frozen=True)
+class Propagate(BuiltinPass):
+    """Gives every value an SBP on every placement axis; pins are kept."""
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for axis in range(len(graph.placement.names)):
+            AxisPropagation(graph, axis).run()
+        graph.level = "propagated"
+        return graph
+
+
+class AxisPropagation:
+    """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
+
+    def __init__(self, graph: StepGraph, axis: int):
+        self.graph, self.axis = graph, axis
+        self.ranks = graph.placement.hierarchy[axis]
+        self.found: dict[fx.Node, tuple[Sbp | None, ...]] = {}
+        self.chosen: dict[fx.Node, Signature] = {}
+        self.boxed: set[tuple[fx.Node, Sbp]] = set()
+        self.ends = Ends(graph)
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            if node.op != "output" and not value.is_scalar(node):
+                self.found[node] = self._forward(node)
+        place_reductions(self)
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.chosen:
+                self._cut_for_readers(node)
+        for node, sbps in self.found.items():
+            self._write(node, sbps)
+
+    def sbp(self, node: fx.Node) -> Sbp:
+        """The SBP found for a node that is one tensor."""
+        found = self.found[node][0]
+        assert found is not None
+        return found
+
+    def pinned(self, node: fx.Node) -> Sbp | None:
+        nd = value.sbp_of(node)
+        pins = value.pins_of(node)
+        return nd[self.axis] if pins and pins[self.axis] else None
+
+    def cost(self, node: fx.Node, have: Sbp, want: Sbp) -> float:
+        """Bytes on the wire to box a value; what is boxed so already is free."""
+        if have is want or (node, want) in self.boxed:
+            return 0.0
+        return boxing.cost(have, want, value.tensor_type(node).nbytes, self.ranks)
+
+    # ---- sweep 1
+
+    def _forward(self, node: fx.Node) -> tuple[Sbp | None, ...]:
+        pinned = self.pinned(node)
+        if pinned is not None:
+            return (pinned,)
+        if node.op == "placeholder":
+            return (B,)
+        if node.target is operator.getitem:
+            source, index = node.args
+            return (self.found[source][index],)  # type: ignore[index]
+        if node.target in calls.IDENTITIES:
+            return (self.sbp(node.args[0]),)  # type: ignore[arg-type]
+        operands = value.tensor_operands(node)
+        have = [self.sbp(operand) for operand in operands]
+        signature = self._cheapest(calls.signatures_of(self.graph, node, self.axis), operands, have)
+        self.chosen[node] = signature
+        for operand, source, want in zip(operands, have, signature.inputs, strict=True):
+            if source is not want:
+                self.boxed.add((operand, want))
+        return _spread(node, signature.outputs)
+
+    def _cheapest(self, allowed: Sequence[Signature], operands: list[fx.Node], have: list[Sbp]) -> Signature:
+        best, best_cost = allowed[0], float("inf")
+        for signature in allowed:
+            if introduces_split(signature, have):
+                continue
+            moves = {(o, h, w) for o, h, w in zip(operands, have, signature.inputs, strict=True) if h is not w}
+            # B -> P costs no wire but work; between equals the one that boxes less is simpler.
+            total = sum(self.cost(*move) for move in moves) + 1e-3 * len(moves)
+            if total < best_cost:
+                best, best_cost = signature, total
+        return best
+
+    # ---- sweep 3
+
+    def _cut_for_readers(self, node: fx.Node) -> None:
+        if len(self.found[node]) != 1 or self.found[node][0] is not B:
+            return
+        wants = {want for user in node.users for want in self.wants(user, node)}
+        if len(wants) != 1 or not (want := next(iter(wants))).is_split:
+            return
+        for signature in calls.signatures_of(self.graph, node, self.axis):
+            if signature.outputs == (want,) and self._only_slices(node, signature):
+                self.found[node], self.chosen[node] = (want,), signature
+                return
+
+    def _only_slices(self, node: fx.Node, signature: Signature) -> bool:
+        have = (self.sbp(operand) for operand in value.tensor_operands(node))
+        return all(h is w or (h is B and w.is_split) for h, w in zip(have, signature.inputs, strict=True))
+
+    def wants(self, user: fx.Node, node: fx.Node) -> set[Sbp]:
+        """In which SBPs ``user`` reads ``node``."""
+        if user in self.chosen:
+            operands = value.tensor_operands(user)
+            return {w for o, w in zip(operands, self.chosen[user].inputs, strict=True) if o is node}
+        if user.op == "output":
+            return self.ends.wants(node, self.axis, self.sbp(node))
+        return {self.sbp(user)}
+
+    def _write(self, node: fx.Node, sbps: tuple[Sbp | None, ...]) -> None:
+        count = len(self.graph.placement.names)
+        old = value.sbp_of(node)
+        if value.is_multi(node):
+            olds = old or ((None,) * count,) * len(sbps)
+            node.meta["sbp"] = tuple(
+                None if s is None else self._put(o or (None,) * count, s) for o, s in zip(olds, sbps, strict=True)
+            )
+        else:
+            assert sbps[0] is not None
+            node.meta["sbp"] = self._put(old or (None,) * count, sbps[0])
+
+    def _put(self, nd: tuple[Sbp | None, ...], sbp: Sbp) -> tuple[Sbp | None, ...]:
+        return (*nd[: self.axis], sbp, *nd[self.axis + 1 :])
+
+
+def introduces_split(signature: Signature, have: Sequence[Sbp]) -> bool:
+    """Whether a signature splits something while no operand is split that way yet."""
+    splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
+    return splits and not any(h is w and h.is_split for h, w in zip(have, signature.inputs, strict=True))
+
+
+class Ends:
+    """Who reads a value when the step ends: states that it replaces, build's caller, the Graph."""
+
+    def __init__(self, graph: StepGraph):
+        self.graph = graph
+        placeholders = {p.name: p for p in graph.placeholders("param", "buffer", "state")}
+        self.replaced: dict[fx.Node, list[fx.Node]] = {}
+        for name, new in graph.updates.items():
+            self.replaced.setdefault(new, []).append(placeholders[name])
+        self.returned = set(value.flat_nodes(graph.outputs))
+        self.aux = set(graph.aux.values())
+
+    def wants(self, node: fx.Node, axis: int, have: Sbp) -> set[Sbp]:
+        """A state wants its own SBP; a batch-split output stays split, what else is returned is whole."""
+        wants = {value.nd_of(old)[axis] for old in self.replaced.get(node, ())}
+        if node in self.returned:
+            wants.add(output_sbp(self.graph, node, axis, have))
+        if node in self.aux:
+            wants.add(B)
+        return wants
+
+
+def output_sbp(graph: StepGraph, node: fx.Node, axis: int, have: Sbp) -> Sbp:
+    """The SBP in which build returns a value: this rank's share of the batch, or the whole."""
+    role = value.role_of(node)
+    share = have.is_split and have.dim == 0 and graph.placement.names[axis] in graph.placement.data_axes
+    return have if share and value.phase_of(node) != "update" and (role is None or role.kind != "gradient") else B
+
+
+def _spread(node: fx.Node, sbps: tuple[Sbp, ...]) -> tuple[Sbp | None, ...]:
+    """One SBP for each result in the node's type, None for those that are not made."""
+    type_ = value.type_of(node)
+    if not isinstance(type_, tuple):
+        return sbps
+    remaining = iter(sbps)
+    return tuple(None if t is None else next(remaining) for t in type_)

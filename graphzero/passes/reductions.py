@@ -1,0 +1,144 @@
+"""Where partial sums become whole: the second sweep of propagation.
+
+The greedy sweep carries a partial sum through every linear op.  Every split is frozen now; a value that is partial
+because an operand is may be whole instead, if that operand is reduced before it.  Labelling values P or B so that
+the bytes of all reductions are least is a minimum cut: one unit of flow is one byte on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from graphzero.ir import calls, value
+from graphzero.sbp import boxing
+from graphzero.sbp.types import B, P, Sbp
+
+if TYPE_CHECKING:
+    from graphzero.passes.propagate import AxisPropagation
+
+SOURCE, SINK = "P", "B"  # the two sides of the cut
+FOREVER = float("inf")
+
+
+def place_reductions(state: AxisPropagation) -> None:
+    """Turn partial values of ``state`` whole where that saves bytes; changes ``found`` and ``chosen``."""
+    partial = [node for node, sbps in state.found.items() if len(sbps) == 1 and sbps[0] is P]
+    carried = {node for node in partial if _may_be_whole(state, node)}
+    for region in _regions(partial, carried, state):
+        if any(node in carried for node in region):
+            for node in _cut(state, region, carried):
+                state.found[node] = (B,)
+                if node in state.chosen:
+                    state.chosen[node] = calls.signatures_of(state.graph, node, state.axis)[0]
+
+
+def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
+    """A value that is partial only because a partial operand passes through its op."""
+    if state.pinned(node) is not None:
+        return False
+    if node.target in calls.IDENTITIES:
+        return True
+    signature = state.chosen.get(node)
+    return signature is not None and any(s is P for s in signature.inputs) and not any(s.is_split for s in signature.inputs)
+
+
+def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagation) -> Iterable[list[fx.Node]]:
+    """Partial values in connected groups, joined through the ops that carry them."""
+    members = set(partial)
+    group: dict[fx.Node, fx.Node] = {node: node for node in partial}
+
+    def find(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for node in partial:
+        if node in carried:
+            for operand in _partial_operands(state, node):
+                if operand in members:
+                    group[find(operand)] = find(node)
+    regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in partial:
+        regions[find(node)].append(node)
+    return regions.values()
+
+
+def _partial_operands(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    operands = value.tensor_operands(node)
+    if node not in state.chosen:
+        return operands
+    return [o for o, s in zip(operands, state.chosen[node].inputs, strict=True) if s is P]
+
+
+def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
+    """The values of a region that should be whole."""
+    capacity: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    inside = set(region)
+    for node in region:
+        if node not in carried:
+            capacity[SOURCE][node] = FOREVER
+        elif any(operand not in inside for operand in _partial_operands(state, node)):
+            capacity[node][SINK] += 1e-3  # a whole operand is made partial for it: no bytes, but work
+        reduced = ("reduced", node)
+        for user in node.users:
+            for want in state.wants(user, node):
+                _add_reader(state, capacity, node, reduced, user if user in carried and user in inside else None, want)
+    whole_side = _sink_side(capacity)
+    return [node for node in region if node in carried and node in whole_side]
+
+
+def _add_reader(
+    state: AxisPropagation, capacity: Any, node: fx.Node, reduced: Any, carrier: fx.Node | None, want: Sbp
+) -> None:
+    """One reader of ``node``: it wants the value whole, cut, or partial, if it carries it on as such."""
+    nbytes = value.tensor_type(node).nbytes
+    if want is P:
+        if carrier is None:
+            return  # a pin to P
+        capacity[node][reduced] = boxing.cost(P, B, nbytes, state.ranks)
+        capacity[reduced][carrier] = FOREVER
+    elif want.is_split:
+        capacity[node][SINK] += boxing.cost(P, want, nbytes, state.ranks)
+    else:
+        capacity[node][reduced] = boxing.cost(P, B, nbytes, state.ranks)
+        capacity[reduced][SINK] = FOREVER
+
+
+def _sink_side(capacity: Any) -> set[Any]:
+    """Nodes on the sink side of the minimum cut that lies nearest to the source (Edmonds and Karp, 1972)."""
+    residual: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    for a, edges in capacity.items():
+        for b, amount in edges.items():
+            residual[a][b] += amount
+            residual[b][a] += 0.0
+    while True:
+        parents = _search(residual)
+        if SINK not in parents:
+            return set(residual) - set(parents)
+        path = [SINK]
+        while path[-1] != SOURCE:
+            path.append(parents[path[-1]])
+        steps = list(zip(path[1:], path[:-1], strict=True))
+        amount = min(residual[a][b] for a, b in steps)
+        if amount == FOREVER:
+            return {SINK}  # no cut: nothing here can be whole
+        for a, b in steps:
+            residual[a][b] -= amount
+            residual[b][a] += amount
+
+
+def _search(residual: Any) -> dict[Any, Any]:
+    parents: dict[Any, Any] = {SOURCE: SOURCE}
+    queue = deque([SOURCE])
+    while queue and SINK not in parents:
+        at = queue.popleft()
+        for b, amount in residual[at].items():
+            if amount > 1e-9 and b not in parents:
+                parents[b] = at
+                queue.append(b)
+    return parents

@@ -1,0 +1,244 @@
+"""What one step costs, read off the final program before anything runs: bytes of memory, bytes on the wire.
+
+The plan walks the program as the eager executor does and counts by the same tables (``ir.memory``, ``ir.layout``).
+All figures are of the fullest rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from graphzero.ir import layout, memory, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.types import B
+
+RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication")
+CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
+
+
+class Collective(NamedTuple):
+    """One collective call of a step.
+
+    kind: all_gather, reduce_scatter, all_reduce or all_to_all; axis: the placement axis; bytes: on the wire, sent by
+    one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
+    path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations).
+    """
+
+    kind: str
+    axis: str
+    bytes: float
+    phase: str
+    names: tuple[str, ...]
+    what_for: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by category: between calls (``resident``) and at the worst moment of a call (``at_peak``).
+
+    model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
+    backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
+    """
+
+    resident: dict[str, int]
+    at_peak: dict[str, int]
+    model_state: int
+    peak_at: str = ""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+    def __getitem__(self, category: str) -> int:
+        return self.resident[category]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of a program costs one rank.
+
+    memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
+    only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
+    rank sends, without padding, in units of the number of parameters.
+    """
+
+    name: str
+    placement: str
+    parameters: int
+    memory: MemoryPlan
+    collectives: list[Collective]
+    padding_bytes: float
+    comm_volume: float
+    summary: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def comm_bytes(self) -> float:
+        """Bytes on the wire that one rank sends in a step, padding included."""
+        return sum(collective.bytes for collective in self.collectives)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts, lists and numbers."""
+        return {
+            "name": self.name,
+            "placement": self.placement,
+            "parameters": self.parameters,
+            "memory": {
+                "resident": dict(self.memory.resident),
+                "at_peak": dict(self.memory.at_peak),
+                "peak": self.memory.peak,
+                "model_state": self.memory.model_state,
+            },
+            "collectives": [collective._asdict() | {"names": list(collective.names)} for collective in self.collectives],
+            "comm_bytes": self.comm_bytes,
+            "comm_volume": self.comm_volume,
+            "padding_bytes": self.padding_bytes,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.name} on {self.placement}, per rank ({self.parameters:,} parameters)", ""]
+        lines.append(f"  {'bytes':<20}{'between calls':>16}{'at peak':>16}")
+        for category in CATEGORIES:
+            resident, peak = self.memory.resident.get(category, 0), self.memory.at_peak[category]
+            if resident or peak:
+                lines.append(f"  {category:<20}{_mega(resident):>16}{_mega(peak):>16}")
+        total = sum(self.memory.resident.values())
+        lines.append(f"  {'total':<20}{_mega(total):>16}{_mega(self.memory.peak):>16}   at {self.memory.peak_at}")
+        lines.append(f"  {'model state':<20}{_mega(self.memory.model_state):>16}")
+        lines += ["", f"  {'collectives':<34}{'calls':>6}{'sent':>14}"]
+        calls: Counter[tuple[str, str, str]] = Counter()
+        sent: Counter[tuple[str, str, str]] = Counter()
+        for c in self.collectives:
+            calls[c.phase, c.kind, c.what_for] += 1
+            sent[c.phase, c.kind, c.what_for] += c.bytes  # type: ignore[assignment]
+        for key, count in calls.items():
+            lines.append(f"  {' '.join(key):<34}{count:>6}{_mega(sent[key]):>14}")
+        lines.append(f"  {'total':<34}{len(self.collectives):>6}{_mega(self.comm_bytes):>14}")
+        lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {_mega(self.padding_bytes)}")
+        return "\n".join(lines)
+
+
+def _mega(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def plan_of(graph: StepGraph, rank: int = 0) -> Plan:
+    """The plan of a lowered program; rank 0 holds the largest pieces, so it is the fullest."""
+    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
+    entries = list(_collectives(graph))
+    return Plan(
+        name=graph.name,
+        placement=_place(graph),
+        parameters=parameters,
+        memory=_memory(graph, rank),
+        collectives=[entry for entry, _, _ in entries],
+        padding_bytes=sum(padding for _, padding, _ in entries),
+        comm_volume=sum(elements for _, _, elements in entries) / max(parameters, 1),
+    )
+
+
+def _place(graph: StepGraph) -> str:
+    axes = (f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True))
+    return ", ".join(axes)
+
+
+# ---- traffic
+
+
+def _collectives(graph: StepGraph) -> Iterator[tuple[Collective, float, float]]:
+    """Each call with its padding in bytes and its true elements of parameters and gradients, sent by one rank."""
+    for node in graph.nodes:
+        found = layout.layout_of(graph, node)
+        if found is None:
+            continue
+        results = _results(node)
+        kinds = [role.kind if (role := value.role_of(r)) is not None else "" for r in results]
+        whats = {"param": "parameters", "gradient": "gradients"}
+        what = whats.get(kinds[0], "other") if len(set(kinds)) == 1 else "other"
+        exact = [wire_bytes(found.kind, _exact_elements(graph, m, found), found.ranks) for m in found.members]
+        padding = found.wire_bytes - sum(exact) * found.itemsize
+        counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
+        names = tuple(_label(result) for result in results)
+        yield (
+            Collective(found.kind, found.axis, found.wire_bytes, value.phase_of(node), names, what),
+            max(padding, 0.0),
+            counted,
+        )
+
+
+def _exact_elements(graph: StepGraph, node: fx.Node, found: layout.Layout) -> float:
+    """Elements of the value, whole on this axis, as it stands on the other axes."""
+    index = graph.placement.axis(found.axis)
+    nd = tuple(sbp if i != index else B for i, sbp in enumerate(value.nd_of(node)))
+    total = 1
+    for size in layout.shape_on(graph, value.tensor_type(node), nd):
+        total *= size
+    return float(total)
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The values that a collective delivers, in the order of its members."""
+    source = node
+    if node.target is ops.launch:
+        source = next(user for user in node.users if user.target is ops.wait)
+    if not value.is_multi(source):
+        return [source]
+    picks = {user.args[1]: user for user in source.users}
+    return [picks.get(i, source) for i in range(len(value.type_of(source)))]
+
+
+def _label(node: fx.Node) -> str:
+    role = value.role_of(node)
+    return role.of if role is not None and role.of else node.name
+
+
+# ---- memory
+
+
+def _memory(graph: StepGraph, rank: int) -> MemoryPlan:
+    alive = memory.lives(graph, rank)
+    resident = dict.fromkeys(RESIDENT, 0)
+    for life in alive:
+        if life.begin < 0 and life.category:
+            resident[life.category] += life.nbytes
+    resident["communication"] = sum(memory.slot_bytes(graph).values())
+    nodes = list(graph.nodes)
+    now = Counter(resident)
+    begins: dict[int, list[memory.Life]] = {}
+    ends: dict[int, list[memory.Life]] = {}
+    for life in alive:
+        if life.begin >= 0:
+            begins.setdefault(life.begin, []).append(life)
+            ends.setdefault(life.end, []).append(life)
+    backward_end = max((i for i, n in enumerate(nodes) if n.op != "output" and value.phase_of(n) == "backward"), default=-1)
+    peak, at_peak, peak_at, gradients = -1, dict(now), "", 0
+    for i, node in enumerate(nodes):
+        transient = _transient(graph, node)
+        for life in begins.get(i, ()):
+            now[life.category] += life.nbytes
+        now["communication"] += transient
+        if now.total() > peak:
+            peak, at_peak, peak_at = now.total(), dict(now), f"'{node.name}' in {value.phase_of(node)}"
+        now["communication"] -= transient
+        for life in ends.get(i, ()):
+            now[life.category] -= life.nbytes
+        if i == backward_end:
+            gradients = now["gradients"]
+    state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
+    return MemoryPlan(resident, {name: at_peak.get(name, 0) for name in CATEGORIES}, state, peak_at)
+
+
+def _transient(graph: StepGraph, node: fx.Node) -> int:
+    """A collective outside the buckets packs into a buffer of its own, for as long as it runs."""
+    if node.target is ops.launch:
+        return 0
+    found = layout.layout_of(graph, node)
+    return found.slot_bytes if found is not None else 0
