@@ -63,7 +63,7 @@ B = Sbp("B")
 def S(dim: int) -> Sbp:
     """Split along tensor dim ``dim`` (not negative: a rule for any rank of tensor needs one name per dim)."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
-        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; for the last dim write its number")
+        raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
     return Sbp("S", dim)
 
 

@@ -1,0 +1,79 @@
+"""How a tensor goes from one SBP to another on one placement axis: the one table, with bytes on the wire.
+
+Bytes are those one rank sends in a ring or pairwise algorithm, in multiples of the whole tensor's bytes T on n
+ranks.  Which collective of which library does a move is for lowering; which moves are worth it, for propagation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphzero.sbp.types import B, Sbp
+
+
+@dataclass(frozen=True)
+class Move:
+    """One transition.  ``via`` holds the SBPs between where no single collective does it."""
+
+    kind: str
+    src: Sbp
+    dst: Sbp
+    via: tuple[Sbp, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Move, ...]:
+        """The move as moves that one collective does each."""
+        if not self.via:
+            return (self,)
+        stops = (self.src, *self.via, self.dst)
+        return tuple(move(a, b) for a, b in itertools.pairwise(stops))
+
+
+_WIRE: dict[str, Callable[[int], float]] = {
+    "same": lambda n: 0,
+    "slice": lambda n: 0,  # B -> S: each rank keeps its piece
+    "keep_first": lambda n: 0,  # B -> P: the first rank keeps its values, the others hold zeros
+    "scatter_zero": lambda n: 0,  # S -> P: each rank puts its piece into zeros
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n**2,  # S(i) -> S(j)
+}
+
+_KIND = {
+    ("B", "B"): "same",
+    ("B", "S"): "slice",
+    ("B", "P"): "keep_first",
+    ("S", "B"): "all_gather",
+    ("S", "S"): "all_to_all",
+    ("S", "P"): "scatter_zero",
+    ("P", "B"): "all_reduce",
+    ("P", "S"): "reduce_scatter",
+}
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def move(src: Sbp, dst: Sbp) -> Move:
+    """The move from ``src`` to ``dst``.  Reductions of a partial source are by its own sum, max or min."""
+    if src is dst:
+        return Move("same", src, dst)
+    if dst.is_partial and dst.reduction != "sum":
+        if src.is_broadcast:  # the maximum of equal values is that value
+            return Move("same", src, dst)
+        return Move("via", src, dst, via=(B,))
+    if src.is_partial and dst.is_partial:
+        return Move("via", src, dst, via=(B,))
+    return Move(_KIND[src.kind, dst.kind], src, dst)
+
+
+def cost(src: Sbp, dst: Sbp, nbytes: int, ranks: int) -> float:
+    """Bytes that one rank sends when a tensor of ``nbytes`` in all goes from ``src`` to ``dst`` on ``ranks`` ranks."""
+    return sum(_WIRE[step.kind](ranks) for step in move(src, dst).steps) * nbytes
+
+
+def wire_bytes(kind: str, nbytes: float, ranks: int) -> float:
+    """Bytes that one rank sends in a collective of ``kind`` over a tensor of ``nbytes`` in all on ``ranks`` ranks."""
+    return _WIRE[kind](ranks) * nbytes

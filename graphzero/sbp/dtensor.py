@@ -1,0 +1,78 @@
+"""SBP of what a user holds: DTensor's words for it, and annotations on plain tensors.
+
+On real ranks a global tensor is a torch DTensor.  On a virtual placement it is a whole plain tensor, and how it
+lies on the ranks is noted here, beside it, so that neither the tensor nor its copies change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphzero.errors import SbpError
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import B, Nd, S, partial
+
+_annotated: Any = WeakTensorKeyDictionary()  # tensor -> (Placement, Nd)
+
+
+def annotate(x: Tensor, placement: Placement, nd: Nd) -> None:
+    """Note how the plain tensor ``x`` lies on ``placement``; forgotten with the tensor."""
+    _annotated[x] = (placement, nd)
+
+
+def annotation(x: Tensor) -> tuple[Placement, Nd] | None:
+    """What ``annotate`` noted last, or None."""
+    found: tuple[Placement, Nd] | None = _annotated.get(x)
+    return found
+
+
+def to_placements(nd: Nd) -> tuple[Any, ...]:
+    """DTensor's placements: Replicate, Shard(i), Partial."""
+    return tuple(Replicate() if s.is_broadcast else Shard(s.dim) if s.is_split else Partial(s.reduction) for s in nd)
+
+
+def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
+    """SBP of DTensor placements.  Raises SbpError for those that have none."""
+    found = []
+    for item in placements:
+        if isinstance(item, Replicate):
+            found.append(B)
+        elif type(item) is Shard:
+            found.append(S(item.dim % ndim))
+        elif type(item) is Partial and item.reduce_op in ("sum", "max", "min"):
+            found.append(partial(item.reduce_op))
+        else:
+            raise SbpError(
+                f"a DTensor placed {tuple(placements)} has no SBP: {item} is none of Replicate, Shard, Partial(sum, "
+                "max, min); redistribute it first"
+            )
+    return tuple(found)
+
+
+def nd_of_dtensor(x: DTensor) -> Nd:
+    return from_placements(x.placements, x.dim())
+
+
+def of(x: Any) -> Nd:
+    """The SBP, one per placement axis, of a DTensor, a parameter that a Graph has placed, or a value of a graph.
+
+    Raises SbpError where it is not known.
+    """
+    if isinstance(x, DTensor):
+        return nd_of_dtensor(x)
+    if isinstance(x, fx.Node):
+        nd: Nd | None = x.meta.get("sbp")
+        if nd is None:
+            raise SbpError(f"the SBP of '{x.name}' is not known yet; run the pass propagate first")
+        return nd
+    known = annotation(x) if isinstance(x, Tensor) else None
+    if known is None:
+        raise SbpError(
+            f"a {type(x).__name__} that no Graph has placed has no SBP; say it: gz.to_global(x, placement=..., sbp=...)"
+        )
+    return known[1]

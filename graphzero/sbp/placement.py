@@ -1,0 +1,182 @@
+"""Which ranks run a program, and how they are arranged.
+
+A placement is a fact, cheap to make and to compare; it opens no connection.  Only ``mesh()`` touches
+torch.distributed.  How a tensor lies on a placement is ``types``; who runs where is the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphzero.errors import PlacementError
+
+DEVICE_TYPES = ("cpu", "cuda")
+_DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
+
+
+class Placement:
+    """Ranks in a hierarchy with one name per axis.  Made by ``placement``; equal by value; not to be changed."""
+
+    device_type: str
+    ranks: np.ndarray[Any, np.dtype[np.int64]]
+    names: tuple[str, ...]
+    virtual: bool
+
+    def __init__(self, device_type: str, ranks: np.ndarray[Any, Any], names: tuple[str, ...], virtual: bool) -> None:
+        self.device_type = device_type
+        self.ranks = ranks
+        self.names = names
+        self.virtual = virtual
+        self._coordinates: dict[int, tuple[int, ...]] = {}
+        self._mesh: tuple[Any, DeviceMesh] | None = None  # with the world it was made in
+        ranks.setflags(write=False)
+
+    @property
+    def hierarchy(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return tuple(int(n) for n in self.ranks.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self.ranks.size)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Names of the axes over which a batch is split: those that begin with ``dp``."""
+        return tuple(name for name in self.names if name.startswith("dp"))
+
+    def axis(self, name: str) -> int:
+        """Position of the axis called ``name``."""
+        if name not in self.names:
+            raise PlacementError(f"no axis is called {name!r} in {self!r}; its axes are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where ``rank`` stands, one number per axis."""
+        if not self._coordinates:
+            self._coordinates.update({int(self.ranks[at]): at for at in np.ndindex(self.ranks.shape)})
+        if rank not in self._coordinates:
+            raise PlacementError(f"rank {rank} is not in {self!r}")
+        return self._coordinates[rank]
+
+    def mesh(self) -> DeviceMesh:
+        """The torch DeviceMesh of these ranks.  Every rank of the world must call it: it makes process groups."""
+        if self.virtual:
+            raise PlacementError(
+                f"{self!r} is virtual: all its ranks live in this process, so it has no DeviceMesh; "
+                "leave out virtual=True and start one process per rank with torchrun"
+            )
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PlacementError(
+                f"the DeviceMesh of {self!r} needs a process group: start with `torchrun --nproc-per-node="
+                f"{self.size}` and call torch.distributed.init_process_group(), or use virtual=True in one process"
+            )
+        if int(self.ranks.max()) >= dist.get_world_size():
+            raise PlacementError(
+                f"{self!r} names rank {int(self.ranks.max())}, but the world has ranks 0 to "
+                f"{dist.get_world_size() - 1}; start more processes or place on fewer ranks"
+            )
+        if self._mesh is None or self._mesh[0] is not dist.group.WORLD:
+            mesh = DeviceMesh(self.device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names)
+            self._mesh = (dist.group.WORLD, mesh)
+        return self._mesh[1]
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.device_type, self.hierarchy, tuple(self.ranks.ravel().tolist()), self.names, self.virtual
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        tail = ", virtual=True" if self.virtual else ""
+        text = f"placement('{self.device_type}', {_ranks_text(self.ranks)}, names={self.names!r}{tail})"
+        return text.replace("'", '"')
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mesh": None}
+
+
+def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, virtual: bool = False) -> Placement:
+    """Place on ``ranks``, a nested list, range or array whose shape is the hierarchy.
+
+    ``names`` gives one name per axis, by default ``("dp",)`` or ``("dp", "tp")``; a batch is split over
+    the axes whose name begins with ``dp``.  With ``virtual=True`` all ranks live in this one process.
+    Raises PlacementError.
+    """
+    if device_type not in DEVICE_TYPES:
+        raise PlacementError(f"unknown device type {device_type!r}; write one of {', '.join(DEVICE_TYPES)}")
+    array = _checked_ranks(ranks)
+    return Placement(device_type, array, _checked_names(names, array.ndim), bool(virtual))
+
+
+def from_mesh(mesh: DeviceMesh) -> Placement:
+    """The placement of a DeviceMesh, which ``.mesh()`` then gives back."""
+    made = placement(mesh.device_type, mesh.mesh.cpu().numpy(), mesh.mesh_dim_names)
+    if dist.is_initialized():
+        made._mesh = (dist.group.WORLD, mesh)
+    return made
+
+
+def as_placement(x: Placement | DeviceMesh) -> Placement:
+    """A placement, from itself or from a DeviceMesh."""
+    if isinstance(x, Placement):
+        return x
+    if isinstance(x, DeviceMesh):
+        return from_mesh(x)
+    raise PlacementError(
+        f"{x!r} is neither a placement nor a DeviceMesh; make one, for example placement(\"cpu\", range(4))"
+    )
+
+
+def _checked_ranks(ranks: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        array = np.array(list(ranks) if isinstance(ranks, Iterable) else ranks)
+    except ValueError:
+        raise PlacementError(f"ragged ranks {ranks!r}: every row needs the same number of ranks") from None
+    if array.ndim == 0:
+        raise PlacementError(f"ranks {ranks!r} are not a list; for ranks 0 to n-1 write range(n)")
+    if array.size == 0:
+        raise PlacementError(f"no ranks in {ranks!r}; name at least one")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise PlacementError(f"ranks {ranks!r} are not whole numbers")
+    if (array < 0).any():
+        raise PlacementError(f"negative ranks in {ranks!r}; ranks count from 0")
+    values, counts = np.unique(array, return_counts=True)
+    if (counts > 1).any():
+        twice = ", ".join(str(v) for v in values[counts > 1])
+        raise PlacementError(f"ranks {twice} stand more than once in {ranks!r}; a rank has one place")
+    return array.astype(np.int64)
+
+
+def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
+    if names is None:
+        if ndim not in _DEFAULT_NAMES:
+            raise PlacementError(f"ranks with {ndim} axes need names=, one per axis; only 1 or 2 axes have defaults")
+        return _DEFAULT_NAMES[ndim]
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    if len(chosen) != ndim:
+        raise PlacementError(f"{len(chosen)} names {chosen!r} for ranks with {ndim} axes; give one name per axis")
+    if len(set(chosen)) != len(chosen):
+        raise PlacementError(f"an axis name stands twice in {chosen!r}")
+    for name in chosen:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise PlacementError(f"axis name {name!r} is not an identifier: letters, digits and _, no leading digit")
+    return chosen
+
+
+def _ranks_text(ranks: np.ndarray[Any, Any]) -> str:
+    flat = ranks.ravel()
+    if flat.size > 8 and (np.diff(flat) == 1).all():
+        text = f"range({flat[0]}, {flat[-1] + 1})" if flat[0] else f"range({flat[-1] + 1})"
+        return text if ranks.ndim == 1 else f"numpy.reshape({text}, {list(ranks.shape)})"
+    return str(ranks.tolist())

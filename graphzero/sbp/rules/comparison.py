@@ -1,0 +1,35 @@
+"""Comparisons, truth values and bits.  None is linear; "or" of truth values is their maximum, "and" their minimum."""
+
+from __future__ import annotations
+
+import torch
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import overloads
+
+COMPARISONS = """
+    eq ne lt le gt ge isfinite isinf isnan isneginf isposinf isclose logical_not logical_xor bitwise_not
+    bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __xor__
+"""
+
+for _op in overloads(COMPARISONS):
+    rule(_op, ",".join(["~..."] * sum("Tensor" in str(a.type) for a in _op._schema.arguments)) + "->...")
+
+
+def _truth(call: Call) -> bool:
+    return all(meta.dtype == torch.bool for meta in call.tensors)
+
+
+@rule(overloads("logical_or", "bitwise_or.Tensor", "__or__.Tensor"))
+def either(call: Call) -> str:
+    return "max: ...+...->..." if _truth(call) else "~...,~...->..."
+
+
+@rule(overloads("logical_and", "bitwise_and.Tensor", "__and__.Tensor"))
+def both(call: Call) -> str:
+    return "min: ...+...->..." if _truth(call) else "~...,~...->..."
+
+
+rule(overloads("bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor",
+               "__or__.Scalar", "__and__.Scalar"), "~...->...")  # fmt: skip
+rule(overloads("bucketize.Tensor"), "~...,~_->...")

@@ -1,0 +1,59 @@
+"""Convolution, pooling and resampling.  Space stays whole: a piece would need its neighbours' border."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import overloads
+
+
+def _convolution(call: Call, weight: int) -> tuple[str, str, str, str]:
+    """(input, weight, bias, output).  Grouped ones mix channels of a group only, so channels stay whole."""
+    space = len(call.tensors[weight].shape) - 2
+    c, o = ("c", "o") if call["groups"] == 1 else ("C", "O")
+    size = "_" * space
+    if call["groups"] != 1:
+        return f"nC{size}", f"_{'_' + size}", "O", f"nO{size}"
+    first, second = (c, o) if call["transposed"] else (o, c)
+    return f"n{c}{size}", f"{first}{second}{size}", o, f"n{o}{size}"
+
+
+@rule(overloads("convolution"), nonempty=True)
+def convolution(call: Call) -> str:
+    x, w, bias, y = _convolution(call, 1)
+    return f"{x},{w}+{bias}->{y}"
+
+
+@rule(
+    overloads("convolution_backward"),
+    nonempty=True,
+    sizes={"bias_sizes": lambda i, o: [i[0][1]]},
+)
+def convolution_backward(call: Call) -> str:
+    x, w, bias, y = _convolution(call, 2)
+    return f"{y},{x},{w}->{x}:02,{w}:01,{bias}:0"
+
+
+# The number of spatial dims, and what they are called; {d} and {x} stand for them.
+POOLS = {
+    "max_pool{d}d_with_indices adaptive_max_pool{d}d": "~...{x}->...{x},...{x}",
+    "max_pool{d}d_with_indices_backward adaptive_max_pool{d}d_backward": "...{x},?...{x},~...{x}->...{x}",
+    "avg_pool{d}d adaptive_avg_pool{d}d _adaptive_avg_pool{d}d": "...{x}->...{x}",
+    "avg_pool{d}d_backward _adaptive_avg_pool{d}d_backward": "...{x},?...{x}->...{x}",
+    "reflection_pad{d}d replication_pad{d}d": "...{x}->...{x}",
+    "reflection_pad{d}d_backward replication_pad{d}d_backward": "...{x},?...{x}->...{x}",
+}
+for _d in (1, 2, 3):
+    for _names, _line in POOLS.items():
+        rule(overloads(_names.format(d=_d)), _line.format(x="_" * _d), nonempty=True)
+
+_RESAMPLE = ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+             "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]  # fmt: skip
+for _name in _RESAMPLE:
+    _space = "_" * int(_name[-2])
+    rule(overloads(_name), f"...{_space}->...{_space}", nonempty=True)
+    rule(overloads(f"{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
+         sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
+
+rule(overloads("pixel_shuffle", "pixel_unshuffle"), "...___->...___", nonempty=True)
+rule(overloads("im2col"), "n___->n__", nonempty=True)
+rule(overloads("col2im"), "n__->n___", nonempty=True)

@@ -1,0 +1,34 @@
+"""Ops that make values from nothing, or from another tensor's shape."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import letters, overloads
+
+SIZE = {"size": lambda i, o: o[0]}
+
+
+@rule(overloads("zeros.default", "ones.default", "full.default", "empty.memory_format"), sizes=SIZE)
+def made(call: Call) -> str:
+    """Every element is the same, so any piece can be made by itself."""
+    return f"->{''.join(letters(len(call.out)))}"
+
+
+@rule(overloads("new_zeros", "new_ones", "new_full", "new_empty"), sizes=SIZE)
+def new(call: Call) -> str:
+    """Of the operand only dtype and device are read."""
+    own = len(call.shape)
+    return f"?{''.join(letters(own))}->{''.join(letters(len(call.out), skip=own))}"
+
+
+rule(overloads("zeros_like", "ones_like", "full_like", "empty_like"), "?...->...")
+
+B_ONLY = """
+    arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m
+    scalar_tensor.default tril_indices.default triu_indices.default
+"""
+
+
+@rule(overloads(B_ONLY))
+def broadcast_only(call: Call) -> None:
+    """A value depends on its place: B, and sliced where a piece is wanted."""

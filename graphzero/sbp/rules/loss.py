@@ -1,0 +1,60 @@
+"""Loss functions.  Sums add up over the batch; a mean taken inside the op divides by what one rank sees, so its
+dims stay whole (capture writes mean-reduced losses as a sum and a division by the global count)."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import broadcast, letters, overloads
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _scores(call: Call, shape: tuple[int, ...]) -> tuple[str, str]:
+    """(dims of the scores, dims of the target): class is dim 1, or dim 0 of a single sample."""
+    space = "yxwvu"[: max(len(shape) - 2, 0)]
+    return ("nC" + space, "n" + space) if len(shape) > 1 else ("C", "")
+
+
+@rule(overloads("nll_loss_forward", "nll_loss2d_forward"))
+def nll_loss(call: Call) -> str:
+    scores, target = _scores(call, call.shape)
+    if call["reduction"] == NONE:
+        return f"{scores},~{target},~C->{target},:"
+    if call["reduction"] == MEAN:
+        scores, target = scores.upper(), target.upper()
+    return f"{scores},~{target},~C->,:12"
+
+
+@rule(overloads("nll_loss_backward", "nll_loss2d_backward"))
+def nll_loss_backward(call: Call) -> str:
+    scores, target = _scores(call, call.tensors[1].shape)
+    grad = target if call["reduction"] == NONE else ""
+    return f"{grad},?{scores},~{target},~C,~->{scores}"
+
+
+LOSSES = """
+    mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
+"""
+BACKWARDS = """
+    mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward
+    binary_cross_entropy_backward
+"""
+
+
+@rule(overloads(LOSSES))
+def loss(call: Call) -> str:
+    operands = len(call.tensors)
+    if call["reduction"] == NONE:
+        return ",".join(["~..."] * operands) + "->..."
+    dims = "".join(letters(len(call.shape)))
+    names = dims.upper() if call["reduction"] == MEAN else dims
+    return ",".join("~" + broadcast(names, m.shape) for m in call.tensors) + "->"
+
+
+@rule(overloads(BACKWARDS))
+def loss_backward(call: Call) -> str:
+    others = len(call.tensors) - 1
+    if call["reduction"] == MEAN:
+        names = "".join(letters(len(call.tensors[1].shape))).upper()
+        return "" + ",".join(["_" * len(call.shape)] + ["~" + names] * others) + f"->{names}"
+    return "," .join(["..."] + ["~..."] * others) + "->..."

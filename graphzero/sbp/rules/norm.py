@@ -1,0 +1,101 @@
+"""Layer, RMS, group and batch norm.  Dims over which statistics are taken stay whole."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import overloads
+
+
+def _normalized(call: Call) -> tuple[str, str]:
+    count = len(call["normalized_shape"])
+    return "NMLKJ"[:count], "1" * count
+
+
+@rule(overloads("native_layer_norm"))
+def layer_norm(call: Call) -> str:
+    n, one = _normalized(call)
+    return f"~...{n},~{n},~{n}->...{n},...{one},...{one}"
+
+
+@rule(overloads("native_layer_norm_backward"))
+def layer_norm_backward(call: Call) -> str:
+    n, one = _normalized(call)
+    return f"...{n},~...{n},~...{one},~...{one},~{n},~{n}->...{n},{n}:0123,{n}:0"
+
+
+@rule(overloads("_fused_rms_norm"))
+def rms_norm(call: Call) -> str:
+    n, one = _normalized(call)
+    return f"~...{n},~{n}->...{n},...{one}"
+
+
+@rule(overloads("_fused_rms_norm_backward"))
+def rms_norm_backward(call: Call) -> str:
+    n, one = _normalized(call)
+    return f"...{n},~...{n},~...{one},~{n}->...{n},{n}:012"
+
+
+GROUP_SIZES = {
+    "N": lambda i, o: i[0][0],
+    "C": lambda i, o: i[0][1],
+    "HxW": lambda i, o: _product(i[0][2:]),
+}
+
+
+def _product(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@rule(overloads("native_group_norm"), sizes=GROUP_SIZES, nonempty=True)
+def group_norm(call: Call) -> str:
+    space = "_" * (len(call.shape) - 2)
+    return f"~nC{space},~C,~C->nC{space},nG,nG"
+
+
+@rule(overloads("native_group_norm_backward"), sizes=GROUP_SIZES, nonempty=True)
+def group_norm_backward(call: Call) -> str:
+    space = "_" * (len(call.shape) - 2)
+    return f"nC{space},~nC{space},~nG,~nG,~C->nC{space},C:0123,C:0"
+
+
+def _batch(call: Call, training: bool) -> str:
+    """Dims of the input: in training only channels are apart, in evaluation every element is."""
+    letters = "hwdxyz"[: len(call.shape) - 2]
+    return ("Nc" + letters.upper()) if training else ("nc" + letters)
+
+
+def _batch_norm(call: Call, training: bool, outputs: int) -> str:
+    x = _batch(call, training)
+    tensors = sum("Tensor" in str(a.type) for a in call.op._schema.arguments)  # type: ignore[attr-defined]
+    operands = ",".join([f"~{x}"] + ["~c"] * (tensors - 1))
+    rest = ["c" if m is not None and m.shape == (call.shape[1],) else "_:" for m in call.outputs[1:outputs]]
+    if outputs == 5 and not training:
+        rest[2:] = ["c:3", "c:4"]  # the running statistics, as they were
+    return f"{operands}->{','.join([x, *rest])}"
+
+
+@rule(overloads("_native_batch_norm_legit_no_training"), nonempty=True)
+def batch_norm_evaluation(call: Call) -> str:
+    return _batch_norm(call, False, 3)
+
+
+BATCH_NORMS = "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"
+
+
+@rule(overloads(BATCH_NORMS), nonempty=True)
+def batch_norm(call: Call) -> str:
+    return _batch_norm(call, bool(call["training"]), len(call.outputs))
+
+
+@rule(overloads("native_batch_norm_backward"), nonempty=True)
+def batch_norm_backward(call: Call) -> str:
+    """Operands: gradient, input, weight, running mean, running variance, saved mean, saved 1/deviation."""
+    train = bool(call["train"])
+    x = _batch(call, train)
+    saved = call["save_mean"]
+    save = "c" if train or (saved is not None and saved.shape == (call.shape[1],)) else "_"
+    used = "0156" if train else "0134"
+    return f"{x},~{x},~c,~c,~c,~{save},~{save}->{x},c:{used},c:0"

@@ -1,0 +1,12 @@
+"""graphzero's own ops other than attention."""
+
+from __future__ import annotations
+
+import torch
+
+import graphzero.ops  # noqa: F401
+from graphzero.sbp.registry import rule
+from graphzero.sbp.rules._write import MOVE
+
+rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
+rule(torch.ops.graphzero.pin.default, MOVE + "...->...")

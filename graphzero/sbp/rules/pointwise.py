@@ -1,0 +1,133 @@
+"""Elementwise arithmetic.  What matters is in which operands an op is linear; splits are the same for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import GROWING, MOVE, is_zero, overloads
+
+LINEAR = {
+    "add.Tensor": "...+...->...",
+    "sub.Tensor": "...+...->...",
+    "mul.Tensor": "...,...->...",
+    "mul.Scalar": "...->...",
+    "div.Tensor": "...,~...->...",
+    "div.Scalar": "...->...",
+    "true_divide.Tensor": "...,~...->...",
+    "true_divide.Scalar": "...->...",
+    "neg": "...->...",
+    "deg2rad": "...->...",
+    "rad2deg": "...->...",
+    "addcmul": "...+...,...->...",
+    "addcdiv": "...+...,~...->...",
+    "lerp.Scalar": "...+...->...",
+    "lerp.Tensor": "...+...,~...->...",
+    "ldexp.Tensor": "...,~...->...",
+    "rsub.Tensor": "...+...->...",
+    "native_dropout_backward": "...,~...->...",
+    "real": "...->...",
+    "imag": "...->...",
+    "_conj": "...->...",
+    "conj_physical": "...->...",
+    "_neg_view": "...->...",
+}
+
+# (gradient, anything saved from forward): linear in the gradient alone
+BACKWARDS = """
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
+    log_sigmoid_backward logit_backward mish_backward sigmoid_backward silu_backward softplus_backward
+    tanh_backward threshold_backward
+"""
+
+# never decreasing, and defined everywhere: the log of a value below the maximum may be NaN, which would win
+GROWING_OPS = """
+    asinh atan ceil erf exp exp2 expm1 floor hardsigmoid hardtanh relu relu6 round sigmoid sgn sign sinh tanh trunc
+"""
+
+NONLINEAR = """
+    abs acos acosh add.Scalar angle asin atan2 atanh celu clamp clamp_max clamp_min clip complex copysign cos cosh
+    digamma div.Scalar_mode div.Tensor_mode elu erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd
+    gelu hardshrink hardswish heaviside hypot i0 igamma igammac lcm leaky_relu lgamma log log10 log1p log2
+    log_sigmoid_forward logaddexp logaddexp2 logit mish mvlgamma nan_to_num nextafter polar polygamma pow reciprocal
+    remainder rsqrt rsub.Scalar selu signbit silu sin sinc softplus softshrink special_entr special_erfcx
+    special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta sqrt square
+    sub.Scalar tan threshold xlogy
+"""
+
+for _name, _line in LINEAR.items():
+    rule(overloads(_name), _line)
+for _op in overloads(BACKWARDS):
+    _saved = sum("Tensor" in str(a.type) for a in _op._schema.arguments) - 1
+    rule(_op, "..." + ",~..." * _saved + "->...")
+rule(overloads(GROWING_OPS), GROWING + "...->...")
+for _op in overloads(NONLINEAR):
+    _tensors = sum("Tensor" in str(a.type) for a in _op._schema.arguments)
+    rule(_op, ",".join(["~..."] * _tensors) + "->" + ",".join(["..."] * len(_op._schema.returns)))
+
+rule(overloads("maximum", "max.other"), "max: ...+...->...")
+rule(overloads("minimum", "min.other"), "min: ...+...->...")
+rule(overloads("clone detach detach_copy alias alias_copy lift lift_fresh lift_fresh_copy"), MOVE + "...->...")
+rule(overloads("positive"), "...->...")
+rule(overloads("_prelu_kernel"), "~...,~...->...")
+rule(overloads("_prelu_kernel_backward"), "...,~...,~...->...,...:012")
+rule(overloads("copy.default"), "?...,...->...")
+rule(overloads("fill.Scalar"), "?...->...")
+rule(overloads("fill.Tensor"), MOVE + "?...,->...")
+rule(overloads("view_as_real", "view_as_real_copy"), "...->..._")
+rule(overloads("view_as_complex", "view_as_complex_copy"), "..._->...")
+
+
+@rule(overloads("_to_copy"))
+def to_copy(call: Call) -> str:
+    """Linear between numbers, but for truncation, and wrapping keeps no order; a truth value adds to nothing."""
+    source, target = call.tensors[0].dtype, call.outputs[0]
+    to = source if target is None else target.dtype
+    if source == torch.bool or to.is_floating_point:
+        return MOVE + "...->..."
+    return "~...->..." if to == torch.bool else "...->..."
+
+
+@rule(overloads("where.self"))
+def where(call: Call) -> str:
+    return MOVE + "~...,...+...->..."
+
+
+@rule(overloads("where.ScalarOther"))
+def where_scalar_other(call: Call) -> str:
+    return "~...,...->..." if is_zero(call["other"]) else "~...,~...->..."
+
+
+@rule(overloads("where.ScalarSelf"))
+def where_scalar_self(call: Call) -> str:
+    return "~...,...->..." if is_zero(call["self"]) else "~...,~...->..."
+
+
+rule(overloads("where.Scalar"), "~...->...")
+
+
+@rule(overloads("masked_fill.Scalar"))
+def masked_fill(call: Call) -> str:
+    return "...,~...->..." if is_zero(call["value"]) else "~...,~...->..."
+
+
+rule(overloads("masked_fill.Tensor"), MOVE + "...,~...+->...")
+
+
+@rule(overloads("glu"))
+def glu(call: Call) -> str:
+    """The dim that is halved stays whole."""
+    dims = ["_" if i == call["dim"] % len(call.shape) else name for i, name in enumerate(_names(call))]
+    return f"~{''.join(dims)}->{''.join(dims)}"
+
+
+@rule(overloads("glu_backward"))
+def glu_backward(call: Call) -> str:
+    dims = ["_" if i == call["dim"] % len(call.shape) else name for i, name in enumerate(_names(call))]
+    return f"{''.join(dims)},~{''.join(dims)}->{''.join(dims)}"
+
+
+def _names(call: Call) -> Any:
+    return "abcdefghij"[: len(call.shape)]

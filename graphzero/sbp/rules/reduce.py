@@ -1,0 +1,118 @@
+"""Ops that take the sum, the maximum or another summary over dims, and those that run along one dim."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import dim_of, dims_of, letters, overloads
+
+
+def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: object = "dim") -> str:
+    """Dims named by the argument ``dim`` go.  ``adds``: pieces of them combine by ``word``; else they stay whole."""
+    ndim = len(call.shape)
+    gone = dims_of(call[dim] if isinstance(dim, str) else dim, ndim)
+    dims = letters(ndim, () if adds else gone)
+    kept = len(call.out) == ndim
+    out = "".join("1" if i in gone else name for i, name in enumerate(dims) if kept or i not in gone)
+    return f"{word}{'' if linear else '~'}{''.join(dims)}->{','.join([out] * len(call.outputs))}"
+
+
+@rule(overloads("sum.dim_IntList"))
+def sum_dim(call: Call) -> str:
+    return reduction(call, adds=True, linear=True)
+
+
+@rule(overloads("sum.default"))
+def sum_all(call: Call) -> str:
+    return reduction(call, adds=True, linear=True, dim=None)
+
+
+@rule(overloads("mean.dim"))
+def mean_dim(call: Call) -> str:
+    return reduction(call, adds=False, linear=True)
+
+
+@rule(overloads("mean.default"))
+def mean_all(call: Call) -> str:
+    return reduction(call, adds=False, linear=True, dim=None)
+
+
+@rule(overloads("nansum", "count_nonzero.dim_IntList", "count_nonzero.default"))
+def sum_of_function(call: Call) -> str:
+    return reduction(call, adds=True, linear=False)
+
+
+@rule(overloads("amax", "any.dim", "any.dims"))
+def maximum(call: Call) -> str:
+    return reduction(call, adds=True, linear=True, word="max: ")
+
+
+@rule(overloads("max.default", "any.default"))
+def maximum_all(call: Call) -> str:
+    return reduction(call, adds=True, linear=True, word="max: ", dim=None)
+
+
+@rule(overloads("amin", "all.dim", "all.dims"))
+def minimum(call: Call) -> str:
+    return reduction(call, adds=True, linear=True, word="min: ")
+
+
+@rule(overloads("min.default", "all.default"))
+def minimum_all(call: Call) -> str:
+    return reduction(call, adds=True, linear=True, word="min: ", dim=None)
+
+
+@rule(overloads("linalg_vector_norm"))
+def vector_norm(call: Call) -> str:
+    """The 1-norm adds up, the largest and the smallest combine; other norms of pieces do not."""
+    word = {1: "", float("inf"): "max: ", float("-inf"): "min: "}.get(call["ord"])
+    return reduction(call, adds=word is not None, linear=False, word=word or "")
+
+
+WHOLE = """
+    prod.dim_int var.dim var.correction std.dim std.correction var_mean.dim var_mean.correction std_mean.dim
+    std_mean.correction logsumexp argmax argmin max.dim min.dim median.dim mode kthvalue norm.ScalarOpt_dim
+    norm.ScalarOpt_dim_dtype
+"""
+WHOLE_ALL = """
+    prod.default var.default std.default var_mean.default std_mean.default median.default norm.Scalar
+    norm.ScalarOpt_dtype
+"""
+
+
+@rule(overloads(WHOLE))
+def whole(call: Call) -> str:
+    return reduction(call, adds=False, linear=False)
+
+
+@rule(overloads(WHOLE_ALL))
+def whole_all(call: Call) -> str:
+    return reduction(call, adds=False, linear=False, dim=None)
+
+
+def along(call: Call, mark: str = "~", operands: int = 1) -> str:
+    """An op that runs along one dim and keeps it; the first operand is marked ``mark``, the others are nonlinear."""
+    ndim = len(call.shape)
+    dims = "".join("_" if i == dim_of(call["dim"], ndim) else name for i, name in enumerate(letters(ndim)))
+    return mark + dims + f",~{dims}" * (operands - 1) + "->" + ",".join([dims] * len(call.outputs))
+
+
+@rule(overloads("cumsum"))
+def cumsum(call: Call) -> str:
+    return along(call, mark="")
+
+
+@rule(overloads("cumprod", "cummax", "cummin", "logcumsumexp", "sort.default", "sort.stable", "argsort.default", "topk",
+                "_softmax", "_log_softmax", "_safe_softmax"))  # fmt: skip
+def along_dim(call: Call) -> str:
+    return along(call)
+
+
+@rule(overloads("_softmax_backward_data", "_log_softmax_backward_data"))
+def softmax_backward(call: Call) -> str:
+    return along(call, mark="", operands=2)
+
+
+@rule(overloads("histc"))
+def histc(call: Call) -> str | None:
+    """Counts add up where the bins are given and not taken from the data."""
+    return f"~{''.join(letters(len(call.shape)))}->_" if call["min"] != call["max"] else None

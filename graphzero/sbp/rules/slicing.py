@@ -1,0 +1,116 @@
+"""Ops that cut along one dim, join along one dim, and their backwards.  That dim stays whole."""
+
+from __future__ import annotations
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import MOVE, dim_of, is_zero, letters, overloads, put
+
+INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
+
+
+@rule(overloads("slice.Tensor", "slice_copy.Tensor"))
+def slice_(call: Call) -> str:
+    """A slice that takes all of its dim may be split along it."""
+    at = dim_of(call["dim"], len(call.shape))
+    dims = letters(len(call.shape))
+    everything = call.out == call.shape and call["step"] == 1 and call["start"] in (None, 0)
+    line = "".join(dims) if everything else put(dims, at, "_")
+    return f"{MOVE}{line}->{line}"
+
+
+@rule(overloads("narrow_copy"))
+def narrow(call: Call) -> str:
+    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
+    return f"{MOVE}{line}->{line}"
+
+
+@rule(overloads("slice_backward"), sizes=INPUT_SIZES)
+def slice_backward(call: Call) -> str:
+    line = put(letters(len(call.out)), dim_of(call["dim"], len(call.out)), "_")
+    return f"{MOVE}{line}->{line}"
+
+
+@rule(overloads("select.int", "select_copy.int"))
+def select(call: Call) -> str:
+    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
+    return f"{MOVE}{put(dims, at, '_')}->{put(dims, at, '')}"
+
+
+@rule(overloads("select_backward"), sizes=INPUT_SIZES)
+def select_backward(call: Call) -> str:
+    dims, at = letters(len(call.out)), dim_of(call["dim"], len(call.out))
+    return f"{MOVE}{put(dims, at, '')}->{put(dims, at, '_')}"
+
+
+@rule(overloads("diagonal_backward"), sizes=INPUT_SIZES)
+def diagonal_backward(call: Call) -> str:
+    taken = {dim_of(call["dim1"], len(call.out)), dim_of(call["dim2"], len(call.out))}
+    dims = ["_" if i in taken else name for i, name in enumerate(letters(len(call.out)))]
+    return f"{MOVE}{''.join(d for d in dims if d != '_')}_->{''.join(dims)}"
+
+
+@rule(overloads("unfold_backward"), sizes=INPUT_SIZES)
+def unfold_backward(call: Call) -> str | None:
+    if not call.out:
+        return None
+    line = put(letters(len(call.out)), dim_of(call["dim"], len(call.out)), "_")
+    return f"{line}_->{line}"
+
+
+@rule(overloads("slice_scatter"))
+def slice_scatter(call: Call) -> str:
+    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
+    return f"{MOVE}{line}+{line}->{line}"
+
+
+@rule(overloads("select_scatter"))
+def select_scatter(call: Call) -> str:
+    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
+    return f"{MOVE}{put(dims, at, '_')}+{put(dims, at, '')}->{put(dims, at, '_')}"
+
+
+@rule(overloads("split.Tensor", "split_copy.Tensor", "split_with_sizes", "split_with_sizes_copy"))
+def split(call: Call) -> str:
+    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
+    return f"{MOVE}{line}->{','.join([line] * len(call.outputs))}"
+
+
+@rule(overloads("unbind.int", "unbind_copy.int"))
+def unbind(call: Call) -> str:
+    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
+    return f"{MOVE}{put(dims, at, '_')}->{','.join([put(dims, at, '')] * len(call.outputs))}"
+
+
+@rule(overloads("cat"))
+def cat(call: Call) -> str:
+    """Its operands add, each in zeros of the whole; an empty one-dim operand is ignored, whatever the others are."""
+    ndim = len(call.out)
+    line = put(letters(ndim), dim_of(call["dim"], ndim), "_")
+    ignored = [len(m.shape) != ndim for m in call.tensors]
+    terms = [line for skip in ignored if not skip]
+    if not any(ignored):
+        return f"{MOVE}{'+'.join(terms)}->{line}"
+    operands = ["?_" if skip else line for skip in ignored]
+    text, first = "", True
+    for skip, operand in zip(ignored, operands, strict=True):
+        text += operand if first else ("," if skip else "+") + operand
+        first = False
+    return f"{MOVE}{text}->{line}"
+
+
+@rule(overloads("stack"))
+def stack(call: Call) -> str:
+    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.out))
+    out = "".join((*dims[:at], "_", *dims[at:]))
+    return f"{MOVE}{'+'.join([''.join(dims)] * len(call.tensors))}->{out}"
+
+
+@rule(overloads("constant_pad_nd"))
+def constant_pad(call: Call) -> str:
+    """``pad`` holds two numbers per dim, from the last; linear where it pads with zeros."""
+    pad, dims = call["pad"], letters(len(call.shape))
+    for i in range(len(pad) // 2):
+        if tuple(pad[2 * i : 2 * i + 2]) != (0, 0):
+            dims[-1 - i] = "_"
+    line = "".join(dims)
+    return f"{line}->{line}" if is_zero(call["value"]) else f"~{line}->{line}"

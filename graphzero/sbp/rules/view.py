@@ -1,0 +1,152 @@
+"""Ops that show the same values in other dims.  A split passes where its cut is the same cut of the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
+
+SIZE = {"size": lambda i, o: o[0]}
+SHAPE = {"shape": lambda i, o: o[0]}
+
+
+def view_line(before: Sequence[int], after: Sequence[int]) -> str | None:
+    """Match runs of dims with equal products.  The leading dims of a run share a letter: cutting one cuts the other
+    at the same values, if both sizes divide by the ranks (``%``) or are the same."""
+    if 0 in (*before, *after) or math.prod(before) != math.prod(after):
+        return None
+    left, right = ["1"] * len(before), ["1"] * len(after)
+    a = [i for i, size in enumerate(before) if size != 1]
+    b = [i for i, size in enumerate(after) if size != 1]
+    names = iter(letters(len(a) + len(b)) if len(a) + len(b) <= 26 else ["_"] * (len(a) + len(b)))
+    while a and b:
+        run, other = [a.pop(0)], [b.pop(0)]
+        have, want = before[run[0]], after[other[0]]
+        while have != want:
+            if have < want:
+                run.append(a.pop(0))
+                have *= before[run[-1]]
+            else:
+                other.append(b.pop(0))
+                want *= after[other[-1]]
+        name = next(names)
+        even = "" if before[run[0]] == after[other[0]] or name == "_" else "%"
+        left[run[0]], right[other[0]] = name + even, name + even
+        for i in run[1:]:
+            left[i] = "_"
+        for j in other[1:]:
+            right[j] = "_"
+    return f"{MOVE}{''.join(left)}->{''.join(right)}"
+
+
+@rule(overloads("view.default", "_unsafe_view", "view_copy.default"), sizes=SIZE)
+@rule(overloads("reshape"), sizes=SHAPE)
+def view(call: Call) -> str | None:
+    return view_line(call.shape, call.out)
+
+
+@rule(overloads("_reshape_alias"), sizes=SIZE)
+def reshape_alias(call: Call) -> str | None:
+    return None  # its strides are of the whole tensor
+
+
+@rule(overloads("view.dtype", "view_copy.dtype"))
+def view_dtype(call: Call) -> str:
+    """Other bits of the same storage: the last dim is whole where its size changes."""
+    return "~...->..." if call.shape == call.out else "~..._->..._"
+
+
+@rule(overloads("unsqueeze", "unsqueeze_copy"))
+def unsqueeze(call: Call) -> str | None:
+    return view_line(call.shape, call.out)
+
+
+@rule(overloads("squeeze", "squeeze_copy"))
+def squeeze(call: Call) -> str:
+    """A dim that the op may remove is whole: a rank whose piece of it has size one would remove it."""
+    named = call["dim"] if len(call.op._schema.arguments) > 1 else None  # type: ignore[attr-defined]
+    may_go = () if named == [] else dims_of(named, len(call.shape))
+    dims = letters(len(call.shape), whole=may_go)
+    gone = {i for i in may_go if call.shape[i] == 1}
+    return f"{MOVE}{''.join(dims)}->{''.join(name for i, name in enumerate(dims) if i not in gone)}"
+
+
+@rule(overloads("expand", "expand_copy"), sizes=SIZE)
+def expand(call: Call) -> str:
+    """A dim that is new or had size one is made by each rank in the size it is told."""
+    dims = letters(len(call.out))
+    new = len(call.out) - len(call.shape)
+    inner = "".join("1" if size == 1 else name for name, size in zip(dims[new:], call.shape, strict=True))
+    return f"{MOVE}{inner}->{''.join(dims)}"
+
+
+@rule(overloads("t", "t_copy"))
+def t(call: Call) -> str:
+    dims = "".join(letters(len(call.shape)))
+    return f"{MOVE}{dims}->{dims[::-1]}"
+
+
+@rule(overloads("transpose.int", "transpose_copy.int"))
+def transpose(call: Call) -> str:
+    ndim = len(call.shape)
+    dims = letters(ndim)
+    a, b = dim_of(call["dim0"], ndim), dim_of(call["dim1"], ndim)
+    moved = list(dims)
+    if ndim:
+        moved[a], moved[b] = dims[b], dims[a]
+    return f"{MOVE}{''.join(dims)}->{''.join(moved)}"
+
+
+@rule(overloads("permute", "permute_copy"))
+def permute(call: Call) -> str:
+    dims = letters(len(call.shape))
+    order = dims_of(call["dims"], len(dims))
+    return f"{MOVE}{''.join(dims)}->{''.join(dims[i] for i in order)}"
+
+
+@rule(overloads("repeat"))
+def repeat(call: Call) -> str:
+    """A dim repeated once is only moved; new dims and repeated ones are whole."""
+    new = len(call.out) - len(call.shape)
+    dims = letters(len(call.shape))
+    once = [name if times == 1 else "_" for name, times in zip(dims, call["repeats"][new:], strict=True)]
+    inner = [name if once[i] == name else "_" for i, name in enumerate(dims)]
+    return f"{MOVE}{''.join(inner)}->{'_' * new}{''.join(once)}"
+
+
+@rule(overloads("flip"))
+def flip(call: Call) -> str:
+    flipped = () if not call["dims"] else dims_of(call["dims"], len(call.shape))
+    dims = "".join(letters(len(call.shape), whole=flipped))
+    return f"{MOVE}{dims}->{dims}"
+
+
+@rule(overloads("roll"))
+def roll(call: Call) -> str:
+    """Without dims the tensor is rolled as if it were flat."""
+    dims = "".join(letters(len(call.shape), whole=dims_of(call["dims"], len(call.shape))))
+    return f"{MOVE}{dims}->{dims}"
+
+
+@rule(overloads("unfold", "unfold_copy"))
+def unfold(call: Call) -> str:
+    ndim = len(call.shape)
+    dims = letters(ndim)
+    if ndim:
+        dims[dim_of(call["dimension"], ndim)] = "_"
+    return f"{MOVE}{''.join(dims)}->{''.join(dims)}_"
+
+
+@rule(overloads("diagonal", "diagonal_copy"))
+def diagonal(call: Call) -> str:
+    ndim = len(call.shape)
+    taken = {dim_of(call["dim1"], ndim), dim_of(call["dim2"], ndim)}
+    dims = ["_" if i in taken else name for i, name in enumerate(letters(ndim))]
+    return f"{MOVE}{''.join(dims)}->{''.join(d for d in dims if d != '_')}_"
+
+
+@rule(overloads("tril", "triu"))
+def triangle(call: Call) -> str:
+    return "...__->...__"

@@ -1,0 +1,33 @@
+"""What one op may do on one placement axis: an SBP for each tensor that goes in and each that comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphzero.sbp.types import B, Sbp
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a global tensor: all that a rule may know of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One SBP per tensor operand, in the order in which (args, kwargs) hold them, and one per tensor output."""
+
+    inputs: tuple[Sbp, ...]
+    outputs: tuple[Sbp, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+
+def all_broadcast(inputs: int, outputs: int) -> Signature:
+    """Every rank does the whole op: right for every op, and no faster than one rank."""
+    return Signature((B,) * inputs, (B,) * outputs)

@@ -1,0 +1,25 @@
+"""Every rule keeps the one law, and the law catches rules that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+from samples import LOCALIZED_ELSEWHERE, NO_CPU_KERNEL, UNCHECKED_VALUES, Sample, by_op, samples
+
+from graphzero.sbp.law import violations
+from graphzero.sbp.registry import op_name, registered
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("calls", [pytest.param(group, id=op_name(op)) for op, group in by_op()])
+def test_every_signature_joins_to_the_op_itself(calls: list[Sample], ranks: int) -> None:
+    broken = [
+        f"{call}: {line}"
+        for call in calls
+        for line in violations(call.op, call.args, call.kwargs, ranks, values=op_name(call.op) not in UNCHECKED_VALUES)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_op_with_a_rule_has_a_sample() -> None:
+    tried = {op_name(sample.op) for sample in samples()} | {*LOCALIZED_ELSEWHERE, *NO_CPU_KERNEL}
+    assert {op_name(op) for op in registered()} <= tried
