@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_lib = torch.library.Library("graphzero", "DEF")
+_lib: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
 _lib.define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "

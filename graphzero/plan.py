@@ -94,7 +94,9 @@ class Plan:
                 "peak": self.memory.peak,
                 "model_state": self.memory.model_state,
             },
-            "collectives": [collective._asdict() | {"names": list(collective.names)} for collective in self.collectives],
+            "collectives": [
+                collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
+            ],
             "comm_bytes": self.comm_bytes,
             "comm_volume": self.comm_volume,
             "padding_bytes": self.padding_bytes,
@@ -130,8 +132,8 @@ def _mega(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def plan_of(graph: StepGraph, rank: int = 0) -> Plan:
-    """The plan of a lowered program; rank 0 holds the largest pieces, so it is the fullest."""
+def plan_of(graph: StepGraph, rank: int | None = None) -> Plan:
+    """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces."""
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
     entries = list(_collectives(graph))
     return Plan(
@@ -203,7 +205,7 @@ def _label(node: fx.Node) -> str:
 # ---- memory
 
 
-def _memory(graph: StepGraph, rank: int) -> MemoryPlan:
+def _memory(graph: StepGraph, rank: int | None) -> MemoryPlan:
     alive = memory.lives(graph, rank)
     resident = dict.fromkeys(RESIDENT, 0)
     for life in alive:
@@ -218,7 +220,9 @@ def _memory(graph: StepGraph, rank: int) -> MemoryPlan:
         if life.begin >= 0:
             begins.setdefault(life.begin, []).append(life)
             ends.setdefault(life.end, []).append(life)
-    backward_end = max((i for i, n in enumerate(nodes) if n.op != "output" and value.phase_of(n) == "backward"), default=-1)
+    backward_end = max(
+        (i for i, n in enumerate(nodes) if n.op != "output" and value.phase_of(n) == "backward"), default=-1
+    )
     peak, at_peak, peak_at, gradients = -1, dict(now), "", 0
     for i, node in enumerate(nodes):
         transient = _transient(graph, node)

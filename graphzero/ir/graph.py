@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch.fx import Graph, GraphModule, Node
 
 from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
@@ -38,15 +38,15 @@ class StepGraph:
             "local" (sizes in arguments are this rank's).
     """
 
-    def __init__(self, name: str, placement: Placement, graph: fx.Graph, level: str = "captured"):
+    def __init__(self, name: str, placement: Placement, graph: Graph, level: str = "captured"):
         self.name, self.placement, self.graph, self.level = name, placement, graph, level
-        self._module: fx.GraphModule | None = None
+        self._module: GraphModule | None = None
 
     @property
-    def fx(self) -> fx.GraphModule:
+    def fx(self) -> GraphModule:
         """The graph as a ``torch.fx.GraphModule`` that shares its nodes; it is for reading and rewriting."""
         if self._module is None or self._module.graph is not self.graph:
-            self._module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=self.name)
+            self._module = GraphModule(torch.nn.Module(), self.graph, class_name=self.name)
         return self._module
 
     def __str__(self) -> str:
@@ -57,12 +57,13 @@ class StepGraph:
     # ---- reading
 
     @property
-    def nodes(self) -> Iterable[fx.Node]:
+    def nodes(self) -> Iterable[Node]:
         return self.graph.nodes
 
     @property
-    def output(self) -> fx.Node:
-        return self.graph.output_node()
+    def output(self) -> Node:
+        node: Node = self.graph.output_node()
+        return node
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -71,32 +72,32 @@ class StepGraph:
         return found
 
     @property
-    def aux(self) -> dict[str, fx.Node]:
+    def aux(self) -> dict[str, Node]:
         """Values the runtime hands to the Graph beside build's outputs: ``grad_norm.0``."""
-        found: dict[str, fx.Node] = self.output.args[0][1]  # type: ignore[index,assignment]
+        found: dict[str, Node] = self.output.args[0][1]  # type: ignore[index,assignment]
         return found
 
     @property
-    def updates(self) -> dict[str, fx.Node]:
+    def updates(self) -> dict[str, Node]:
         """New value of each placeholder that the step changes, by placeholder name."""
-        found: dict[str, fx.Node] = self.output.args[0][2]  # type: ignore[index,assignment]
+        found: dict[str, Node] = self.output.args[0][2]  # type: ignore[index,assignment]
         return found
 
-    def placeholders(self, *kinds: str) -> Iterator[fx.Node]:
+    def placeholders(self, *kinds: str) -> Iterator[Node]:
         """The placeholders, all or those of the given role kinds."""
         for node in self.graph.find_nodes(op="placeholder"):
             role = value.role_of(node)
             if not kinds or (role is not None and role.kind in kinds):
                 yield node
 
-    def node(self, name: str) -> fx.Node:
+    def node(self, name: str) -> Node:
         """The node that prints as ``name``."""
         for node in self.graph.nodes:
             if node.name == name:
                 return node
         raise VerifyError(f"graph {self.name} has no value named {name!r}; print it to see the names: print(graph)")
 
-    def gradients(self) -> dict[str, fx.Node]:
+    def gradients(self) -> dict[str, Node]:
         """Parameter path -> the value of its gradient when backward ends."""
         found = {}
         for node in self.graph.nodes:
@@ -109,12 +110,12 @@ class StepGraph:
 
     def clone(self) -> StepGraph:
         """A copy that shares no node; types, SBPs and roles are immutable and shared."""
-        graph = fx.Graph()
+        graph = Graph()
         results = graph.graph_copy(self.graph, {})
         graph.output(results)
         return StepGraph(self.name, self.placement, graph, self.level)
 
-    def set_output(self, outputs: Iterable[Any], aux: dict[str, fx.Node], updates: dict[str, fx.Node]) -> None:
+    def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
         self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
 
     def call(
@@ -123,12 +124,12 @@ class StepGraph:
         args: tuple[Any, ...],
         type_: Type,
         *,
-        sbp: Nd | None = None,
+        sbp: Any = None,
         phase: str = "",
         kwargs: dict[str, Any] | None = None,
-        like: fx.Node | None = None,
+        like: Node | None = None,
         name: str | None = None,
-    ) -> fx.Node:
+    ) -> Node:
         """Add an op at the current insert point; phase and source come from ``like`` unless said."""
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         node.meta["type"] = type_
@@ -137,7 +138,7 @@ class StepGraph:
         node.meta["source"] = value.source_of(like) if like is not None else ""
         return node
 
-    def pin(self, target: fx.Node | str, axis: str, sbp: Sbp) -> fx.Node:
+    def pin(self, target: Node | str, axis: str, sbp: Sbp) -> Node:
         """Fix the SBP of a value on one placement axis.
 
         A placeholder, a ``use`` or a ``pin`` is annotated in place.  Behind any other op a ``pin`` node is
@@ -158,7 +159,7 @@ class StepGraph:
         node.meta["pins"] = (*pins[:index], True, *pins[index + 1 :])
         return node
 
-    def _pin_behind(self, node: fx.Node) -> fx.Node:
+    def _pin_behind(self, node: Node) -> Node:
         with self.graph.inserting_after(node):
             pinned = self.call(PIN, (node, -1), value.tensor_type(node), like=node, name=f"{node.name}_pin")
         for user in list(node.users):
@@ -166,7 +167,7 @@ class StepGraph:
                 user.replace_input_with(node, pinned)
         return pinned
 
-    def _check_pin(self, node: fx.Node, axis: str, sbp: Sbp) -> None:
+    def _check_pin(self, node: Node, axis: str, sbp: Sbp) -> None:
         type_ = value.type_of(node)
         if not isinstance(type_, TensorType):
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
@@ -176,5 +177,5 @@ class StepGraph:
                 f"split one of 0..{len(type_.shape) - 1}, or pin it to B"
             )
 
-    def set_role(self, node: fx.Node, role: Role) -> None:
+    def set_role(self, node: Node, role: Role) -> None:
         node.meta["role"] = role

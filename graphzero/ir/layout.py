@@ -22,6 +22,8 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.local import chunk
+from graphzero.sbp.types import Nd
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class Layout:
 
     @property
     def slot_elements(self) -> int:
-        lines = {"all_gather": self.ranks, "reduce_scatter": self.ranks + 1, "all_reduce": 1, "all_to_all": 2 * self.ranks}
+        lines = {
+            "all_gather": self.ranks,
+            "reduce_scatter": self.ranks + 1,
+            "all_reduce": 1,
+            "all_to_all": 2 * self.ranks,
+        }
         return lines[self.kind] * self.total
 
     @property
@@ -90,7 +97,7 @@ def layout_of(graph: StepGraph, node: fx.Node) -> Layout | None:
 def _bucket(graph: StepGraph, kind: str, args: Any) -> Layout:
     if kind == "all_reduce":
         members, axis, *rest = args
-        sizes = tuple(prod(local_shape(graph, node, 0)) for node in members)
+        sizes = tuple(prod(local_shape(graph, node)) for node in members)
         reduction = rest[0] if rest else "sum"
         return Layout(kind, axis, _ranks(graph, axis), tuple(members), (), sizes, reduction)
     members, dims, axis = args
@@ -124,17 +131,19 @@ def _ranks(graph: StepGraph, axis: str) -> int:
     return graph.placement.hierarchy[graph.placement.axis(axis)]
 
 
-def local_shape(graph: StepGraph, node: fx.Node, rank: int = 0) -> tuple[int, ...]:
-    """Shape of a one-tensor node on ``rank`` (its position in the placement); rank 0 is always the fullest."""
+def local_shape(graph: StepGraph, node: fx.Node, rank: int | None = None) -> tuple[int, ...]:
+    """Shape of a one-tensor node on ``rank``; by default on the first of the placement, which is always the fullest."""
     return shape_on(graph, value.tensor_type(node), value.nd_of(node), rank)
 
 
-def shape_on(graph: StepGraph, type_: TensorType, nd: Any, rank: int = 0) -> tuple[int, ...]:
-    """Shape that ``type_`` under ``nd`` has on ``rank``."""
-    from graphzero.sbp.local import chunk
-
+def shape_on(graph: StepGraph, type_: TensorType, nd: Nd, rank: int | None = None) -> tuple[int, ...]:
+    """Shape that ``type_`` under ``nd`` has on ``rank``, by default the first of the placement."""
+    if not any(sbp.is_split for sbp in nd):
+        return type_.shape
+    place = graph.placement
+    at = (0,) * len(nd) if rank is None else place.coordinate(rank)
     shape = list(type_.shape)
-    for sbp, ranks, position in zip(nd, graph.placement.hierarchy, graph.placement.coordinate(rank), strict=True):
+    for sbp, ranks, position in zip(nd, place.hierarchy, at, strict=True):
         if sbp.is_split:
             shape[sbp.dim] = chunk(shape[sbp.dim], ranks, position)[1]
     return tuple(shape)

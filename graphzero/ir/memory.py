@@ -74,7 +74,7 @@ class Life:
     category: str
 
 
-def lives(graph: StepGraph, rank: int = 0) -> list[Life]:
+def lives(graph: StepGraph, rank: int | None = None) -> list[Life]:
     """Every storage of the program as ``rank`` sees it, communication slots left out."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -94,7 +94,7 @@ def lives(graph: StepGraph, rank: int = 0) -> list[Life]:
     return found
 
 
-def _nbytes(graph: StepGraph, node: fx.Node, index: int, rank: int) -> int:
+def _nbytes(graph: StepGraph, node: fx.Node, index: int, rank: int | None) -> int:
     type_, nd = value.type_of(node), value.sbp_of(node)
     if isinstance(type_, tuple):
         type_, nd = type_[index], nd[index]
@@ -136,10 +136,9 @@ def _category(node: fx.Node, storage: Storage, known: str) -> str:
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"
-    if value.phase_of(storage[0]) == "forward" and not (role is not None and role.kind == "param"):
-        if any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users):
-            return "activations"
-    return known
+    is_param = role is not None and role.kind == "param"
+    outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)
+    return "activations" if outlives and not is_param and value.phase_of(storage[0]) == "forward" else known
 
 
 def slot_bytes(graph: StepGraph) -> dict[int, int]:

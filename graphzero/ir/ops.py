@@ -103,6 +103,5 @@ def assign(p: Any, x: Any) -> Any:
 COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all)
 BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce)
 MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
-BY_NAME: dict[str, Callable[..., Any]] = {
-    op.__name__: op for op in (use, box, *MOVES, *BUCKETS, launch, wait, assign)
-}  # fmt: skip
+_ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign)
+BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}

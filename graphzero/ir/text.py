@@ -2,7 +2,7 @@
 
 ``str(parse(text)) == text`` for every text that ``print_graph`` makes.  A line reads::
 
-      y = mm(x, wf) : f32[8, 4]  S(0)  ; loss
+      y = mm(x, wf) : f32[8, 4]  S(0)  ; loss()
 
 name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  Arguments are
 Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import keyword
 import math
 import operator
 import re
@@ -32,6 +33,7 @@ from graphzero.sbp.types import parse_sbp
 
 OVERLOADS = ("Tensor", "default")  # an overload that prints as the bare op name, the first that exists
 MODULES = {"operator": operator, "math": math, "torch": torch}
+NAMELESS = ("seed", "loss")  # roles of which a step has one
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -45,7 +47,7 @@ class ParseError(GraphZeroError, ValueError):
 def print_graph(graph: StepGraph, align: bool = True) -> str:
     """The text of a graph, in columns or, for diffs, without alignment."""
     lines = [_header(graph)]
-    rows = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
+    rows: list[Any] = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
     widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 14), (2, 40), (3, 16))]
     phase = "input"
     for node, name, text, type_, rest in rows:
@@ -73,11 +75,12 @@ def op_name(target: Any) -> str:
         short = next((o for o in OVERLOADS if o in packet.overloads()), None)
         text = name if overload == short else f"{name}.{overload}"
         return text if namespace in ("aten", "graphzero") else f"{namespace}.{name}.{overload}"
-    if ops.BY_NAME.get(getattr(target, "__name__", "")) is target:
-        return str(target.__name__)
+    plain = str(getattr(target, "__name__", target))
+    if ops.BY_NAME.get(plain) is target:
+        return plain
     for name, module in MODULES.items():
-        if getattr(module, getattr(target, "__name__", ""), None) is target:
-            return f"{name}.{target.__name__}"
+        if getattr(module, plain, None) is target:
+            return f"{name}.{plain}"
     return f"{target.__module__}.{target.__qualname__}"
 
 
@@ -123,13 +126,13 @@ def _nd_text(nd: Any, pins: tuple[bool, ...]) -> str:
 
 
 def _role_text(role: Role, name: str) -> str:
-    parts = [] if role.of == name and not role.key else [_word(role.of)]
+    parts = [] if role.of == ("" if role.kind in NAMELESS else name) and not role.key else [_word(role.of)]
     parts += [_word(role.key)] if role.key else []
-    return f"{role.kind}({', '.join(parts)})" if parts != [""] else f"{role.kind}()"
+    return f"{role.kind}({', '.join(parts)})"
 
 
 def _word(text: str) -> str:
-    return text if re.fullmatch(r"[\w.]*", text) else repr(text)
+    return text if re.fullmatch(r"[\w.]+", text) else repr(text)
 
 
 def _arg(x: Any) -> str:
@@ -174,7 +177,7 @@ class _Parser:
     def __init__(self, text: str, place: Placement | None):
         self.lines = [line.rstrip() for line in text.strip("\n").splitlines()]
         self.values: dict[str, fx.Node] = {}
-        self.number = 0
+        self.number = next((i for i, line in enumerate(self.lines) if not _is_blank(line)), len(self.lines))
         self.place = place
 
     def fail(self, problem: str) -> ParseError:
@@ -185,19 +188,23 @@ class _Parser:
         name, place, level = self._header()
         self.result = StepGraph(name, place, fx.Graph(), level)
         phase = "input"
-        for self.number in range(1, len(self.lines)):
+        for number in range(self.number + 1, len(self.lines)):
+            self.number = number
             line = self.lines[self.number].strip()
-            if line.rstrip(":") in PHASES and line.endswith(":"):
+            if line.endswith(":") and line[:-1] in PHASES:
+                if line == "input:" and phase != "input":
+                    raise self.fail("inputs stand first, above every op")
                 phase = line[:-1]
-            elif line.startswith("return"):
-                self._return(" ".join(part.strip() for part in self.lines[self.number :]))
+            elif re.match(r"return(\s|$)", line):
+                self._return(" ".join(part.strip() for part in self.lines[self.number :] if not _is_blank(part)))
                 return self.result
-            elif line and not line.startswith("#"):
+            elif not _is_blank(line):
                 self._value(line, phase)
         raise self.fail("a graph ends in a line `return ...`")
 
     def _header(self) -> tuple[str, Placement, str]:
-        found = re.fullmatch(r"graph (\w+)\(([\w=, ]*)\)(?: (\w+))?", self.lines[0].strip()) if self.lines else None
+        line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
+        found = re.fullmatch(r"graph (.+)\((\w+ *= *\d+(?: *, *\w+ *= *\d+)*)\)(?: +(\w+))?", line)
         if found is None:
             raise self.fail("expected `graph name(axis=ranks, ...) level`")
         level = found[3] or "captured"
@@ -207,7 +214,10 @@ class _Parser:
         sizes = [int(size) for _, size in axes]
         if self.place is None:
             grid = torch.arange(math.prod(sizes)).reshape(sizes).tolist()
-            self.place = placement("cpu", grid, names=tuple(name for name, _ in axes), virtual=True)
+            try:
+                self.place = placement("cpu", grid, names=tuple(name for name, _ in axes), virtual=True)
+            except GraphZeroError as error:
+                raise self.fail(str(error)) from None
         return found[1], self.place, level
 
     def _value(self, line: str, phase: str) -> None:
@@ -219,6 +229,8 @@ class _Parser:
         if name in self.values:
             raise self.fail(f"{name} is defined twice")
         node = self._placeholder(name, text) if phase == "input" else self._op(name, text)
+        if node.name != name or keyword.iskeyword(name):
+            raise self.fail(f"a value cannot be called {name}, Python or torch.fx keeps that name; write {name}_1")
         node.meta["phase"], node.meta["source"] = phase, ""
         node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail.strip())
         if role:
@@ -228,8 +240,10 @@ class _Parser:
     def _placeholder(self, name: str, text: str) -> fx.Node:
         role = self._role(text, name)
         if role.kind not in PLACEHOLDER_KINDS:
-            raise self.fail(f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase")
-        node = self.result.graph.placeholder(name)
+            raise self.fail(
+                f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase"
+            )
+        node = self.result.graph.create_node("placeholder", name, name=name)
         node.meta["role"] = role
         return node
 
@@ -239,7 +253,9 @@ class _Parser:
             raise self.fail(f"{text!r}: expected `kind(path)` or `kind(path, key)`")
         words = re.findall(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.]+", found[2])
         words = [ast.literal_eval(word) if word[0] in "'\"" else word for word in words]
-        return Role(found[1], *(words or ([name] if name else [])))
+        if len(words) > 2:
+            raise self.fail(f"{text!r}: expected `kind(path)` or `kind(path, key)`")
+        return Role(found[1], *(words or ([name] if found[1] not in NAMELESS else [])))
 
     def _op(self, name: str, text: str) -> fx.Node:
         try:
@@ -279,19 +295,28 @@ class _Parser:
                 return [self._read(item) for item in x.elts]
             case ast.Tuple():
                 return tuple(self._read(item) for item in x.elts)
-            case ast.UnaryOp(op=ast.USub()):
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name(id="inf" | "nan")):
                 return -self._read(x.operand)
             case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.Div(), right=ast.Name(id=axis)):
-                return LocalSize(size, axis)
+                return LocalSize(size, self._axis(axis))
             case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.MatMult(), right=ast.Name(id=axis)):
-                return LocalStart(size, axis)
+                return LocalStart(size, self._axis(axis))
+            case ast.Call(func=ast.Name(id="device"), args=[], keywords=words):
+                return torch.device(*(ast.literal_eval(word.value) for word in words))
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if hasattr(torch, name):
                 return getattr(torch, name)
         raise self.fail(f"cannot read the argument {ast.unparse(x)!r}")
 
+    def _axis(self, name: str) -> str:
+        if name not in self.result.placement.names:
+            raise self.fail(f"no axis is called {name}; the graph's are {', '.join(self.result.placement.names)}")
+        return name
+
     def _tail(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
         if text.startswith("("):
-            pairs = [self._one(part) for part in _split(text[1:-1])]
+            pairs = [self._one(part) for part in _split(text[1:].removesuffix(")"))]
+            if any(pins for _, _, pins in pairs):
+                raise self.fail("several results have no pins; pin the value that picks one, `a = y[0]`")
             nds = tuple(nd for _, nd, _ in pairs)
             return tuple(t for t, _, _ in pairs), nds if any(nd is not None for nd in nds) else None, ()
         return self._one(text)
@@ -301,13 +326,13 @@ class _Parser:
             return ScalarType(text), None, ()
         if text == "_":
             return None, None, ()
-        found = re.fullmatch(r"(\w+)\[([\d, ]*)\]\s*(.*)", text)
+        found = re.fullmatch(r"(\w+)\[\s*((?:\d+\s*,\s*)*\d*)\s*\]\s*(.*)", text)
         if found is None:
             raise self.fail(f"{text!r}: expected a type such as f32[8, 16], and an SBP")
         dtype = DTYPES.get(found[1]) or getattr(torch, found[1], None)
         if not isinstance(dtype, torch.dtype):
             raise self.fail(f"{found[1]!r} is no dtype; {', '.join(DTYPES)}")
-        shape = tuple(int(size) for size in found[2].replace(" ", "").split(",") if size)
+        shape = tuple(int(size) for size in found[2].split(",") if size)
         return TensorType(dtype, shape), *self._nd(found[3])
 
     def _nd(self, text: str) -> tuple[Any, tuple[bool, ...]]:
@@ -317,7 +342,7 @@ class _Parser:
         if len(words) != len(self.result.placement.names):
             raise self.fail(f"{text!r}: expected one SBP for each axis of {self.result.placement.names}")
         try:
-            nd = tuple(None if word[0] == "?" else parse_sbp(word.rstrip("!")) for word in words)
+            nd = tuple(None if word[0] == "?" else parse_sbp(word.removesuffix("!")) for word in words)
         except GraphZeroError as error:
             raise self.fail(str(error)) from None
         pins = tuple(word.endswith("!") for word in words)
@@ -327,14 +352,20 @@ class _Parser:
         outputs: list[Any] = []
         aux: dict[str, fx.Node] = {}
         updates: dict[str, fx.Node] = {}
-        for part in filter(None, (part.strip() for part in text.removeprefix("return").split(";"))):
-            if part.startswith("update("):
+        for part in _split(text.removeprefix("return"), ";"):
+            if part.startswith("update(") and part.endswith(")"):
                 updates = dict(self._pairs(_split(part[7:-1])))
             elif re.match(r"[\w.]+=", part):
                 aux |= dict(self._pairs([part]))
             else:
-                outputs = [self._read(ast.parse(word, mode="eval").body) for word in _split(part)]
+                outputs = [self._literal(word) for word in _split(part)]
         self.result.graph.output((tuple(outputs), aux, updates))
+
+    def _literal(self, word: str) -> Any:
+        try:
+            return self._read(ast.parse(word, mode="eval").body)
+        except SyntaxError as error:
+            raise self.fail(f"{word!r} is no value: {error.msg}; the graph ends with what it returns") from None
 
     def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:
         for word in words:
@@ -355,6 +386,8 @@ def _find_op(words: list[str]) -> Any:
         if packet is not None:
             names = (words[1],) if len(words) == 2 else OVERLOADS
             return next((getattr(packet, name) for name in names if name in packet.overloads()), None)
+    if len(words) == 1:
+        return None
     if len(words) == 3 and hasattr(getattr(torch.ops, words[0]), words[1]):
         return getattr(getattr(getattr(torch.ops, words[0]), words[1]), words[2], None)
     try:
@@ -363,19 +396,24 @@ def _find_op(words: list[str]) -> Any:
         return None
 
 
-def _split(text: str) -> list[str]:
-    """Cut at the commas outside brackets and quotes."""
-    parts, depth, quote, begin = [], 0, "", 0
+def _is_blank(line: str) -> bool:
+    return not line.strip() or line.strip().startswith("#")
+
+
+def _split(text: str, at: str = ",") -> list[str]:
+    """Cut at the commas, or at another character, outside brackets and quotes."""
+    parts, depth, quote, begin, escaped = [], 0, "", 0, False
     for i, char in enumerate(text):
         if quote:
-            quote = "" if char == quote else quote
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and not escaped
         elif char in "'\"":
             quote = char
         elif char in "([":
             depth += 1
         elif char in ")]":
             depth -= 1
-        elif char == "," and depth == 0:
+        elif char == at and depth == 0:
             parts.append(text[begin:i].strip())
             begin = i + 1
     return [part for part in (*parts, text[begin:].strip()) if part]

@@ -171,7 +171,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of an op in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
+    """The tensor operands in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
     return [arg for arg in flat_nodes((node.args, node.kwargs)) if is_tensor(arg)]
 
 

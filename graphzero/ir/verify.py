@@ -160,13 +160,16 @@ def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: boo
     operands = value.tensor_operands(node)
     partial = next((o for o, s in zip(operands, inputs, strict=True) if s.is_partial), None)
     if partial is not None:
-        problem = f"'{node.name}' reads the partial sum '{partial.name}', but {op_name(node.target)} is not linear in it"
+        problem = (
+            f"'{node.name}' reads the partial sum '{partial.name}', but {op_name(node.target)} is not linear in it"
+        )
     else:
         given = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
         problem = f"'{node.name}' runs {op_name(node.target)} as {given}, which would not compute the same"
     name = partial.name if partial is not None else operands[0].name if operands else node.name
     hint = (
-        f"{_allows(node, allowed)}\n  Run `propagate` and `insert_boxing` after passes that move pins, or pin it yourself: "
+        f"{_allows(node, allowed)}\n"
+        "  Run `propagate` and `insert_boxing` after passes that move pins, or pin it yourself: "
         f'graph.pin("{name}", "{graph.placement.names[axis]}", B)'
     )
     raise _fail(graph, node, where, problem, hint)
@@ -215,11 +218,11 @@ def _check_move(graph: StepGraph, node: fx.Node, where: str) -> None:
     assert isinstance(source, fx.Node)
     index = graph.placement.axis(str(axis))
     split, other = (source, node) if node.target is ops.all_gather else (node, source)
-    kinds = {ops.all_gather: "B", ops.reduce_scatter: "P", ops.slice_shard: "B"}
+    kind = "P" if node.target is ops.reduce_scatter else "B"
     here, there = value.nd_of(split)[index], value.nd_of(other)[index]
-    if not here.is_split or here.dim != dim or there.kind != kinds[node.target]:  # type: ignore[index]
+    if not here.is_split or here.dim != dim or there.kind != kind:
         problem = f"'{node.name}' takes {_text(value.nd_of(source))} to {_text(value.nd_of(node))}, which it cannot"
-        raise _fail(graph, node, where, problem, f"{op_name(node.target)} goes between S({dim}) and {kinds[node.target]}")  # type: ignore[index]
+        raise _fail(graph, node, where, problem, f"{op_name(node.target)} goes between S({dim}) and {kind}")
 
 
 def _check_storage(graph: StepGraph, where: str) -> None:

@@ -38,5 +38,13 @@ NAMES = ("pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize"
 def default_passes(pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None) -> list[Pass]:
     """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0)."""
     first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
-    rest: list[Pass] = [Propagate(), InsertBoxing(), LowerBoxing(), Localize(), bucket or Bucket(), Schedule(), DeadCode()]
+    rest: list[Pass] = [
+        Propagate(),
+        InsertBoxing(),
+        LowerBoxing(),
+        Localize(),
+        bucket or Bucket(),
+        Schedule(),
+        DeadCode(),
+    ]
     return first + rest

@@ -56,9 +56,10 @@ class Record:
 
     def diff(self) -> str:
         """What the pass changed, as a unified diff of the two texts."""
-        lines = (print_graph(graph, align=False).splitlines() for graph in (self.before, self.after))
+        before, after = (print_graph(graph, align=False).splitlines() for graph in (self.before, self.after))
         return "\n".join(
-            difflib.unified_diff(*lines, fromfile=f"before {self.name}", tofile=f"after {self.name}", lineterm="", n=1)
+            difflib.unified_diff(
+                before, after, fromfile=f"before {self.name}", tofile=f"after {self.name}", lineterm="", n=1)
         )
 
 
@@ -94,7 +95,8 @@ class Pipeline:
 def _check_result(before: StepGraph, after: object, name: str) -> None:
     if not isinstance(after, StepGraph):
         raise VerifyError(
-            f"pass {name} returned {type(after).__name__}, not a StepGraph\n  A pass changes the graph it is given and returns it"
+            f"pass {name} returned {type(after).__name__}, not a StepGraph\n"
+            "  A pass changes the graph it is given and returns it"
         )
     lost = [update for update in before.updates if update not in after.updates]
     if lost:
@@ -104,7 +106,7 @@ def _check_result(before: StepGraph, after: object, name: str) -> None:
         )
     if len(after.outputs) != len(before.outputs):
         raise VerifyError(
-            f"pass {name} returned a graph with {len(after.outputs)} outputs where build returns {len(before.outputs)}\n"
+            f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {len(before.outputs)}\n"
             "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
         )
     if LEVELS.index(after.level) < LEVELS.index(before.level):

@@ -63,5 +63,5 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
     nd = value.nd_of(node)
     for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
         if sbp.is_split and ranks > 1:
-            start[sbp.dim] = LocalStart(total[sbp.dim], axis)  # type: ignore[index]
+            start[sbp.dim] = LocalStart(total[sbp.dim], axis)  # type: ignore[index,arg-type]
     node.args = (like, key, number, start, total)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphzero.ir import calls, ops, value
+from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.reductions import place_reductions
@@ -92,8 +92,8 @@ class AxisPropagation:
         have = [self.sbp(operand) for operand in operands]
         signature = self._cheapest(calls.signatures_of(self.graph, node, self.axis), operands, have)
         self.chosen[node] = signature
-        for operand, source, want in zip(operands, have, signature.inputs, strict=True):
-            if source is not want:
+        for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
+            if stands is not want:
                 self.boxed.add((operand, want))
         return _spread(node, signature.outputs)
 

@@ -43,7 +43,11 @@ def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
     if node.target in calls.IDENTITIES:
         return True
     signature = state.chosen.get(node)
-    return signature is not None and any(s is P for s in signature.inputs) and not any(s.is_split for s in signature.inputs)
+    return (
+        signature is not None
+        and any(s is P for s in signature.inputs)
+        and not any(s.is_split for s in signature.inputs)
+    )
 
 
 def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagation) -> Iterable[list[fx.Node]]:

@@ -105,7 +105,9 @@ def _copy_outputs(graph: StepGraph) -> None:
             return node
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.graph.inserting_before(first) if node.op == "placeholder" else graph.graph.inserting_after(node):
-            return graph.call(torch.ops.aten.clone.default, (node,), value.type_of(node), sbp=value.nd_of(node), like=node)
+            return graph.call(
+                torch.ops.aten.clone.default, (node,), value.type_of(node), sbp=value.nd_of(node), like=node
+            )
 
     graph.set_output(fx.map_arg(graph.outputs, copied), graph.aux, graph.updates)  # type: ignore[arg-type]
 

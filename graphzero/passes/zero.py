@@ -45,7 +45,9 @@ class Zero(BuiltinPass):
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
-            raise ConfigError(f"Zero(stage={self.stage!r}): the stages are 1 (states), 2 (and gradients), 3 (and parameters)")
+            raise ConfigError(
+                f"Zero(stage={self.stage!r}): the stages are 1 (states), 2 (and gradients), 3 (and parameters)"
+            )
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         params = {value.role_of(node).of: node for node in graph.placeholders("param")}  # type: ignore[union-attr]
@@ -105,7 +107,9 @@ def _pin(graph: StepGraph, node: fx.Node, nd: Nd) -> None:
 
 def _move_to_update(graph: StepGraph, pins: Iterable[fx.Node]) -> None:
     """Make the cuts of gradients the first thing that the update does: until backward ends they stay whole."""
-    first = next((node for node in graph.nodes if node.op == "call_function" and value.phase_of(node) == "update"), None)
+    first = next(
+        (node for node in graph.nodes if node.op == "call_function" and value.phase_of(node) == "update"), None
+    )
     for pin in pins:
         if first is not None and all(value.phase_of(user) == "update" or user.op == "output" for user in pin.users):
             first.prepend(pin)

@@ -1,0 +1,203 @@
+"""What one needs to unit-test passes on a laptop: a fake world, text in and text out, the same step twice.
+
+def test_my_pass():
+    graph = gz.parse(TEXT)
+    after = gz.Pipeline([my_pass])(graph)
+    assert_graph(after, EXPECTED)            # pytest --accept writes EXPECTED
+    assert_same_step(graph, after, ranks=4)  # both on virtual ranks: equal outputs, equal new states
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from graphzero import accept
+from graphzero.errors import ConfigError, GraphZeroError, PlacementError
+from graphzero.ir import ops, value
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.value import ScalarType
+from graphzero.passes import (
+    Bucket,
+    DeadCode,
+    InsertBoxing,
+    Localize,
+    LowerBoxing,
+    Pass,
+    Pin,
+    Pipeline,
+    Propagate,
+    Schedule,
+)
+from graphzero.runtime.executor import Executor
+from graphzero.runtime.virtual import VirtualWorld
+from graphzero.sbp.local import chunk
+from graphzero.sbp.placement import Placement, placement
+from graphzero.sbp.types import Nd
+
+__all__ = ["assert_graph", "assert_same_step", "fake_world"]
+
+
+@contextlib.contextmanager
+def fake_world(n: int, rank: int = 0) -> Iterator[None]:
+    """A process group of ``n`` ranks that exist in name only; this process is ``rank``.
+
+    A Graph made inside compiles and plans for n ranks, and a call runs this rank's program; collectives return
+    at once with the right shapes and no meaningful data.  For structure, plans and memory; for numbers use a
+    virtual placement.
+
+    Raises:
+        PlacementError: a process group exists already, or there is no such rank.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise PlacementError(
+            "fake_world: this process has a process group already; leave it first (destroy_process_group)"
+        )
+    if not 0 <= rank < n:
+        raise PlacementError(f"fake_world({n}, rank={rank}): the ranks are 0 to {n - 1}")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_graph(graph: StepGraph, expected: str) -> None:
+    """Compare a graph's text with ``expected``; indentation and spaces at the ends do not matter.
+
+    Under ``pytest --accept`` a string literal at the call, or a module constant named there, is rewritten.
+    """
+    found = str(graph).strip()
+    wanted = textwrap.dedent(expected).strip()
+    if found == wanted:
+        return
+    if accept.enabled():
+        accept.rewrite(found)
+        return
+    diff = "\n".join(
+        difflib.unified_diff(wanted.splitlines(), found.splitlines(), "expected", "found", lineterm="", n=2)
+    )
+    raise AssertionError(f"the graph is not the expected one (pytest --accept takes it as it is):\n{diff}")
+
+
+def assert_same_step(
+    before: StepGraph,
+    after: StepGraph,
+    ranks: int | None = None,
+    *,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    seed: int = 0,
+) -> None:
+    """Run two programs on virtual ranks from equal inputs and compare every output and every new state.
+
+    before, after: graphs at any level over the same placeholders; what is not lowered yet is lowered first.
+    ranks: number of virtual ranks; by default those of the graphs' placement.  A graph that is lowered already
+        runs on its own placement only.
+
+    Raises:
+        AssertionError: which value differs, by how much.
+    """
+    names = [[node.name for node in graph.placeholders()] for graph in (before, after)]
+    if sorted(names[0]) != sorted(names[1]):
+        raise ConfigError(f"the two graphs have other inputs: {sorted(set(names[0]) ^ set(names[1]))}")
+    inputs = _random_inputs(before, seed)
+    first, second = (_run(_lowered(graph, ranks), inputs) for graph in (before, after))
+    for name, (old, old_sbp) in first.items():
+        new, new_sbp = second[name]
+        try:
+            torch.testing.assert_close(new, old, rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as error:
+            where = f"{name}: {old_sbp} before, {new_sbp} after" if old_sbp != new_sbp else f"{name}: {old_sbp}"
+            raise AssertionError(f"the steps differ in {where}\n{error}") from None
+
+
+def _random_inputs(graph: StepGraph, seed: int) -> dict[str, Any]:
+    """Global values for all placeholders: small positive numbers, so that roots and logarithms are defined."""
+    generator = torch.Generator().manual_seed(seed)
+    return {node.name: _random(node, generator) for node in graph.placeholders()}
+
+
+def _random(node: fx.Node, generator: torch.Generator) -> Any:
+    type_ = value.type_of(node)
+    if isinstance(type_, ScalarType):
+        return {"float": 0.1, "int": 1, "bool": True}[type_.kind]
+    if type_.dtype.is_floating_point:
+        return torch.rand(type_.shape, generator=generator, dtype=torch.float64).add_(0.05).to(type_.dtype)
+    return torch.randint(0, 2, type_.shape, generator=generator).to(type_.dtype)
+
+
+def _lowered(graph: StepGraph, ranks: int | None) -> StepGraph:
+    """The graph, run through the built-in passes that it has not seen yet."""
+    graph = graph.clone()
+    own = graph.placement
+    if ranks is not None and ranks != own.size and graph.level != "captured":
+        raise ConfigError(
+            f"the graph is {graph.level} for {own.size} ranks; it cannot run on {ranks}: start from a captured one"
+        )
+    shape = own.ranks.shape if ranks is None or ranks == own.size else (ranks,)
+    names = own.names if len(shape) == len(own.names) else ("dp",)
+    graph.placement = placement("cpu", torch.arange(max(own.size if ranks is None else ranks, 1)).reshape(shape).tolist(),
+                                names=names, virtual=True)  # fmt: skip
+    rest: dict[str, list[Pass]] = {
+        "captured": [Pin(), Propagate()], "propagated": [InsertBoxing()], "boxed": [LowerBoxing()],
+        "lowered": [Localize()], "local": [Bucket(), Schedule(), DeadCode()],
+    }  # fmt: skip
+    scheduled = any(node.target is ops.assign for node in graph.nodes)
+    for level in LEVELS[LEVELS.index(graph.level) :]:
+        if not (level == "local" and scheduled):
+            graph = Pipeline(rest[level])(graph)
+    return graph
+
+
+def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Whole outputs and new states by name, with their SBP."""
+    world = VirtualWorld(graph.placement)
+    executor = Executor(graph, world)
+    values: dict[str, list[Any]] = {}
+    for node in graph.placeholders():
+        given = inputs[node.name]
+        values[node.name] = [given] * graph.placement.size
+        if isinstance(given, Tensor):
+            nd = value.nd_of(node)
+            values[node.name] = [_shard(given, nd, graph.placement, rank) for rank in range(graph.placement.size)]
+    persistent = {node.name for node in graph.placeholders("param", "buffer", "state", "constant")}
+    executor.bind({name: x for name, x in values.items() if name in persistent})
+    results = executor.run({name: x for name, x in values.items() if name not in persistent})
+    found: dict[str, tuple[Any, str]] = {}
+    for i, out in enumerate(graph.outputs):
+        if isinstance(out, fx.Node) and value.is_tensor(out):
+            found[f"output {i}"] = _whole(results.outputs[i], value.nd_of(out), graph.placement), str(value.nd_of(out))
+    placeholders = {node.name: node for node in graph.placeholders()}
+    for name in graph.updates:
+        nd = value.nd_of(placeholders[name])
+        found[f"new {name}"] = _whole(values[name], nd, graph.placement), str(nd)
+    return found
+
+
+def _shard(x: Tensor, nd: Nd, place: Placement, rank: int) -> Tensor:
+    for sbp, ranks, position in zip(nd, place.hierarchy, place.coordinate(rank), strict=True):
+        if sbp.is_split:
+            x = x.narrow(sbp.dim, *chunk(x.shape[sbp.dim], ranks, position))
+    return x.clone()
+
+
+def _whole(pieces: list[Tensor], nd: Nd, place: Placement) -> Tensor:
+    """Join the ranks' pieces on one axis; whole values must be equal on all ranks."""
+    if len(nd) != 1:
+        raise GraphZeroError("assert_same_step joins values of one placement axis so far")
+    if nd[0].is_split:
+        return torch.cat(pieces, nd[0].dim)
+    for rank, piece in enumerate(pieces[1:], 1):
+        if not torch.equal(piece, pieces[0]) and not bool(torch.isnan(pieces[0]).any()):
+            raise AssertionError(f"a value that every rank should hold whole differs between rank 0 and rank {rank}")
+    return pieces[0]
