@@ -70,6 +70,11 @@ def _attention_backward_cpu(
 _PRIME_A, _PRIME_B, _MASK = 0x27D4EB2F165667C5, 0x2545F4914F6CDD1D, 0xFFFFFFFF
 
 
+def _signed(number: int) -> int:
+    """The low 64 bits as int64 holds them."""
+    return ((number + 2**63) % 2**64) - 2**63
+
+
 def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> Tensor:
     """Uniform in [0, 1), float32, one number per element of ``like``.
 
@@ -86,7 +91,7 @@ def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: l
         index = index + line.view((length,) + (1,) * (like.dim() - 1 - dim))
         stride *= total[dim]
     bits = (index + 1) * _PRIME_A
-    bits += key + (op + 1) * 0x1F123BB5159A55E5
+    bits += key + _signed((op + 1) * 0x1F123BB5159A55E5)
     bits ^= (bits >> 30) & 0x3FFFFFFFF
     bits *= -0x40A7B892E31B1A47
     bits ^= (bits >> 27) & 0x1FFFFFFFFF

@@ -62,8 +62,14 @@ class StepGraph:
 
     @property
     def output(self) -> Node:
-        node: Node = self.graph.output_node()
-        return node
+        """The last node.  Raises VerifyError where ops were added below it, or there is none."""
+        last: Node | None = next(iter(reversed(self.graph.nodes)), None)
+        if last is None or last.op != "output":
+            raise VerifyError(
+                f"graph {self.name} does not end in its output but in '{last.name if last is not None else ''}'\n  "
+                "Add ops at a place: with graph.graph.inserting_before(graph.output): graph.call(...)"
+            )
+        return last
 
     @property
     def outputs(self) -> tuple[Any, ...]:

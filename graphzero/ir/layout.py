@@ -72,8 +72,8 @@ class Layout:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends, padding included."""
-        lines = 1 if self.kind == "all_reduce" else self.ranks
-        return wire_bytes(self.kind, lines * self.total * self.itemsize, self.ranks)
+        lines = {"all_gather": self.ranks, "reduce_scatter": self.ranks, "all_reduce": 1, "all_to_all": self.ranks**2}
+        return wire_bytes(self.kind, lines[self.kind] * self.total * self.itemsize, self.ranks)
 
 
 def layout_of(graph: StepGraph, node: fx.Node) -> Layout | None:

@@ -48,7 +48,7 @@ def print_graph(graph: StepGraph, align: bool = True) -> str:
     """The text of a graph, in columns or, for diffs, without alignment."""
     lines = [_header(graph)]
     rows: list[Any] = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
-    widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 14), (2, 40), (3, 16))]
+    widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
     phase = "input"
     for node, name, text, type_, rest in rows:
         if node.op != "placeholder" and value.phase_of(node) != phase:
@@ -204,7 +204,7 @@ class _Parser:
 
     def _header(self) -> tuple[str, Placement, str]:
         line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
-        found = re.fullmatch(r"graph (.+)\((\w+ *= *\d+(?: *, *\w+ *= *\d+)*)\)(?: +(\w+))?", line)
+        found = re.fullmatch(r"graph\s+(.+)\(((?:\s*\w+\s*=\s*\d+\s*,?)+)\)(?:\s+(\w+))?", line)
         if found is None:
             raise self.fail("expected `graph name(axis=ranks, ...) level`")
         level = found[3] or "captured"
@@ -301,6 +301,8 @@ class _Parser:
                 return LocalSize(size, self._axis(axis))
             case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.MatMult(), right=ast.Name(id=axis)):
                 return LocalStart(size, self._axis(axis))
+            case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=complex())):
+                return ast.literal_eval(x)
             case ast.Call(func=ast.Name(id="device"), args=[], keywords=words):
                 return torch.device(*(ast.literal_eval(word.value) for word in words))
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if hasattr(torch, name):
@@ -314,7 +316,9 @@ class _Parser:
 
     def _tail(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
         if text.startswith("("):
-            pairs = [self._one(part) for part in _split(text[1:].removesuffix(")"))]
+            if not text.endswith(")"):
+                raise self.fail(f"{text!r}: expected the types of several results in brackets")
+            pairs = [self._one(part) for part in _split(text[1:-1])]
             if any(pins for _, _, pins in pairs):
                 raise self.fail("several results have no pins; pin the value that picks one, `a = y[0]`")
             nds = tuple(nd for _, nd, _ in pairs)

@@ -20,7 +20,8 @@ from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.ir.text import op_name, print_line
 from graphzero.ir.value import TensorType
-from graphzero.sbp.types import Nd
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 
 WRITABLE = ("param", "buffer", "state")
 
@@ -158,15 +159,13 @@ def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: boo
     if any(signature.inputs == inputs and signature.outputs == outputs for signature in allowed):
         return
     operands = value.tensor_operands(node)
-    partial = next((o for o, s in zip(operands, inputs, strict=True) if s.is_partial), None)
-    if partial is not None:
-        problem = (
-            f"'{node.name}' reads the partial sum '{partial.name}', but {op_name(node.target)} is not linear in it"
-        )
+    summed = next((o for o, sbp in _nonlinear(operands, inputs, allowed) if sbp.is_partial), None)
+    if summed is not None:
+        problem = f"'{node.name}' reads the partial sum '{summed.name}', but {op_name(node.target)} is not linear"
     else:
-        given = f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+        given = _short(Signature(inputs, outputs))
         problem = f"'{node.name}' runs {op_name(node.target)} as {given}, which would not compute the same"
-    name = partial.name if partial is not None else operands[0].name if operands else node.name
+    name = summed.name if summed is not None else operands[0].name if operands else node.name
     hint = (
         f"{_allows(node, allowed)}\n"
         "  Run `propagate` and `insert_boxing` after passes that move pins, or pin it yourself: "
@@ -175,9 +174,25 @@ def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: boo
     raise _fail(graph, node, where, problem, hint)
 
 
-def _allows(node: fx.Node, allowed: tuple[Any, ...]) -> str:
-    shown = ",  ".join(map(str, allowed[:8])) + (f",  and {len(allowed) - 8} more" if len(allowed) > 8 else "")
+def _nonlinear(
+    operands: list[fx.Node], inputs: tuple[Sbp, ...], allowed: tuple[Signature, ...]
+) -> Iterator[tuple[fx.Node, Sbp]]:
+    """Operands that no signature takes in the SBP that they have."""
+    for i, (operand, sbp) in enumerate(zip(operands, inputs, strict=True)):
+        if all(signature.inputs[i] is not sbp for signature in allowed):
+            yield operand, sbp
+
+
+def _allows(node: fx.Node, allowed: tuple[Signature, ...]) -> str:
+    shown = ",  ".join(map(_short, allowed[:8])) + (f",  and {len(allowed) - 8} more" if len(allowed) > 8 else "")
     return f"{op_name(node.target)} allows  {shown}"
+
+
+def _short(signature: Signature, most: int = 12) -> str:
+    """A signature; of an op with very many operands, the first."""
+    if len(signature.inputs) <= most:
+        return str(signature)
+    return f"{', '.join(map(str, signature.inputs[:most]))}, ... -> {', '.join(map(str, signature.outputs))}"
 
 
 def _check_identity(graph: StepGraph, node: fx.Node, where: str) -> None:
@@ -209,20 +224,53 @@ def _check_lowered(graph: StepGraph, where: str) -> None:
     for node in graph.nodes:
         if node.target is ops.box:
             raise _fail(graph, node, where, f"'{node.name}' is still a box", "Run `lower_boxing`")
-        if node.target in (ops.all_gather, ops.reduce_scatter, ops.slice_shard):
-            _check_move(graph, node, where)
+        if node.target in ops.MOVES:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            _check_move(graph, node, where, value.nd_of(source), value.nd_of(node), node.target, node.args[1:])
+        elif node.target in ops.BUCKETS or node.target is ops.launch:
+            _check_bucket(graph, node, where)
 
 
-def _check_move(graph: StepGraph, node: fx.Node, where: str) -> None:
-    source, dim, axis = node.args
-    assert isinstance(source, fx.Node)
-    index = graph.placement.axis(str(axis))
-    split, other = (source, node) if node.target is ops.all_gather else (node, source)
-    kind = "P" if node.target is ops.reduce_scatter else "B"
-    here, there = value.nd_of(split)[index], value.nd_of(other)[index]
-    if not here.is_split or here.dim != dim or there.kind != kind:
-        problem = f"'{node.name}' takes {_text(value.nd_of(source))} to {_text(value.nd_of(node))}, which it cannot"
-        raise _fail(graph, node, where, problem, f"{op_name(node.target)} goes between S({dim}) and {kind}")
+def _check_bucket(graph: StepGraph, node: fx.Node, where: str) -> None:
+    name, args = (str(node.args[0]), node.args[2:]) if node.target is ops.launch else (op_name(node.target), node.args)
+    members: Any = args[0]
+    for i, (member, nd) in enumerate(zip(members, value.sbp_of(node), strict=True)):
+        rest = args[1:] if name == "bucket_all_reduce" else (args[1][i], *args[2:])  # type: ignore[index]
+        move = ops.BY_NAME[name.removeprefix("bucket_")]
+        _check_move(graph, node, where, value.nd_of(member), nd, move, rest)
+
+
+def _check_move(
+    graph: StepGraph, node: fx.Node, where: str, have: Nd, made: Nd, move: Any, args: tuple[Any, ...]
+) -> None:
+    """A lowered box makes on its axis what its name says, and changes no other axis."""
+    for i, (src, dst) in enumerate(zip(have, made, strict=True)):
+        on_axis = move is not ops.relabel and graph.placement.names[i] == _axis(move, args)
+        good = _moves(move, args, src, dst) if on_axis else src is dst
+        if move is ops.relabel:
+            good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
+        if not good:
+            problem = f"'{node.name}' takes {_text(have)} to {_text(made)}, which {move.__name__} does not"
+            raise _fail(graph, node, where, problem, "Make boxes, and let `lower_boxing` choose what they become")
+
+
+def _axis(move: Any, args: tuple[Any, ...]) -> Any:
+    return args[0] if move is ops.all_reduce else args[-1]
+
+
+def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
+    """Whether a move with these arguments (behind the value) takes ``src`` to ``dst``."""
+    if move is ops.all_reduce:
+        return dst is B and src is partial(args[1] if len(args) > 1 else "sum")
+    if move is ops.all_to_all:
+        return src is S(args[0]) and dst is S(args[1])
+    if move is ops.keep_first:
+        return src is B and dst is P
+    ends = {ops.all_gather: (S(args[0]), B), ops.slice_shard: (B, S(args[0])), ops.place_shard: (S(args[0]), P)}
+    if move in ends:
+        return (src, dst) == ends[move]
+    return src.is_partial and dst is S(args[0])  # reduce_scatter
 
 
 def _check_storage(graph: StepGraph, where: str) -> None:
@@ -247,6 +295,8 @@ def _check_storage(graph: StepGraph, where: str) -> None:
             busy[slot] = node
         elif node.target is ops.wait:
             busy = {slot: launch for slot, launch in busy.items() if launch is not node.args[0]}
+    for launch in busy.values():
+        raise _fail(graph, launch, where, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too")
 
 
 def _read_roots(

@@ -59,7 +59,8 @@ class Record:
         before, after = (print_graph(graph, align=False).splitlines() for graph in (self.before, self.after))
         return "\n".join(
             difflib.unified_diff(
-                before, after, fromfile=f"before {self.name}", tofile=f"after {self.name}", lineterm="", n=1)
+                before, after, fromfile=f"before {self.name}", tofile=f"after {self.name}", lineterm="", n=1
+            )
         )
 
 

@@ -37,8 +37,12 @@ def place_reductions(state: AxisPropagation) -> None:
 
 
 def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
-    """A value that is partial only because a partial operand passes through its op."""
-    if state.pinned(node) is not None:
+    """A value that is partial only because a partial operand passes through its op.
+
+    A gradient is not: it is reduced as the gradient, where the stage says, never in a smaller form before it.
+    """
+    role = value.role_of(node)
+    if state.pinned(node) is not None or (role is not None and role.kind == "gradient"):
         return False
     if node.target in calls.IDENTITIES:
         return True

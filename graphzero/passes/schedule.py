@@ -18,6 +18,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import layout_of
 from graphzero.ir.memory import storage_roots
 from graphzero.passes.base import BuiltinPass
 
@@ -154,21 +155,27 @@ def _detached(graph: StepGraph, old: fx.Node, new: fx.Node, roots: Any) -> fx.No
 
 
 def _give_slots(graph: StepGraph) -> None:
-    """The lowest slot of a collective's kind and dtype that is free; slots of one kind serve buckets of like size."""
-    free: dict[Any, list[int]] = defaultdict(list)
-    count = 0
+    """Each collective takes the free slot that fits best, so that few bytes serve all.
+
+    That is the smallest that is large enough, else the largest, which grows; a new one only where none is free.
+    """
+    sizes: list[int] = []
+    free: set[int] = set()
     for node in graph.nodes:
         if node.target is ops.launch:
-            pool = free[_pool(node)]
-            slot = pool.pop(0) if pool else count
-            count = max(count, slot + 1)
+            found = layout_of(graph, node)
+            need = found.slot_bytes if found is not None else 0
+            enough = [slot for slot in free if sizes[slot] >= need]
+            slot = (
+                min(enough, key=lambda i: (sizes[i], i))
+                if enough
+                else max(free, key=lambda i: (sizes[i], i), default=-1)
+            )
+            if slot < 0:
+                slot = len(sizes)
+                sizes.append(0)
+            free.discard(slot)
+            sizes[slot] = max(sizes[slot], need)
             node.args = (node.args[0], slot, *node.args[2:])
         elif node.target is ops.wait:
-            launch = _launch_of(node)
-            pool = free[_pool(launch)]
-            pool.append(launch.args[1])  # type: ignore[arg-type]
-            pool.sort()
-
-
-def _pool(launch: fx.Node) -> Any:
-    return launch.args[0], value.type_of(launch)[0].dtype
+            free.add(_launch_of(node).args[1])  # type: ignore[arg-type]
