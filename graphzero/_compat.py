@@ -1,0 +1,100 @@
+"""Every private name of torch that graphzero stands on, in one place, for torch 2.11 to 2.15.
+
+What changes between versions is met here; the rest of the package imports from here and stays plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.nn.utils import stateless
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "annotate",
+    "compile_guards",
+    "has_step_hooks",
+    "is_compiling",
+    "make_fx",
+    "new_symfloat",
+    "preserve_node_meta",
+    "reparametrize",
+    "sequence_number",
+    "symbol_name",
+    "unhooked_step",
+]
+
+annotate = fx_traceback.annotate
+preserve_node_meta = fx_traceback.preserve_node_meta
+
+
+def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
+    """Context manager: ``module`` holds ``tensors`` in place of its parameters and buffers, ties kept."""
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)
+
+
+def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
+    """A symbolic float of ``env`` that stands for the run-time number ``name`` and is ``value`` now."""
+    source = ConstantSource(name)
+    symbol = env.create_unspecified_symbol(float(value), source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symfloatnode(symbol, hint=float(value), source=source)
+
+
+def symbol_name(number: Any) -> str:
+    """The name that a symbolic float has in guards."""
+    return str(number.node.expr)
+
+
+def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
+    """What tracing has asked of the symbolic numbers of ``env``: a fast check, and the names it reads."""
+    printer = PythonPrinter()
+    found: dict[str, set[str]] = {}
+    for guard in env.guards:
+        expression: sympy.Basic = guard.expr
+        names = {str(symbol) for symbol in expression.free_symbols}
+        if names:
+            found.setdefault(printer.doprint(expression), names)
+    if not found:
+        return (lambda values: True), set()
+    code = compile(" and ".join(f"({text})" for text in found), "<guards>", "eval")
+    return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*found.values())
+
+
+@contextmanager
+def is_compiling() -> Iterator[None]:
+    """torch's own "a graph is being traced" flag, on which optimizers drop their host reads."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """``step`` of the optimizer's class, without the wrapper that runs hooks and the profiler."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def sequence_number() -> int:
+    """Running number of the autograd node made last."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]

@@ -1,0 +1,24 @@
+"""From the user's ``build`` to a StepGraph: forward, backward, clipping and optimizer as one functional graph.
+
+What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``join`` and ``assemble``.
+Shapes are global and devices unknown: what lies where is for the passes, what runs how for the runtime.
+"""
+
+from graphzero.capture.assemble import capture
+from graphzero.capture.hyper import baked, hyperparameters
+from graphzero.capture.pins import is_capturing, pin_value
+from graphzero.capture.spec import Captured, FloatLeaf, OptimizerSpec, StateSpec, Step, TensorLeaf
+
+__all__ = [
+    "Captured",
+    "FloatLeaf",
+    "OptimizerSpec",
+    "StateSpec",
+    "Step",
+    "TensorLeaf",
+    "baked",
+    "capture",
+    "hyperparameters",
+    "is_capturing",
+    "pin_value",
+]

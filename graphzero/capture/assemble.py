@@ -1,0 +1,299 @@
+"""``capture``: the user's step as one graph."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graphzero.capture import optimizer as stepping
+from graphzero.capture.canonicalise import canonicalise, merge_equal
+from graphzero.capture.clip import clip
+from graphzero.capture.finish import finish, origin
+from graphzero.capture.guards import all_guards
+from graphzero.capture.hyper import hyper_name, of_group
+from graphzero.capture.join import Join, ancestors, separable
+from graphzero.capture.optimizer import Member, Update
+from graphzero.capture.pins import mark
+from graphzero.capture.problems import check_parameters, place_of, problem
+from graphzero.capture.spec import Captured, FloatLeaf, StateSpec, Step, TensorLeaf
+from graphzero.capture.states import Fills, equal_states
+from graphzero.capture.trace import BuildTrace, Slot, Traced
+from graphzero.capture.uses import insert_uses
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role, phase_of
+
+aten = torch.ops.aten
+
+
+def capture(step: Step, leaves: list[Any], in_spec: pytree.TreeSpec) -> Captured:
+    """Write down one step: build on inputs as ``leaves`` describe them, then clipping and the optimizers.
+
+    Args:
+        step: the user's build, its modules and optimizers; nothing of it is changed.
+        leaves: flat arguments of build: ``TensorLeaf`` (global shape), ``FloatLeaf``, anything else is fixed.
+        in_spec: how ``(args, kwargs)`` are made from the leaves.
+
+    Raises:
+        CaptureError: with the user's line, where the step cannot be one graph.
+    """
+    return _Capture(step, leaves, in_spec).run()
+
+
+class _Capture:
+    def __init__(self, step: Step, leaves: list[Any], in_spec: pytree.TreeSpec) -> None:
+        self.step, self.leaves, self.in_spec = step, leaves, in_spec
+        self.root = nn.Module()
+        for name, module in step.modules.items():
+            self.root.add_module(name, module)
+        self.params = dict(self.root.named_parameters())
+        self.paths = {id(param): path for path, param in self.params.items()}
+        self.join = Join()
+        self.states: list[StateSpec] = []
+        self.aux: dict[str, fx.Node] = {}
+        self.updates: dict[str, fx.Node] = {}
+        self.ended: dict[str, fx.Node] = {}
+        self.unused: list[str] = []
+        self.environments: list[tuple[Any, dict[str, Role]]] = []
+
+    def run(self) -> Captured:
+        check_parameters(self.params)
+        for i, spec in enumerate(self.step.optimizers):
+            stepping.check(spec)
+            self._check_owned(i)
+        traced = BuildTrace(self.step, self.root, self.leaves, self.in_spec).run()
+        self._check_backward(traced)
+        symbols = {symbol: Role("scalar", name) for symbol, name in traced.symbols.items()}
+        self.environments.append((traced.env, symbols))
+        members = [self._members(i, set(traced.with_grad)) for i in range(len(self.step.optimizers))]
+        updates = [self._trace(i, found) for i, found in enumerate(members)]
+        self._add_placeholders(traced, members)
+        copies = self._add_build(traced)
+        grads = self._gradients(traced, copies)
+        for i, (found, update) in enumerate(zip(members, updates, strict=True)):
+            self._add_update(i, found, update, grads)
+        return self._finish(traced, copies)
+
+    # ---- before tracing the optimizers
+
+    def _check_owned(self, index: int) -> None:
+        for g, group in enumerate(self.step.optimizers[index].optimizer.param_groups):
+            for n, param in enumerate(group["params"]):
+                if id(param) not in self.paths:
+                    raise problem(
+                        f"parameter {n} of group {g} of optimizer {index}, of shape {list(param.shape)}, belongs to no "
+                        f"module of {self.step.name}",
+                        "assign the module that owns it to the Graph in __init__ (self.model = model), or leave it out "
+                        "of the optimizer",
+                        facts=[f"modules of the Graph: {', '.join(self.step.modules) or 'none'}"],
+                    )
+
+    def _check_backward(self, traced: Traced) -> None:
+        step = self.step
+        if step.optimizers and not traced.backward:
+            raise problem(
+                f"{step.name} has an optimizer, but its build calls no backward()",
+                "call loss.backward() in build to train, or make another Graph without add_optimizer to evaluate",
+                [place_of(step.build)],
+            )
+        if not step.optimizers:
+            return
+        owned = [self.paths[id(p)] for s in step.optimizers for g in s.optimizer.param_groups for p in g["params"]]
+        grads = set(traced.with_grad)
+        if not grads.intersection(owned):
+            raise problem(
+                f"no parameter of the optimizers gets a gradient from backward() in build of {step.name}",
+                "check that the loss depends on the modules' parameters: requires_grad, no_grad(), detach()",
+                [place_of(step.build)],
+                facts=owned,
+            )
+        self.unused = [p for p in dict.fromkeys(owned) if p not in grads and self.params[p].requires_grad]
+        if self.unused:
+            self._warn_unused()
+
+    def _warn_unused(self) -> None:
+        names = self.unused
+        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        warnings.warn(
+            f"{self.step.name}: no gradient reaches {shown}; they and their optimizer state stay as they are",
+            UserWarning,
+            stacklevel=5,
+        )
+
+    def _members(self, index: int, with_grad: set[str]) -> list[Member]:
+        optimizer = self.step.optimizers[index].optimizer
+        found = [
+            Member(self.paths[id(p)], g, p)
+            for g, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if self.paths[id(p)] in with_grad
+        ]
+        if found:
+            stepping.state_kinds(optimizer, found)
+        return found
+
+    def _trace(self, index: int, members: list[Member]) -> Update | None:
+        if not members:
+            return None
+        spec = self.step.optimizers[index]
+        kinds: dict[Any, list[Member]] = {}
+        for member in members:
+            kinds.setdefault(member.kind, []).append(member)
+        chosen = [alike[0] for alike in kinds.values()]
+        most = max(kinds.values(), key=len)
+        if len(chosen) == 1 and len(most) > 1:
+            chosen.append(most[1])
+        update = stepping.trace_update(index, spec, chosen)
+        if not separable(update):
+            update = stepping.trace_update(index, spec, members)
+        self.environments.append((update.env, {symbol: hyper.role for symbol, hyper in update.symbols.items()}))
+        return update
+
+    # ---- placeholders
+
+    def _add_placeholders(self, traced: Traced, members: list[list[Member]]) -> None:
+        add = self.join.placeholder
+        fakes = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
+        for role, fake in zip(self._build_roles(), fakes, strict=True):
+            if role.kind != "seed":
+                add(role, role.of, fake)
+        for i, found in enumerate(members):
+            self._add_states(i, found)
+            for g, group in enumerate(self.step.optimizers[i].optimizer.param_groups):
+                for hyper in of_group(i, g, group):
+                    add(hyper.role, hyper_name(hyper), hyper.value)
+        add(Role("seed"), "seed", fakes[-1])
+        self.join.add_constants(traced.module)
+
+    def _build_roles(self) -> list[Role]:
+        roles = [Role("batch", leaf.name) for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+        roles += [Role("scalar", leaf.name) for leaf in self.leaves if isinstance(leaf, FloatLeaf)]
+        roles += [Role("param", path) for path in self.params]
+        roles += [Role("buffer", path) for path, _ in self.root.named_buffers()]
+        return [*roles, Role("seed")]
+
+    def _add_states(self, index: int, members: list[Member]) -> None:
+        optimizer = self.step.optimizers[index].optimizer
+        fills = Fills(optimizer)
+        shared = equal_states(members, fills)
+        for member in members:
+            for key, entry in member.states.items():
+                if entry is None:
+                    continue
+                of = f"optimizer{index}.group{member.group}" if (member.group, key) in shared else member.path
+                role = Role("state", of, key)
+                node = self.join.placeholders.get(role)
+                if node is None:
+                    fake = torch.empty(entry[1], dtype=entry[0], device="meta")
+                    node = self.join.placeholder(role, f"{of}_{key}", fake)
+                fill = fills.of(member, key)
+                self.states.append(StateSpec(index, member.path, key, entry[0], entry[1], fill, node.name))
+
+    # ---- the graph
+
+    def _add_build(self, traced: Traced) -> dict[fx.Node, fx.Node]:
+        copies = self.join.add_build(traced, self._build_roles())
+        for path, old in zip(self.params, traced.results["params"], strict=True):
+            self._update(Role("param", path), copies[old])
+        for (path, _), old in zip(self.root.named_buffers(), traced.results["buffers"], strict=True):
+            self._update(Role("buffer", path), copies[old])
+        return copies
+
+    def _update(self, role: Role, node: fx.Node) -> None:
+        placeholder = self.join.placeholders[role]
+        if node is not placeholder:
+            self.updates[placeholder.name] = node
+
+    def _gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
+        found: dict[str, fx.Node] = {}
+        for path, old, new in zip(traced.with_grad, traced.results["ended"], traced.results["final"], strict=True):
+            self.ended[path] = copies[old]
+            if new is None:
+                continue
+            found[path] = copies[new]
+            if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
+                type_ = copies[old].meta["type"]
+                found[path] = self.ended[path] = self.join.emit(
+                    aten.alias.default, (copies[old],), type_, phase="backward", fake=old.meta["val"]
+                )
+                found[path].meta["keep"] = True
+        return found
+
+    def _add_update(self, index: int, members: list[Member], update: Update | None, grads: dict[str, fx.Node]) -> None:
+        if update is None:
+            return
+        own = {member.path: grads[member.path] for member in members if member.path in grads}
+        own, norm = clip(self.join.emit, self.step.optimizers[index], own)
+        if norm is not None:
+            self.aux[f"grad_norm.{index}"] = norm
+        places = {(spec.param, spec.key): spec for spec in self.states if spec.optimizer == index}
+        by_name = {node.name: node for node in self.join.placeholders.values()}
+        models = {member.path: member for member in update.members}
+        by_kind = {member.kind: member for member in reversed(update.members)}
+        needed = {member.path: ancestors(update, member) for member in update.members}
+        whole = not separable(update)
+        for member in members:
+            model = models.get(member.path) or by_kind[member.kind]
+            given = {}
+            for node, label in update.inputs.items():
+                if label[0] == "hyper":
+                    given[node] = self.join.placeholders[label[1].role]
+                elif label[1] == model.path or whole:
+                    path = label[1] if whole else member.path
+                    given[node] = self._input(label[0], path, label[2], own, places, by_name)
+            results = self.join.stamp(update, model, given, needed[model.path])
+            for key, node in results.items():
+                self._add_result(member, key, node, places, by_name)
+
+    def _input(
+        self, kind: str, path: str, key: str, grads: dict[str, fx.Node], places: dict[Any, StateSpec],
+        by_name: dict[str, fx.Node],
+    ) -> fx.Node:  # fmt: skip
+        if kind == "grad":
+            return grads[path]
+        if kind == "state":
+            return by_name[places[path, key].placeholder]
+        param = self.join.placeholders[Role("param", path)]
+        return self.updates.get(param.name, param)
+
+    def _add_result(
+        self, member: Member, key: str, node: fx.Node, places: dict[Any, StateSpec], by_name: dict[str, fx.Node]
+    ) -> None:
+        param = self.join.placeholders[Role("param", member.path)]
+        name = places[member.path, key].placeholder if key else param.name
+        if node is not by_name[name]:
+            before = self.updates.setdefault(name, node)
+            if not key:
+                self.updates[name] = node
+            elif before is not node:
+                raise problem(
+                    f"the parameters of one group change their common state {key!r} differently",
+                    "give these parameters a parameter group each",
+                )
+
+    # ---- the end
+
+    def _finish(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> Captured:
+        graph = self.join.graph
+        slots = [copies[node] for node in traced.results["outputs"]]
+        outputs = tuple(slots[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in traced.out)
+        losses = [copies[node] for node in traced.results["losses"]]
+        graph.output((outputs, self.aux, self.updates, losses, self.ended))
+        canonicalise(graph)
+        merge_equal(graph, lambda node: phase_of(node) == "forward")  # not in backward: recomputation is meant
+        insert_uses(graph)
+        finish(graph)
+        mark(graph, traced.pins)
+        kept = {node.name for node in graph.find_nodes(op="placeholder")}
+        states = [spec for spec in self.states if spec.placeholder in kept]
+        constants = {name: tensor for name, tensor in self.join.constants.items() if name in kept}
+        step_graph = StepGraph(self.step.name, self.step.placement, graph)
+        training = traced.backward and bool(self.step.optimizers)
+        guards = all_guards(self.environments)
+        return Captured(step_graph, traced.out_spec, training, states, self.unused, guards, constants)
+
+

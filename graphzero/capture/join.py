@@ -1,0 +1,186 @@
+"""Puts a traced build and the traced optimizer steps together to one graph with types, roles and names."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.capture.canonicalise import node_key
+from graphzero.capture.optimizer import Member, Update
+from graphzero.capture.trace import Traced
+from graphzero.ir.value import Role, ScalarType, TensorType
+
+_SMALL = 16
+_NORMS = (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default)
+
+
+def type_of_fake(fake: Any) -> Any:
+    """The ``Type`` of a value from the fake it had in tracing."""
+    if isinstance(fake, Tensor):
+        return TensorType(fake.dtype, tuple(int(n) for n in fake.shape))
+    if isinstance(fake, (torch.SymBool, bool)):
+        return ScalarType("bool")
+    if isinstance(fake, (torch.SymInt, int)):
+        return ScalarType("int")
+    if isinstance(fake, (torch.SymFloat, float)):
+        return ScalarType("float")
+    if isinstance(fake, (tuple, list)):
+        return tuple(None if x is None else type_of_fake(x) for x in fake)
+    raise TypeError(f"a value of type {type(fake).__name__} in a traced graph")
+
+
+def plain_name(*parts: str) -> str:
+    """A readable fx name: ``model.0.weight`` -> ``model_0_weight``."""
+    return re.sub(r"\W+", "_", "_".join(part for part in parts if part)).strip("_")
+
+
+class Join:
+    """The graph under construction.  ``grads``: path -> the gradient the optimizers read."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.placeholders: dict[Role, fx.Node] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.equal: dict[Any, fx.Node] = {}
+
+    def placeholder(self, role: Role, name: str, fake: Any) -> fx.Node:
+        node = self.graph.placeholder(plain_name(name) or "value")
+        node.meta = {"type": type_of_fake(fake), "val": fake, "role": role, "phase": "input", "source": "", "sbp": None}
+        self.placeholders[role] = node
+        return node
+
+    # ---- build
+
+    def add_build(self, traced: Traced, roles: Iterable[Role | None]) -> dict[fx.Node, fx.Node]:
+        """Copy the nodes of build; returns old -> new.  ``roles``: of the traced graph's inputs, in order."""
+        module, copies = traced.module, {}
+        for node, role in zip(module.graph.find_nodes(op="placeholder"), roles, strict=True):
+            if role is not None:
+                copies[node] = self.placeholders[role]
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                copies[node] = self._constant(module, node)
+            elif node.op == "call_function":
+                copies[node] = self._copy(node, copies)
+        return copies
+
+    def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        made = self.graph.node_copy(node, lambda x: copies[x])
+        custom = node.meta.get("custom", {})
+        fake = node.meta.get("val")
+        made.meta = {"type": () if fake is None else type_of_fake(fake), "val": fake, "sbp": None}
+        _statistics_in_float32(made)
+        made.meta.update(phase=custom.get("phase", "forward"), source=custom.get("source", ""))
+        return made
+
+    def add_constants(self, module: fx.GraphModule) -> None:
+        """Placeholders for the tensors that build closes over."""
+        for node in module.graph.find_nodes(op="get_attr"):
+            tensor = _attribute(module, str(node.target))
+            if _uniform(tensor) is None and not any(tensor is held for held in self.constants.values()):
+                name = f"constant_{len(self.constants)}"
+                made = self.placeholder(Role("constant", str(len(self.constants))), name, tensor)
+                self.constants[made.name] = tensor
+
+    def _constant(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
+        tensor = _attribute(module, str(node.target))
+        number = _uniform(tensor)
+        if number is None:
+            name = next(name for name, held in self.constants.items() if held is tensor)
+            return next(p for p in self.placeholders.values() if p.name == name)
+        fill = torch.ops.aten.full.default
+        return self.emit(fill, (list(tensor.shape), number), type_of_fake(tensor), kwargs={"dtype": tensor.dtype},
+                         phase="forward", fake=tensor)  # fmt: skip
+
+    # ---- update
+
+    def emit(
+        self, target: Any, args: Any, type_: Any, *, kwargs: dict[str, Any] | None = None, phase: str = "update",
+        fake: Any = None,
+    ) -> fx.Node:  # fmt: skip
+        """A node of the update; what was computed before is not computed again."""
+        kwargs = kwargs or {}
+        key = node_key(target, args, kwargs)
+        if key not in self.equal or phase != "update":
+            name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
+            node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+            node.meta = {"type": type_, "val": fake, "phase": phase, "source": "", "sbp": None}
+            if phase != "update":
+                return node
+            self.equal[key] = node
+        return self.equal[key]
+
+    def stamp(
+        self, update: Update, model: Member, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]
+    ) -> dict[str, fx.Node]:
+        """Add ``nodes`` of the traced update of ``model`` with ``given`` in place of its inputs.
+
+        Returns the results: "" -> the new parameter, key -> the new state.
+        """
+        copies = dict(given)
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            args = fx.node.map_arg(node.args, lambda x: copies[x])
+            kwargs = fx.node.map_arg(node.kwargs, lambda x: copies[x])
+            fake = node.meta.get("val")
+            copies[node] = self.emit(node.target, args, type_of_fake(fake), kwargs=dict(kwargs), fake=fake)
+        results = {"": copies[update.params[model.path]]}
+        for (path, key), node in update.states.items():
+            if path == model.path:
+                results[key] = copies[node]
+        return results
+
+
+def ancestors(update: Update, member: Member) -> list[fx.Node]:
+    """What the new parameter and states of ``member`` are computed from, in program order."""
+    todo = [update.params[member.path]]
+    todo += [node for (path, _), node in update.states.items() if path == member.path]
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return [node for node in update.params[member.path].graph.nodes if node in seen]
+
+
+def separable(update: Update) -> bool:
+    """Whether each member steps from its own parameter, gradient and states alone."""
+    for member in update.members:
+        for node in ancestors(update, member):
+            label = update.inputs.get(node)
+            if label is not None and label[0] != "hyper" and label[1] != member.path:
+                return False
+    return True
+
+
+def _statistics_in_float32(node: fx.Node) -> None:
+    """16-bit norms with float32 weights keep mean and rstd in float32; torch's fakes do not know it."""
+    if node.target in _NORMS:
+        x, weights = node.args[0], [arg for arg in node.args[1:] if isinstance(arg, fx.Node)]
+        assert isinstance(x, fx.Node)
+        if any(weight.meta["type"].dtype != x.meta["type"].dtype for weight in weights):
+            out, *statistics = node.meta["type"]
+            node.meta["type"] = (out, *(TensorType(torch.float32, type_.shape) for type_ in statistics))
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and source.target in _NORMS:
+        node.meta["type"] = source.meta["type"][node.args[1]]
+
+
+def _attribute(module: fx.GraphModule, name: str) -> Tensor:
+    found: Tensor = operator.attrgetter(name)(module)
+    return found
+
+
+def _uniform(tensor: Tensor) -> Any:
+    """The one number a small tensor is full of, or None."""
+    if tensor.is_meta or tensor.numel() == 0 or tensor.numel() > _SMALL or tensor.dtype.is_complex:
+        return None
+    first = tensor.reshape(-1)[0]
+    return first.item() if bool((tensor == first).all()) else None

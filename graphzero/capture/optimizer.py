@@ -1,0 +1,312 @@
+"""The optimizer's step as a graph: traced once per kind of parameter, from the user's own ``step``.
+
+Parameters of one group, shape and dtype step alike, so one of them is traced and the rest are stamped from it
+(``join.py``).  An optimizer that mixes parameters (a norm over all of them) is noticed, because the traced step of one
+then reads another, and is traced whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from graphzero import _compat
+from graphzero.capture import decompositions
+from graphzero.capture.hyper import Hyper, differs, of_group, with_numbers
+from graphzero.capture.initial_state import cannot_step
+from graphzero.capture.problems import problem
+from graphzero.capture.spec import OptimizerSpec
+from graphzero.errors import CaptureError
+
+Shape = tuple[int, ...]
+
+# 0-d states are float32, but eager optimizers compute with them as Python numbers: 1 - 0.999**step in float32 would be
+# off by 3e-5.  So a step reads them in float64.
+_COUNTER = (torch.float32, ())
+
+
+@dataclass
+class Member:
+    """A parameter that an optimizer updates.
+
+    states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
+    """
+
+    path: str
+    group: int
+    param: nn.Parameter
+    kind: Any = None
+    states: dict[str, tuple[torch.dtype, Shape] | None] = field(default_factory=dict)
+    counters: frozenset[str] = frozenset()
+
+
+@dataclass
+class Update:
+    """A traced step of ``members`` (in the order of the graph's inputs).
+
+    inputs: placeholder -> what it stands for: ("param" or "grad", path, ""), ("state", path, key), ("hyper", Hyper).
+    params: path -> new value; states: (path, key) -> new value.
+    """
+
+    members: list[Member]
+    inputs: dict[fx.Node, tuple[Any, ...]]
+    params: dict[str, fx.Node]
+    states: dict[tuple[str, str], fx.Node]
+    symbols: dict[str, Hyper]
+    env: Any
+
+
+def check(spec: OptimizerSpec) -> None:
+    """Refuse, with a reason, what cannot be a graph."""
+    optimizer, name = spec.optimizer, type(spec.optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise problem(
+            "LBFGS evaluates the loss several times in one step and stops on its value, so a step is not one graph",
+            "use AdamW, SGD or another optimizer whose step needs no closure, or run LBFGS eagerly",
+        )
+    if name == "Adafactor":
+        raise problem(
+            "Adafactor.step() branches on a value of a tensor (the parameter's norm and the step count, on the host)",
+            "use AdamW or another optimizer of torch.optim, or step Adafactor outside of the Graph",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise problem(
+            "SparseAdam needs sparse gradients, and a graph's values are dense",
+            "use Adam or AdamW, with nn.Embedding(sparse=False)",
+        )
+    if _compat.has_step_hooks(optimizer):
+        raise problem(
+            f"{name} has step hooks (register_step_pre_hook or register_step_post_hook), which a graph cannot call",
+            "remove the hooks and run that code before or after the Graph's call",
+        )
+
+
+def state_kinds(optimizer: torch.optim.Optimizer, members: list[Member]) -> None:
+    """Fill in ``kind`` and ``states`` of the members, from a step on fakes or from state that exists."""
+    for member in members:
+        marks = tuple(sorted((k, repr(v)) for k, v in vars(member.param).items() if not isinstance(v, Tensor)))
+        member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
+    first: dict[Any, Member] = {}
+    for member in members:
+        first.setdefault(member.kind, member)
+    found = _states_by_step(optimizer, list(first.values()))
+    for member in members:
+        real = optimizer.state.get(member.param, {})
+        known = {key: _described(optimizer, key, entry) for key, entry in real.items()}
+        made = found.get(member.kind)
+        if made is None and not known:
+            raise cannot_step(optimizer, KeyError("it reads state that no first step makes"))
+        states = {**known, **(made or {})}
+        member.states = states
+        like = member.states if member.param.dim() else _states_of_a_vector(optimizer, member)
+        member.counters = frozenset(key for key in member.states if like.get(key) == _COUNTER)
+        member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in member.states.items())))
+
+
+def _states_of_a_vector(optimizer: torch.optim.Optimizer, member: Member) -> dict[str, Any]:
+    """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one."""
+    with _compat.FakeTensorMode():
+        vector = nn.Parameter(torch.empty(2, dtype=member.param.dtype))
+    stand_in = Member(member.path, member.group, vector)
+    return _states_by_step(optimizer, [stand_in]).get(stand_in.kind, {})
+
+
+def _described(optimizer: torch.optim.Optimizer, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, Tensor):
+        raise problem(
+            f"{type(optimizer).__name__} keeps a {type(entry).__name__} in state[{key!r}]; a graph would hold it fixed",
+            f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
+        )
+    return entry.dtype, tuple(entry.shape)
+
+
+def _states_by_step(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
+    numbers = [{h.key: h.value for h in of_group(0, g, group)} for g, group in enumerate(optimizer.param_groups)]
+    with _compat.FakeTensorMode(shape_env=_compat.ShapeEnv()):
+        params = [nn.Parameter(torch.empty(m.param.shape, dtype=m.param.dtype)) for m in members]
+        for param in params:
+            param.grad = torch.empty(param.shape, dtype=param.dtype)
+        groups = _groups(optimizer, members, params, numbers)
+        state: dict[Any, Any] = defaultdict(dict)
+        try:
+            with _stepping(optimizer, groups, state):
+                _compat.unhooked_step(optimizer)(optimizer)
+        except CaptureError:
+            raise
+        except KeyError:  # state made by __init__ only
+            return {}
+        except Exception as error:
+            raise cannot_step(optimizer, error) from error
+    return {
+        member.kind: {key: _described(optimizer, key, entry) for key, entry in state[param].items()}
+        for member, param in zip(members, params, strict=True)
+    }
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, members: list[Member], params: list[Any], numbers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    held: list[list[Any]] = [[] for _ in optimizer.param_groups]
+    for member, param in zip(members, params, strict=True):
+        held[member.group].append(param)
+    return [
+        with_numbers({**group, "params": held[g]}, numbers[g]) for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+@contextmanager
+def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
+    """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
+    before = dict(vars(optimizer))
+    given = [dict(group) for group in groups]
+    optimizer.param_groups, optimizer.state = groups, state
+    optimizer.defaults = {**optimizer.defaults, "differentiable": False}
+    try:
+        with torch.no_grad(), _compat.is_compiling(), _HostNumbers():
+            yield
+        changed = [f"self.{k}" for k, v in vars(optimizer).items() if differs(before.get(k), v)]
+        for group, old in zip(groups, given, strict=True):
+            changed += [f"param_groups[...][{k!r}]" for k, v in group.items() if differs(old.get(k), v)]
+        if changed:
+            raise problem(
+                f"{type(optimizer).__name__}.step() changes the Python number {changed[0]}, which a graph holds fixed",
+                "keep it in optimizer.state as a 0-d tensor and change it in place",
+            )
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+
+
+class _HostNumbers(TorchFunctionMode):
+    """Ops that take a host number are written out where an optimizer gives them a 0-d tensor (Adagrad's rate)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.where, Tensor.where):
+            full: Any = torch.full
+            args = tuple(full((), x) if isinstance(x, torch.SymFloat) else x for x in args)
+        factor = kwargs.get("value", kwargs.get("alpha"))
+        if isinstance(factor, Tensor):
+            x, *rest = args
+            if func in (Tensor.addcdiv_, Tensor.addcdiv):
+                change = rest[0] / rest[1] * factor
+            elif func in (Tensor.addcmul_, Tensor.addcmul):
+                change = rest[0] * rest[1] * factor
+            elif func in (Tensor.add_, Tensor.add):
+                change = rest[0] * factor
+            elif func in (Tensor.sub_, Tensor.sub):
+                change = -(rest[0] * factor)
+            else:
+                return func(*args, **kwargs)
+            return x.add_(change) if func.__name__.endswith("_") else x + change
+        return func(*args, **kwargs)
+
+
+def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:
+    """Trace one step of the optimizer on ``members`` alone."""
+    optimizer = spec.optimizer
+    env = _compat.ShapeEnv()
+    numbers: list[dict[str, Any]] = []
+    labels: list[tuple[Any, ...]] = []
+    values: list[Any] = []
+    symbols: dict[str, Hyper] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        numbers.append({})
+        for hyper in of_group(index, g, group):
+            symbol = _compat.new_symfloat(env, hyper.value, f"{hyper.role.path}")
+            symbols[_compat.symbol_name(symbol)] = hyper
+            labels.append(("hyper", hyper))
+            values.append(symbol)
+    mode = _compat.FakeTensorMode(shape_env=env)
+    with mode:
+        for member in members:
+            shape, dtype = member.param.shape, member.param.dtype
+            for kind in ("param", "grad"):
+                labels.append((kind, member.path, ""))
+                values.append(torch.empty(shape, dtype=dtype))
+            for key, entry in member.states.items():
+                if entry is not None:
+                    labels.append(("state", member.path, key))
+                    values.append(torch.empty(entry[1], dtype=entry[0]))
+    results: list[tuple[Any, ...]] = []
+
+    def program(*given: Any) -> list[Any]:
+        results.clear()
+        named = dict(zip(labels, given, strict=True))
+        for label, number in named.items():
+            if label[0] == "hyper":
+                numbers[label[1].group][label[1].key] = number
+        return _step(optimizer, members, numbers, named, results)
+
+    try:
+        with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
+            traced = torch.func.functionalize(program, remove="mutations")
+            module = _compat.make_fx(traced, decomposition_table=decompositions.TABLE)(*values)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise cannot_step(optimizer, error) from error
+    return _read(module, labels, results, members, symbols, env)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
+    results: list[tuple[Any, ...]],
+) -> list[Any]:  # fmt: skip
+    params: list[Any] = []
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for member in members:
+        param = named["param", member.path, ""]
+        param.grad = named["grad", member.path, ""]
+        param.__dict__.update({k: v for k, v in vars(member.param).items() if not isinstance(v, Tensor)})
+        for key, entry in member.states.items():
+            held: Any = None if entry is None else named["state", member.path, key]
+            state[param][key] = held.double() if key in member.counters else held
+        params.append(param)
+    known = {id(param): set(state[param]) for param in params}
+    groups = _groups(optimizer, members, params, numbers)
+    with _stepping(optimizer, groups, state):
+        _compat.unhooked_step(optimizer)(optimizer)
+    out = []
+    for member, param in zip(members, params, strict=True):
+        if set(state[param]) - known[id(param)]:
+            extra = ", ".join(sorted(set(state[param]) - known[id(param)]))
+            raise problem(
+                f"{type(optimizer).__name__} makes more state after its first step: {extra}",
+                "make all state in the first step",
+            )
+        results.append(("param", member.path, ""))
+        out.append(param)
+        for key, entry in state[param].items():
+            if isinstance(entry, Tensor):
+                results.append(("state", member.path, key))
+                out.append(entry.to(member.states[key][0]))  # type: ignore[index]
+    return out
+
+
+def _read(
+    module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[Member], symbols: dict[str, Hyper],
+    env: Any,
+) -> Update:  # fmt: skip
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            graph.erase_node(node)
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
+    update = Update(members, inputs, {}, {}, symbols, env)
+    flat: Any = graph.output_node().args[0]
+    for (kind, path, key), node in zip(results, flat, strict=True):
+        if kind == "param":
+            update.params[path] = node
+        else:
+            update.states[path, key] = node
+    return update

@@ -1,0 +1,62 @@
+"""The text of capture's errors: what is wrong, where, the facts, the next step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from graphzero.capture.source import line_of, user_frames
+from graphzero.errors import CaptureError
+
+SHOWN = 8
+
+
+def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterable[str] = ()) -> CaptureError:
+    """A CaptureError: the problem, the user's lines (innermost first), facts, and what to do."""
+    lines = [what]
+    if where:
+        lines += ["", *(f"  at {line}" if i == 0 else f"  called from {line}" for i, line in enumerate(where))]
+    shown = list(facts)
+    if shown:
+        lines += ["", *(f"  {line}" for line in shown[:SHOWN])]
+        if len(shown) > SHOWN:
+            lines.append(f"  ... and {len(shown) - SHOWN} more")
+    lines += ["", f"  {hint}"]
+    return CaptureError("\n".join(lines))
+
+
+def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Iterable[str] = ()) -> CaptureError:
+    """A CaptureError about the line that is running now."""
+    return problem(what, hint, user_frames(limit=3, until=build), facts)
+
+
+def first_line(error: BaseException) -> str:
+    """An error of torch's in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where the user wrote ``function``."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return line_of(code, code.co_firstlineno) if code is not None else ""
+
+
+def check_parameters(params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that are not dense real numbers of a known shape."""
+    for path, param in params.items():
+        if isinstance(param, (UninitializedParameter, UninitializedBuffer)):
+            raise problem(f"parameter {path} has no shape yet", "run the lazy module once on an example first")
+        if param.is_complex():
+            raise problem(
+                f"parameter {path} is complex ({param.dtype}), and reductions and optimizers here are for real numbers",
+                "hold the real and the imaginary part as two parameters, and join them in forward by torch.complex",
+            )
+        if param.layout is not torch.strided:
+            raise problem(f"parameter {path} is sparse ({param.layout})", "use a dense parameter: p.to_dense()")

@@ -1,0 +1,149 @@
+"""Random draws as functions of (seed, step, op, global index of the element).
+
+Every draw of the step becomes ``uniform_like(like, key, op, start, total)`` and arithmetic.  ``op`` counts draws in
+program order; torch's "state of the generator" is that counter while a step is traced, so a recomputed region
+(``torch.utils.checkpoint``) draws its masks again as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero.capture.problems import problem_here
+from graphzero.ops import UNIFORM_LIKE
+
+aten = torch.ops.aten
+_LEAST = 2.0**-25  # half a step of the 24-bit grid: keeps log(u) finite
+
+
+@dataclass(frozen=True)
+class _Counter:
+    count: int
+
+
+class Draws:
+    """The decomposition table of random ops for one trace; ``key`` is the step's 0-d int64 seed value."""
+
+    def __init__(self, key: Tensor) -> None:
+        self.key = key
+        self.count = 0
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Uniform in [0, 1), float32."""
+        op, self.count = self.count, self.count + 1
+        shape = list(like.shape)
+        return UNIFORM_LIKE(like, self.key, op, [0] * len(shape), shape)  # type: ignore[no-any-return]
+
+    def normal(self, like: Tensor) -> Tensor:
+        """Standard normal, float32, from two uniform draws (Box and Muller, 1958)."""
+        radius = torch.sqrt(-2.0 * torch.log(self.uniform(like) + _LEAST))
+        return radius * torch.cos((2 * math.pi) * self.uniform(like))
+
+    @contextmanager
+    def as_generator(self) -> Iterator[None]:
+        """Let torch.get_rng_state and set_rng_state read and set the counter."""
+        before = torch.get_rng_state, torch.set_rng_state
+
+        def write(state: Any) -> None:
+            self.count = state.count if isinstance(state, _Counter) else self.count
+
+        def read() -> Any:
+            return _Counter(self.count)
+
+        torch.get_rng_state, torch.set_rng_state = read, write  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.get_rng_state, torch.set_rng_state = before
+
+    def table(self) -> dict[Any, Callable[..., Any]]:
+        """Decompositions by op, for make_fx."""
+        table: dict[Any, Callable[..., Any]] = {
+            aten.native_dropout.default: self._dropout,
+            aten.native_dropout_backward.default: lambda grad, mask, scale: grad * mask * scale,
+            aten.bernoulli.default: lambda p, generator=None: (self.uniform(p) < p).to(p.dtype),
+            aten.bernoulli.p: lambda x, p=0.5, generator=None: (self.uniform(x) < p).to(x.dtype),
+            aten.bernoulli_.float: lambda x, p=0.5, generator=None: x.copy_((self.uniform(x) < p).to(x.dtype)),
+            aten.bernoulli_.Tensor: lambda x, p, generator=None: x.copy_((self.uniform(x) < p).to(x.dtype)),
+            aten.uniform_.default: self._uniform_,
+            aten.normal_.default: self._normal_,
+            aten.exponential_.default: self._exponential_,
+            getattr(aten.random_, "from"): self._random_from_,
+            aten.rrelu_with_noise.default: self._rrelu,
+            aten.rand.default: self._rand,
+            aten.randn.default: self._randn,
+            aten.rand_like.default: lambda x, **kw: self.uniform(x).to(kw.get("dtype") or x.dtype),
+            aten.randn_like.default: lambda x, **kw: self.normal(x).to(kw.get("dtype") or x.dtype),
+            aten.randint.default: lambda high, size, **kw: self._randint(0, high, size, **kw),
+            aten.randint.low: self._randint,
+            aten.randint_like.default: lambda x, high, **kw: self._integers(x, 0, high).to(kw.get("dtype") or x.dtype),
+            aten.randint_like.low_dtype: lambda x, low, high, **kw: self._integers(x, low, high).to(
+                kw.get("dtype") or x.dtype
+            ),
+        }
+        table.update(dict.fromkeys(_refused(), self._refuse))
+        return table
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+        if train is False or p == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        if p == 1:
+            return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+        mask = self.uniform(x) >= p
+        return x * mask * (1.0 / (1.0 - p)), mask
+
+    def _uniform_(self, x: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
+        return x.copy_(self.uniform(x) * (high - low) + low)
+
+    def _normal_(self, x: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
+        return x.copy_(self.normal(x) * std + mean)
+
+    def _exponential_(self, x: Tensor, rate: float = 1.0, generator: Any = None) -> Tensor:
+        return x.copy_(torch.log(self.uniform(x) + _LEAST) * (-1.0 / rate))
+
+    def _random_from_(self, x: Tensor, low: int, high: int | None, generator: Any = None) -> Any:
+        return NotImplemented if high is None else x.copy_(self._integers(x, low, high).to(x.dtype))
+
+    def _rrelu(
+        self, x: Tensor, noise: Tensor, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, _: Any = None
+    ) -> Tensor:
+        if not training:
+            return torch.where(x <= 0, x * ((lower + upper) / 2), x)
+        slope = (self.uniform(x) * (upper - lower) + lower).to(x.dtype)
+        noise.copy_(torch.where(x <= 0, slope, torch.ones_like(slope)))
+        return x * noise
+
+    def _rand(self, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
+        dtype = dtype or torch.get_default_dtype()
+        return self.uniform(torch.zeros(size, dtype=torch.float32)).to(dtype)
+
+    def _randn(self, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
+        dtype = dtype or torch.get_default_dtype()
+        return self.normal(torch.zeros(size, dtype=torch.float32)).to(dtype)
+
+    def _randint(self, low: int, high: int, size: list[int], dtype: Any = None, **_: Any) -> Tensor:
+        return self._integers(torch.zeros(size, dtype=torch.float32), low, high).to(dtype or torch.int64)
+
+    def _integers(self, like: Tensor, low: int, high: int) -> Tensor:
+        return torch.floor(self.uniform(like) * (high - low)) + low
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise problem_here(
+            "build draws random numbers in a way that a graph cannot repeat on every placement",
+            "draw with torch.rand, randn, randint, bernoulli or dropout, or draw outside of build and pass it in",
+        )
+
+
+def _refused() -> list[Any]:
+    names = ("multinomial", "randperm", "poisson", "binomial", "cauchy_", "geometric_", "log_normal_",
+             "_sample_dirichlet", "_standard_gamma", "random_", "normal")  # fmt: skip
+    known = {getattr(aten.random_, "from")}
+    ops = [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads()]
+    return [op for op in ops if op not in known and not str(op).endswith("out")]

@@ -1,0 +1,58 @@
+"""Where in the user's code a value is made: "file:line in function"."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
+_known: dict[CodeType, str | None] = {}
+
+
+def _file_of(code: CodeType) -> str | None:
+    """How the user's file is called, or None for code of torch, graphzero and Python itself."""
+    if code not in _known:
+        file = code.co_filename
+        library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
+        short = os.path.relpath(file) if os.path.isabs(file) else file
+        shown = file if short.startswith(os.pardir) else short
+        _known[code] = None if library or file.startswith((_TORCH, _HERE, "<frozen")) else shown
+    return _known[code]
+
+
+def user_frames(limit: int = 1, until: CodeType | None = None) -> list[str]:
+    """The innermost frames of the running stack that are neither torch's nor graphzero's, innermost first.
+
+    Args:
+        limit: how many at most.
+        until: code object of the outermost function of interest.
+    """
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < limit:
+        file = _file_of(frame.f_code)
+        if file is not None:
+            found.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
+        if frame.f_code is until:
+            break
+        frame = frame.f_back
+    return found
+
+
+def user_frame() -> str:
+    """The innermost frame of the user, or ""."""
+    found = user_frames()
+    return found[0] if found else ""
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """ "file:line in function" for a line of user code, "" for other code."""
+    file = _file_of(code)
+    return f"{file}:{number} in {code.co_name}" if file is not None else ""

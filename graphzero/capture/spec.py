@@ -1,0 +1,90 @@
+"""What capture takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
+from graphzero.sbp.placement import Placement
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """A tensor among build's arguments; ``shape`` is global."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FloatLeaf:
+    """A float among build's arguments: a run-time scalar, ``value`` is what it is now."""
+
+    name: str
+    value: float
+
+
+@dataclass
+class OptimizerSpec:
+    """One optimizer of a Graph and how its gradients are clipped."""
+
+    optimizer: torch.optim.Optimizer
+    clip_grad_norm: float | None = None
+    norm_type: float = 2.0
+    clip_grad_value: float | None = None
+
+
+@dataclass
+class Step:
+    """What is captured: the user's build, its modules by attribute name, and the optimizers that follow it."""
+
+    name: str
+    placement: Placement
+    build: Callable[..., Any]
+    modules: dict[str, nn.Module]
+    optimizers: list[OptimizerSpec] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor of optimizer state: whose it is, what it looks like, what it is before the first step.
+
+    ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
+    """
+
+    optimizer: int
+    param: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fill: float
+    placeholder: str
+
+
+@dataclass
+class Captured:
+    """A captured step.
+
+    graph: level "captured"; out_spec: of build's return value, whose flat leaves are ``graph.outputs``.
+    training: whether the step has an update.  states: all optimizer state of the graph.
+    unused: trainable parameters of the optimizers that get no gradient.
+    guards: whether this capture still holds for given hyperparameters and float inputs, by role
+        (``hyper`` and ``scalar`` roles; a guarded number that is not given counts as changed).
+    constants: tensors that build closes over, by placeholder name.
+    """
+
+    graph: StepGraph
+    out_spec: pytree.TreeSpec
+    training: bool
+    states: list[StateSpec]
+    unused: list[str]
+    guards: Callable[[dict[Role, float]], bool]
+    constants: dict[str, Tensor]

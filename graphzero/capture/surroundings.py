@@ -1,0 +1,108 @@
+"""What is arranged around the user's build while it is traced, and put back afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphzero.capture.attention import attention
+from graphzero.capture.problems import problem, problem_here
+from graphzero.capture.spec import OptimizerSpec, Step
+
+
+@contextmanager
+def patched(holder: Any, name: str, made: Any) -> Iterator[None]:
+    """``holder.name`` is ``made``."""
+    missing = object()
+    before = vars(holder).get(name, missing)
+    setattr(holder, name, made)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, train)[0] if train and p > 0 else x
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Our attention and dropout in place of torch's, no fast paths that skip autograd.
+
+    A CUDA autocast region counts for the fakes, which are on the CPU.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(log.setLevel, level)
+        log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(patched(torch._VF, "dropout", _dropout))
+        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
+        yield
+
+
+@contextmanager
+def untouched(step: Step, root: nn.Module) -> Iterator[None]:
+    """Put back, whatever build does: attributes of its modules and of the Graph, gradients, flags, random state."""
+    owner = getattr(step.build, "__self__", None)
+    objects = [*root.modules(), *([owner] if owner is not None and not isinstance(owner, nn.Module) else [])]
+    saved = [(thing, dict(vars(thing))) for thing in objects if hasattr(thing, "__dict__")]
+    inner = [held for module in root.modules() for held in (module._parameters, module._buffers, module._modules)]
+    dicts = [(held, dict(held)) for held in inner]
+    params = [(p, p.requires_grad, p.grad) for p in root.parameters()]
+    random = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        for held, content in [*dicts, *((vars(thing), content) for thing, content in saved)]:
+            held.clear()
+            held.update(content)
+        for p, requires_grad, grad in params:
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
+            if p.grad is not grad:
+                p.grad = grad
+        torch.random.set_rng_state(random)
+
+
+@contextmanager
+def untouched_optimizers(specs: list[OptimizerSpec]) -> Iterator[None]:
+    """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
+    saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
+    with ExitStack() as stack:
+        for spec in specs:
+            stack.enter_context(patched(spec.optimizer, "step", _no_step))
+        try:
+            yield
+            if any(group[key] != x for group, held in saved for key, x in held.items() if isinstance(x, (int, float))):
+                raise problem(
+                    "build changes a hyperparameter of an optimizer, which would happen once, not on every call",
+                    "step schedulers between calls, or give them to the Graph: add_optimizer(..., lr_sch=scheduler)",
+                )
+        finally:
+            for group, held in saved:
+                group.clear()
+                group.update(held)
+
+
+def _no_step(*args: Any, **kwargs: Any) -> None:
+    raise problem_here(
+        "build calls optimizer.step(); the graph itself clips, steps and clears gradients after backward()",
+        "leave out optimizer.step() and zero_grad(); clipping is add_optimizer(..., clip_grad_norm=1.0)",
+    )

@@ -1,0 +1,283 @@
+"""The user's build, forward and backward, as one fx graph over fake tensors.
+
+Two steps: ``make_fx`` traces build as it is, then, if it writes in place, the graph is run once more under
+``functionalize``.  Fakes are made from shapes on the CPU, whatever device and form the real tensors have, so a meta
+model and a split one trace alike; nothing real is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+from graphzero.capture import decompositions
+from graphzero.capture.modes import UserCode, Watch
+from graphzero.capture.pins import Pinned, collecting
+from graphzero.capture.problems import first_line, problem, problem_here
+from graphzero.capture.randomness import Draws
+from graphzero.capture.source import line_of
+from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
+from graphzero.capture.surroundings import patched, surroundings, untouched, untouched_optimizers
+from graphzero.errors import CaptureError
+
+
+@dataclass
+class Traced:
+    """What tracing build gives.
+
+    module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
+    results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
+        ("final"), both in the order of ``with_grad``, new "params" and new "buffers".
+    out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
+    """
+
+    module: fx.GraphModule
+    out: list[Any]
+    out_spec: pytree.TreeSpec
+    backward: bool
+    with_grad: list[str]
+    env: Any
+    symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
+    results: dict[str, list[fx.Node]] = field(default_factory=dict)
+    pins: list[Pinned] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place among the tensor outputs of build."""
+
+    index: int
+
+
+class BuildTrace:
+    """One tracing of a step's build."""
+
+    def __init__(self, step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec) -> None:
+        self.step, self.root, self.leaves, self.in_spec = step, root, leaves, in_spec
+        self.env = _compat.ShapeEnv()
+        self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.params = dict(root.named_parameters())
+        self.buffers = dict(root.named_buffers())
+        self.code = getattr(step.build, "__code__", None)
+        self.watch = Watch(self.code)
+        self.losses: list[Tensor] = []
+        self.ended: dict[str, Tensor] = {}
+        self.out: list[Any] = []
+        self.out_spec: Any = None
+        self.counts: list[int] = []
+        self.symbols: dict[str, str] = {}
+
+    # ---- fakes
+
+    def _fakes(self) -> list[list[Any]]:
+        with self.mode:
+            batch = [torch.empty(x.shape, dtype=x.dtype) for x in self.leaves if isinstance(x, TensorLeaf)]
+            params = [
+                nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+                for p in self.params.values()
+            ]
+            buffers = [torch.empty(b.shape, dtype=b.dtype) for b in self.buffers.values()]
+            key = torch.empty((), dtype=torch.int64)
+        for real, fake in zip(self.params.values(), params, strict=True):
+            fake.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
+        scalars = []
+        for leaf in self.leaves:
+            if isinstance(leaf, FloatLeaf):
+                scalars.append(_compat.new_symfloat(self.env, leaf.value, leaf.name))
+                self.symbols[_compat.symbol_name(scalars[-1])] = leaf.name
+        return [batch, scalars, params, buffers, [key]]
+
+    # ---- tracing
+
+    def run(self) -> Traced:
+        groups = self._fakes()
+        flat, spec = pytree.tree_flatten(groups)
+        draws = Draws(groups[4][0])
+        table = {**decompositions.TABLE, **draws.table()}
+
+        def program(*values: Any) -> list[Any]:
+            batch, scalars, params, buffers, _ = pytree.tree_unflatten(list(values), spec)
+            return self._build(batch, scalars, params, buffers)
+
+        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting() as pins:
+            try:
+                with untouched_optimizers(self.step.optimizers), self.mode, _compat.preserve_node_meta():
+                    module = _compat.make_fx(program, decomposition_table=table)(*flat)
+                    module = functional(module, flat, table)
+            except CaptureError:
+                raise
+            except Exception as error:
+                failed = self._failed(error)
+                if failed is None:  # the user's own exception
+                    raise
+                raise failed from error
+        traced = self._traced(module)
+        traced.pins = pins
+        return traced
+
+    def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
+        inputs: list[Any] = []
+        tensors, floats = iter(batch), iter(scalars)
+        for leaf in self.leaves:
+            kind = {TensorLeaf: tensors, FloatLeaf: floats}.get(type(leaf))
+            inputs.append(leaf if kind is None else next(kind))
+        args, kwargs = pytree.tree_unflatten(inputs, self.in_spec)
+        named_params = dict(zip(self.params, params, strict=True))
+        named_buffers = dict(zip(self.buffers, buffers, strict=True))
+        held = {**named_params, **named_buffers}
+        reals = {**self.params, **self.buffers}
+        stand_ins = {id(reals[name]): fake for name, fake in held.items()}
+        with _compat.reparametrize(self.root, dict(held)), self.watch, UserCode(stand_ins, self.code):
+            with self._own_backward(named_params), torch.enable_grad():
+                result = self.step.build(*args, **kwargs)
+            now = dict(self.root.named_buffers())
+        with self.watch, torch.no_grad():
+            return self._results(result, named_params, {name: now.get(name, b) for name, b in named_buffers.items()})
+
+    def _results(self, result: Any, params: dict[str, Any], buffers: dict[str, Any]) -> list[Any]:
+        flat, self.out_spec = pytree.tree_flatten(result)
+        tensors: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
+                self.out.append(Slot(len(tensors)))
+                tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
+            else:
+                self.out.append(_checked_literal(leaf))
+        final = [params[name].grad for name in self.ended]
+        lists = [tensors, self.losses, list(self.ended.values()), final, list(params.values()), list(buffers.values())]
+        self.counts = [len(items) for items in lists]
+        return [item for items in lists for item in items]
+
+    def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
+        """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
+        self._check_loss(loss)
+        self.losses.append(loss)
+        hooks = self.watch.follow(loss)
+        self.watch.phase, self.watch.running = "backward", True
+        try:
+            with ExitStack() as stack:
+                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                autograd(loss, gradient, retain_graph, **more)
+        finally:
+            self.watch.line, self.watch.running = "", False
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _own_backward(self, params: dict[str, Any]) -> Iterator[None]:
+        """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
+        autograd = torch.autograd.backward
+
+        def begin(losses: Any, *args: Any, **kwargs: Any) -> None:
+            if self.watch.running:  # a checkpointed region, or torch calling itself
+                autograd(losses, *args, **kwargs)
+                return
+            names = ("gradient", "retain_graph", "create_graph", "inputs")
+            more = {**dict(zip(names, args, strict=False)), **kwargs}
+            gradient = more.pop("grad_tensors", more.pop("gradient", None))
+            retain_graph = more.pop("retain_graph", None)
+            many = [losses] if isinstance(losses, Tensor) else list(losses)
+            weights = list(gradient) if isinstance(gradient, (list, tuple)) else [gradient] * len(many)
+            for loss, weight in zip(many, weights, strict=True):
+                self._backward(autograd, loss, weight, retain_graph or len(many) > 1, **more)
+            with torch.no_grad():
+                self.ended = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
+
+        with patched(Tensor, "backward", begin), patched(torch.autograd, "backward", begin):
+            yield
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not self.step.optimizers:
+            raise problem_here(
+                f"build of {self.step.name} calls backward(), but the Graph has no optimizer",
+                "call self.add_optimizer(optimizer) in __init__ to train, or leave out backward() to evaluate",
+                self.code,
+            )
+        if loss.numel() != 1:
+            raise problem_here(
+                f"backward() is called on a tensor of shape {list(loss.shape)}, not on one number",
+                "reduce it to a scalar first: loss.mean().backward() or loss.sum().backward()",
+                self.code,
+            )
+        if not loss.requires_grad:
+            raise problem_here(
+                "backward() is called on a value that depends on no parameter with requires_grad=True",
+                "check that the loss comes from the modules of this Graph, outside of torch.no_grad() and .detach()",
+                self.code,
+            )
+
+    # ---- results
+
+    def _failed(self, error: Exception) -> CaptureError | None:
+        """The error with the user's lines, or None if it is raised by the user's own code."""
+        where: list[str] = []
+        traceback, line = error.__traceback__, ""
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            line = line_of(code, traceback.tb_lineno)
+            where = [] if code is self.code else where
+            where += [line] if line else []
+            traceback = traceback.tb_next
+        if line:
+            return None
+        return problem(
+            f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
+            "If plain PyTorch runs this line, it needs something that only exists when values do; the exception "
+            "above, from torch, says what",
+            where[::-1][:3],
+        )
+
+    def _traced(self, module: fx.GraphModule) -> Traced:
+        traced = Traced(
+            module, self.out, self.out_spec, bool(self.losses), list(self.ended), self.env, dict(self.symbols)
+        )
+        flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+        names = ("outputs", "losses", "ended", "final", "params", "buffers")
+        for name, count in zip(names, self.counts, strict=True):
+            traced.results[name], flat = flat[:count], flat[count:]
+        return traced
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, _compat.FakeTensor)
+
+
+def _checked_literal(leaf: Any) -> Any:
+    plain = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+    if isinstance(leaf, plain):
+        return leaf
+    raise problem(
+        f"build returns an object of type {type(leaf).__name__}, which may hold tensors that the graph cannot follow",
+        "return tensors and plain values in dicts, lists and tuples, or register the type with torch.utils._pytree",
+    )
+
+
+def functional(module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """The same graph without writes in place: what was written becomes a new value that later readers read."""
+    if not any(_writes(node) for node in module.graph.nodes):
+        return module
+    for node in module.graph.nodes:
+        node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}
+    run = fx.Interpreter(module).run
+
+    def again(*values: Any) -> Any:
+        return run(*values)
+
+    found = _compat.make_fx(torch.func.functionalize(again, remove="mutations"), decomposition_table=table)(*inputs)
+    for node in list(found.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            found.graph.erase_node(node)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
