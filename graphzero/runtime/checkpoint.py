@@ -1,0 +1,258 @@
+"""State dicts of a Graph: read, made whole, checked and loaded.
+
+One outline for all::
+
+    {"modules": {attribute: module.state_dict()},
+     "optimizers": [{"state": {"attribute.fqn": {...}}, "param_groups": [{..., "params": ["attribute.fqn", ...]}]}],
+     "schedulers": [scheduler.state_dict() or None, ...], "random": {"seed": ..., "step": ...}}
+
+torch's own ``load_state_dict`` of modules and optimizers takes these entries: an optimizer maps whatever stands in
+"params" to its parameters in order.  A load is checked as a whole before anything is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphzero.errors import CheckpointError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.runtime.modules import Found
+from graphzero.runtime.shards import as_dtensor, is_whole
+from graphzero.runtime.state import State
+from graphzero.runtime.storage import filled
+from graphzero.sbp.dtensor import nd_of_dtensor, to_placements
+from graphzero.sbp.types import Nd
+
+_SHOWN = 6
+
+
+def state_dict(
+    state: State, schedulers: Sequence[Any], graph: StepGraph | None, specs: Sequence[Any]
+) -> dict[str, Any]:
+    """What there is.  States that a compiled program will begin with, but that do not exist yet, are made as they will
+    be (graph and specs: of that program), so that a checkpoint can be loaded into them."""
+    found = state.tensors()
+    names = {id(entry.tensor): path for path, entry in found.items()}
+    optimizers = []
+    for i, optimizer in enumerate(state.optimizers):
+        held = {names.get(id(p), ""): dict(x) for p, x in optimizer.state.items() if x}
+        for spec in specs:
+            if spec.optimizer == i and not isinstance(held.get(spec.param, {}).get(spec.key), Tensor):
+                held.setdefault(spec.param, {})[spec.key] = _initial(spec, graph, state)
+        groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        order = [name for group in groups for name in group["params"]]
+        optimizers.append({"state": {name: held[name] for name in order if name in held}, "param_groups": groups})
+    return {
+        "modules": {name: module.state_dict() for name, module in state.modules.items()},
+        "optimizers": optimizers,
+        "schedulers": [None if s is None else s.state_dict() for s in schedulers],
+        "random": {"seed": state.current_seed, "step": state.step},
+    }
+
+
+def _initial(spec: Any, graph: StepGraph | None, state: State) -> Tensor:
+    if not spec.shape:
+        return torch.full((), spec.fill, dtype=spec.dtype)
+    nd = value.nd_of(graph.node(spec.placeholder)) if graph is not None else ()
+    return filled(spec.shape, spec.dtype, spec.fill, nd, state.world)
+
+
+def full(x: Any) -> Any:
+    """A state dict with plain whole tensors in place of DTensors.  Every rank calls it."""
+    return _map(x, lambda t: t.full_tensor().detach() if isinstance(t, DTensor) else t)
+
+
+def _map(x: Any, fn: Callable[[Tensor], Any]) -> Any:
+    if isinstance(x, Tensor):
+        return fn(x)
+    if isinstance(x, dict):
+        made: dict[Any, Any] = OrderedDict() if isinstance(x, OrderedDict) else {}
+        made.update((key, _map(held, fn)) for key, held in x.items())
+        if hasattr(x, "_metadata"):
+            made._metadata = x._metadata  # type: ignore[attr-defined]
+        return made
+    return [_map(held, fn) for held in x] if isinstance(x, list) else x
+
+
+# ---- loading
+
+
+def load(sd: Mapping[str, Any], state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
+    """See ``Graph.load_state_dict``.  nds: (optimizer, path, key) -> SBP of states to come, where it is known."""
+    found = state.tensors()
+    optimizers = [_named(entry, i, state, found) for i, entry in enumerate(sd.get("optimizers", ()))]
+    _check(sd, optimizers, state, schedulers, found, strict)
+    with torch.no_grad():
+        for name, module in state.modules.items():
+            if name in sd.get("modules", {}):
+                _load_module(module, sd["modules"][name], state, strict)
+        for i, entry in enumerate(optimizers[: len(state.optimizers)]):
+            _load_optimizer(i, entry, state, found, nds)
+    for scheduler, entry in zip(schedulers, sd.get("schedulers", ()), strict=False):
+        if scheduler is not None and entry is not None:
+            scheduler.load_state_dict(entry)
+    if "random" in sd:
+        state.seed, state.step = int(sd["random"]["seed"]), int(sd["random"]["step"])
+    state.invalidate()
+
+
+def _named(entry: Mapping[str, Any], index: int, state: State, found: Mapping[str, Found]) -> dict[str, Any]:
+    """An optimizer's entry keyed by paths; what torch's ``optimizer.state_dict()`` gives is numbered in order."""
+    numbers = [name for group in entry["param_groups"] for name in group["params"]]
+    if index >= len(state.optimizers) or not numbers or not all(isinstance(n, int) for n in numbers):
+        return dict(entry)
+    names = {id(e.tensor): path for path, e in found.items()}
+    order = [names[id(p)] for group in state.optimizers[index].param_groups for p in group["params"]]
+    if len(order) != len(numbers):
+        return dict(entry)
+    name_of = dict(zip(numbers, order, strict=True))
+    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in entry["param_groups"]]
+    return {"state": {name_of.get(n, n): held for n, held in entry["state"].items()}, "param_groups": groups}
+
+
+class _Problems:
+    """What does not fit, by kind."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.wrong: list[str] = []
+
+    def shapes(self, what: str, have: Any, given: Any) -> None:
+        if isinstance(have, Tensor) and isinstance(given, Tensor):
+            if have.is_meta:
+                self.wrong.append(f"{what} is on the meta device here, module.to_empty(...) first")
+            elif have.shape != given.shape:
+                self.wrong.append(f"{what} is {list(have.shape)} here, {list(given.shape)} in the state dict")
+
+    def raise_any(self, strict: bool) -> None:
+        kinds = [("wrong", self.wrong)]
+        if strict:
+            kinds = [("missing", self.missing), ("unexpected", self.unexpected), *kinds]
+        lines = []
+        for kind, held in kinds:
+            if held:
+                more = f" ... and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
+                lines.append(f"  {kind}: {', '.join(held[:_SHOWN])}{more}")
+        if lines:
+            hint = "\n  strict=False loads what fits" if strict and not self.wrong else ""
+            raise CheckpointError(
+                "the state dict does not fit this graph; nothing was loaded\n" + "\n".join(lines) + hint
+            )
+
+
+def _check(
+    sd: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], state: State, schedulers: Sequence[Any],
+    found: Mapping[str, Found], strict: bool,
+) -> None:  # fmt: skip
+    problems = _Problems()
+    problems.missing += [part for part in ("modules", "optimizers", "schedulers", "random") if part not in sd]
+    modules = sd.get("modules", {})
+    problems.unexpected += [f"modules.{name}" for name in modules if name not in state.modules]
+    for name, module in state.modules.items():
+        have, given = module.state_dict(), modules.get(name)
+        if given is None:
+            problems.missing += [f"modules.{name}"] * bool(have)
+            continue
+        problems.missing += [f"modules.{name}.{key}" for key in have if key not in given]
+        problems.unexpected += [f"modules.{name}.{key}" for key in given if key not in have]
+        for key in have.keys() & given.keys():
+            problems.shapes(f"modules.{name}.{key}", have[key], given[key])
+    for part, have_count, given_count in (
+        ("optimizers", len(state.optimizers), len(optimizers)),
+        ("schedulers", len(schedulers), len(sd.get("schedulers", schedulers))),
+    ):
+        if have_count != given_count:
+            problems.wrong.append(f"{part}: {have_count} here, {given_count} in the state dict")
+    for i, entry in enumerate(optimizers[: len(state.optimizers)]):
+        _check_optimizer(problems, i, entry, state, found)
+    problems.raise_any(strict)
+
+
+def _check_optimizer(
+    problems: _Problems, index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found]
+) -> None:  # fmt: skip
+    optimizer, what = state.optimizers[index], f"optimizers.{index}"
+    names = {id(e.tensor): path for path, e in found.items()}
+    have = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    given = [set(group["params"]) for group in entry["param_groups"]]
+    if len(have) != len(given):
+        problems.wrong.append(f"{what}.param_groups: {len(have)} here, {len(given)} in the state dict")
+    for j, (here, there) in enumerate(zip(have, given, strict=False)):
+        problems.missing += [f"{what}.param_groups.{j}.{name}" for name in sorted(here - there)]
+        problems.unexpected += [f"{what}.param_groups.{j}.{name}" for name in sorted(map(str, there - here))]
+    everyone = set().union(*have)
+    states = entry["state"]
+    problems.unexpected += [f"{what}.state.{name}" for name in states if name not in everyone]
+    for name in sorted(everyone):
+        current = optimizer.state.get(found[name].tensor, {})
+        if name not in states:
+            problems.missing += [f"{what}.state.{name}"] * bool(current and states)
+            continue
+        problems.missing += [f"{what}.state.{name}.{key}" for key in current if key not in states[name]]
+        for key, held in states[name].items():
+            problems.shapes(f"{what}.state.{name}.{key}", current.get(key), held)
+
+
+def _load_module(module: nn.Module, given: Mapping[str, Any], state: State, strict: bool) -> None:
+    have = module.state_dict()
+    made = OrderedDict((key, _like(held, have.get(key), state)) for key, held in given.items())
+    if hasattr(given, "_metadata"):
+        made._metadata = given._metadata  # type: ignore[attr-defined]
+    module.load_state_dict(made, strict=strict)
+
+
+def _like(given: Any, have: Any, state: State) -> Any:
+    """``given``, laid out as the tensor that it is copied into."""
+    if not isinstance(given, Tensor) or not isinstance(have, Tensor):
+        return given
+    if not isinstance(have, DTensor):
+        return given.full_tensor() if isinstance(given, DTensor) else given
+    return _laid(given, nd_of_dtensor(have), state)
+
+
+def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
+    if isinstance(given, DTensor):
+        return given if nd_of_dtensor(given) == nd else given.redistribute(placements=to_placements(nd))
+    return as_dtensor(given.to(state.world.device), state.world.placement, nd)
+
+
+def _load_optimizer(
+    index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found], nds: Mapping[Any, Nd]
+) -> None:  # fmt: skip
+    optimizer = state.optimizers[index]
+    names = {id(e.tensor): path for path, e in found.items()}
+    for group, given in zip(optimizer.param_groups, entry["param_groups"], strict=False):
+        group.update({key: copy.deepcopy(held) for key, held in given.items() if key != "params"})
+        for param in group["params"]:
+            path = names[id(param)]
+            current = optimizer.state.pop(param, {})
+            if path in entry["state"]:
+                optimizer.state[param] = {
+                    key: _state_value(held, current.get(key), nds.get((index, path, key)), state)
+                    for key, held in entry["state"][path].items()
+                }
+
+
+def _state_value(given: Any, have: Any, nd: Nd | None, state: State) -> Any:
+    """A state as the optimizer keeps it: split like the one it follows, or as the compiled program wants it."""
+    if not isinstance(given, Tensor):
+        return copy.deepcopy(given)
+    if given is have:
+        return given
+    if isinstance(have, DTensor):
+        nd = nd_of_dtensor(have)
+    if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
+        return given.full_tensor() if nd is not None else given.detach().clone()
+    if nd is not None and not is_whole(nd) and not state.world.placement.virtual and given.dim():
+        made = _laid(given.detach(), nd, state)
+        return made.clone() if made is given else made
+    return given.detach().clone()

@@ -1,0 +1,162 @@
+"""One rank's part in one collective: packing values into a flat buffer, and making results out of it.
+
+Where pieces lie is ``ir.layout``'s to say.  A piece has its true size, which may be 0; what is left of its room is
+padding, zeroed before it is sent and never read.  Results are dense and in storage of their own, so a buffer is
+free again as soon as they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import Layout, shape_on
+from graphzero.runtime.world import Handle, World
+from graphzero.sbp.local import chunk
+
+Shape = tuple[int, ...]
+
+
+class Exchange:
+    """How one rank packs the members of ``layout`` and unpacks the results; computed once, from shapes alone."""
+
+    def __init__(self, graph: StepGraph, layout: Layout, world: World, local: int):
+        self.layout = layout
+        self.own = world.coordinate(local)[world.placement.axis(layout.axis)]
+        self.dtype = value.tensor_type(layout.members[0]).dtype
+        self.device = world.device
+        self.offsets = layout.offsets
+        self.cuts: list[tuple[int, list[int]] | None] = []  # per member: (dim, lengths) to split it by before packing
+        self.packed: list[tuple[int, Shape]] = []  # (offset in the buffer, shape) of every piece sent
+        self.taken: list[list[tuple[int, Shape]]] = []  # per member: the same of every piece of its result
+        self.joined: list[int] = []  # per member: the dim along which these are joined
+        peers = world.peers(local, layout.axis)
+        for k, member in enumerate(layout.members):
+            shapes = [_shape(graph, member, rank) for rank in peers]
+            getattr(self, f"_{layout.kind}")(k, shapes)
+        self.padding = self._padding()
+        total, lines = layout.total, layout.ranks * layout.total
+        sent, received = {  # begin and end of what is given to the world
+            "all_gather": ((self.own * total, (self.own + 1) * total), (0, lines)),
+            "reduce_scatter": ((0, lines), (lines, lines + total)),
+            "all_reduce": ((0, total), (0, total)),
+            "all_to_all": ((0, lines), (lines, 2 * lines)),
+        }[layout.kind]
+        self.sent, self.received = slice(*sent), slice(*received)
+
+    def _all_gather(self, k: int, shapes: list[Shape]) -> None:
+        self._pack(k, [(self.own, shapes[self.own])], None)
+        self._take(k, list(enumerate(shapes)), self.layout.dims[k])
+
+    def _reduce_scatter(self, k: int, shapes: list[Shape]) -> None:
+        dim, shape = self.layout.dims[k], shapes[self.own]
+        lengths = [chunk(shape[dim], self.layout.ranks, q)[1] for q in range(self.layout.ranks)]
+        self._pack(k, [(q, _resized(shape, dim, length)) for q, length in enumerate(lengths)], (dim, lengths))
+        self._take(k, [(self.layout.ranks, _resized(shape, dim, lengths[self.own]))], 0)
+
+    def _all_reduce(self, k: int, shapes: list[Shape]) -> None:
+        self._pack(k, [(0, shapes[self.own])], None)
+        self._take(k, [(0, shapes[self.own])], 0)
+
+    def _all_to_all(self, k: int, shapes: list[Shape]) -> None:
+        src, dst = self.layout.dims[k]
+        ranks, shape = self.layout.ranks, shapes[self.own]
+        lengths = [chunk(shape[dst], ranks, q)[1] for q in range(ranks)]
+        self._pack(k, [(q, _resized(shape, dst, length)) for q, length in enumerate(lengths)], (dst, lengths))
+        self._take(k, [(ranks + q, _resized(shapes[q], dst, lengths[self.own])) for q in range(ranks)], src)
+
+    def _pack(self, k: int, pieces: list[tuple[int, Shape]], cut: tuple[int, list[int]] | None) -> None:
+        self.cuts.append(cut)
+        self.packed += self._placed(k, pieces)
+
+    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int) -> None:
+        self.taken.append(self._placed(k, pieces))
+        self.joined.append(dim)
+
+    def _placed(self, k: int, pieces: list[tuple[int, Shape]]) -> list[tuple[int, Shape]]:
+        return [(line * self.layout.total + self.offsets[k], shape) for line, shape in pieces]
+
+    def _padding(self) -> list[tuple[int, int]]:
+        """(begin, end) of what is sent and holds no piece."""
+        gaps = []
+        rooms = {self.offsets[k]: size for k, size in enumerate(self.layout.sizes) if size}
+        for begin, shape in self.packed:
+            room = rooms.get(begin % self.layout.total, 0) if self.layout.total else 0
+            if prod(shape) < room:
+                gaps.append((begin + prod(shape), begin + room))
+        return gaps
+
+    def fresh(self) -> Packed:
+        """With a buffer of its own, for a collective that begins and ends in one place."""
+        return Packed(self, torch.empty(self.layout.slot_elements, dtype=self.dtype, device=self.device))
+
+    def within(self, slot: Tensor) -> Packed:
+        """In a slot's bytes."""
+        return Packed(self, slot[: self.layout.slot_bytes].view(self.dtype))
+
+
+class Packed:
+    """An exchange laid over one buffer: all its views, made once."""
+
+    def __init__(self, exchange: Exchange, flat: Tensor):
+        def views(pieces: Sequence[tuple[int, Shape]]) -> list[Tensor]:
+            return [flat[begin : begin + prod(shape)].view(shape) for begin, shape in pieces]
+
+        self.cuts = exchange.cuts
+        self.targets = views(exchange.packed)
+        self.filled = [target.numel() > 0 for target in self.targets]
+        self.padding = [flat[begin:end] for begin, end in exchange.padding]
+        self.results = list(zip(map(views, exchange.taken), exchange.joined, strict=True))
+        self.sent, self.received = flat[exchange.sent], flat[exchange.received]
+
+    def pack(self, values: Sequence[Tensor]) -> Packed:
+        """Copy the values of the members into the buffer."""
+        pieces: list[Tensor] = []
+        for cut, x in zip(self.cuts, values, strict=True):
+            pieces += (x,) if cut is None else x.split_with_sizes(cut[1], cut[0])
+        for pad in self.padding:
+            pad.zero_()
+        for target, piece, filled in zip(self.targets, pieces, self.filled, strict=True):
+            if filled:
+                target.copy_(piece)
+        return self
+
+    def unpack(self) -> list[Tensor]:
+        """The results, one per member, out of a buffer that has arrived."""
+        return [views[0].clone() if len(views) == 1 else torch.cat(views, dim) for views, dim in self.results]
+
+
+def starter(layout: Layout, graph: StepGraph, world: World) -> Callable[[Sequence[Packed]], Handle]:
+    """What begins the collective of ``layout`` on packed buffers, one per local rank."""
+    axis = layout.axis
+    reduction = _reduction(layout, graph)
+    if layout.kind == "all_reduce":
+        return lambda packed: world.all_reduce([p.sent for p in packed], axis, reduction)
+    if layout.kind == "reduce_scatter":
+        return lambda packed: world.reduce_scatter(
+            [p.received for p in packed], [p.sent for p in packed], axis, reduction
+        )
+    begin = world.all_gather if layout.kind == "all_gather" else world.all_to_all
+    return lambda packed: begin([p.received for p in packed], [p.sent for p in packed], axis)
+
+
+def _reduction(layout: Layout, graph: StepGraph) -> str:
+    """A reduce_scatter has no argument for it: the partial value says how it is completed."""
+    if layout.kind != "reduce_scatter":
+        return layout.reduction
+    found = {value.nd_of(member)[graph.placement.axis(layout.axis)].reduction or "sum" for member in layout.members}
+    assert len(found) == 1, f"one bucket holds partial values that complete by {', '.join(sorted(found))}"
+    return found.pop()
+
+
+def _shape(graph: StepGraph, node: fx.Node, rank: int) -> Shape:
+    return shape_on(graph, value.tensor_type(node), value.nd_of(node), rank)
+
+
+def _resized(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])

@@ -1,0 +1,240 @@
+"""The eager executor: runs a lowered graph, op by op, for every rank that lives in this process.
+
+It is the reference: deterministic, every value freed right after its last reader.  ``program`` compiles, this
+module binds state, runs, and says which line of the graph failed.  What state is, and where it comes from, is the
+caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.errors import GraphZeroError, SbpError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import shape_on
+from graphzero.ir.memory import slot_bytes
+from graphzero.ir.text import print_line
+from graphzero.runtime.meter import MemoryMeter
+from graphzero.runtime.program import Program, compile_graph
+from graphzero.runtime.steps import WHERE, Barrier, Env
+from graphzero.runtime.world import World
+
+
+@dataclass
+class Results:
+    """What a run hands back.
+
+    outputs: as ``graph.outputs``: per value a list with one entry per local rank, or the literal that stands there.
+    aux: the graph's auxiliary values by name, one entry per local rank.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    aux: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Executor:
+    """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
+
+    Not reentrant: communication slots and collectives under way belong to the executor.
+
+    Attributes:
+        slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
+            ``run``, then kept.
+
+    Raises:
+        VerifyError: for a graph that no runtime can execute.
+    """
+
+    def __init__(self, graph: StepGraph, world: World):
+        self.graph, self.world = graph, world
+        self.program: Program = compile_graph(graph, world)
+        self.slots: dict[int, list[Tensor]] = {}
+        self._count = len(world.local_ranks)
+        self._template: list[Env] = []
+        self._placeholders = {node.name: node for node in graph.placeholders()}
+        self._missing = set(self.program.persistent)
+        self._bound: dict[str, list[Tensor]] = {}
+
+    # ---- state
+
+    def bind(self, values: Mapping[str, Sequence[Tensor]]) -> None:
+        """Give persistent placeholders their tensors, one per local rank; runs read them and write into them.
+
+        Ranks that hold the same values may share one tensor, which is then written once.
+
+        Raises SbpError where a tensor is not this rank's piece.
+        """
+        self._allocate()
+        for name, tensors in values.items():
+            place = self.program.persistent[name]
+            self._check(name, tensors)
+            held = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
+            for template, tensor in zip(self._template, held, strict=True):
+                template[place] = tensor
+            if name in self.program.writers:
+                first = {(t.data_ptr(), t.numel()): local for local, t in reversed(list(enumerate(held)))}
+                self.program.writers[name][:] = sorted(first.values())
+            self._bound[name] = held
+            self._missing.discard(name)
+
+    @property
+    def bound(self) -> Mapping[str, list[Tensor]]:
+        """Placeholder name -> the tensors it is bound to."""
+        return self._bound
+
+    def _allocate(self) -> None:
+        if self._template:
+            return
+        device = self.world.device
+        with torch.inference_mode(False):  # slots live longer than an inference mode that happens to be on
+            for slot, nbytes in slot_bytes(self.graph).items():
+                self.slots[slot] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self._count)]
+            for local, constants in enumerate(self.program.constants):
+                for place, slot, exchanges in self.program.slotted:
+                    constants[place] = exchanges[local].within(self.slots[slot][local])
+                template = [None] * self.program.size
+                for place, constant in constants.items():
+                    template[place] = constant
+                self._template.append(template)
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        node = self._placeholders[name]
+        type_, nd = value.tensor_type(node), value.sbp_of(node)
+        if len(tensors) != self._count:
+            raise SbpError(f"'{name}' needs one tensor for each of {self._count} local ranks, was given {len(tensors)}")
+        for rank, tensor in zip(self.world.rank_ids, tensors, strict=True):
+            shape = shape_on(self.graph, type_, nd, rank) if nd is not None else type_.shape
+            if tuple(tensor.shape) != shape or tensor.dtype != type_.dtype:
+                raise SbpError(
+                    f"'{print_line(node)}'\n  on rank {rank} is {type_.dtype} of shape {list(shape)}, but was given "
+                    f"{tensor.dtype} of shape {list(tensor.shape)}; bind each rank's own piece, as torch.chunk cuts"
+                )
+
+    # ---- runs
+
+    def run(self, inputs: Mapping[str, Sequence[Any]], meter: MemoryMeter | None = None) -> Results:
+        """One step.
+
+        Args:
+            inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
+                the same on all; the first counts).
+            meter: measures this run's memory on the first local rank.
+
+        Raises:
+            GraphZeroError: for a placeholder without a value.
+            Exception: whatever an op raises, with a note that shows its line, the user's source line and the rank.
+        """
+        self._allocate()
+        envs = [template.copy() for template in self._template]
+        self._fill(envs, inputs)
+        self.program.pending.clear()
+        with _plain_mode(self.world.device):
+            try:
+                self._host(envs)
+                if meter is None:
+                    for step in self.program.steps:
+                        step(envs)
+                else:
+                    meter.register("communication", [slots[0] for slots in self.slots.values()])
+                    for step in self.program.steps:
+                        step.metered(envs, meter)
+                    meter.enter("", "")
+            except Exception as error:
+                self._explain(error, envs)
+                raise
+        return self._results(envs)
+
+    def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
+        if self._missing:
+            raise GraphZeroError(f"bind() was not given {_some(sorted(self._missing))} of graph {self.graph.name}")
+        absent = [name for name in self.program.inputs if name not in inputs]
+        if absent:
+            raise GraphZeroError(f"run() was not given {_some(absent)} of graph {self.graph.name}")
+        for name, place in self.program.inputs.items():
+            values = inputs[name]
+            if len(values) != self._count:
+                raise GraphZeroError(
+                    f"'{name}' needs {self._count} values, one per local rank, was given {len(values)}"
+                )
+            for e, x in zip(envs, values, strict=True):
+                e[place] = x
+
+    def _host(self, envs: list[Env]) -> None:
+        if self.program.host is not None:
+            first, *others = envs
+            self.program.host.plain(first)
+            for e in others:
+                for place in self.program.host_places:
+                    e[place] = first[place]
+
+    def _results(self, envs: list[Env]) -> Results:
+        outputs = [x[0] if isinstance(x, tuple) else [e[x] for e in envs] for x in self.program.outputs]
+        return Results(outputs, {name: [e[place] for e in envs] for name, place in self.program.aux.items()})
+
+    # ---- failures
+
+    def _explain(self, error: Exception, envs: list[Env]) -> None:
+        node, local = _where(error.__traceback__, self.program.names.get(WHERE, {}), envs)
+        if node is None:
+            return
+        source = value.source_of(node) if node.op != "output" else ""
+        rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
+        note = (
+            f"while {rank}{self.world.placement!r} ran graph {self.graph.name}:\n  > {print_line(node)}"
+            + (f"    {source}" if source else "")
+            + "".join(f"\n    {line}" for line in _operands(node, envs[local or 0], self.program))
+        )
+        if hasattr(error, "add_note"):  # from Python 3.11
+            error.add_note(note)
+
+
+def _where(
+    traceback: TracebackType | None, lines: Mapping[Any, Sequence[Any]], envs: list[Env]
+) -> tuple[fx.Node | None, int | None]:
+    """The node, and the local rank, that a traceback leads to."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        found = frame.f_locals.get("self")
+        if frame.f_code in lines:
+            local = next((i for i, e in enumerate(envs) if e is frame.f_locals.get("e")), None)
+            return lines[frame.f_code][traceback.tb_lineno], local
+        if isinstance(found, Barrier):
+            return found.node, None
+        traceback = traceback.tb_next
+    return None, None
+
+
+def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:
+    """The operands' lines, with the shape that this rank really holds."""
+    for operand in dict.fromkeys(node.all_input_nodes if node.op != "output" else ()):
+        held = e[program.places[operand.name]]
+        shape = f"    here {list(held.shape)}" if isinstance(held, Tensor) else ""
+        yield f"{print_line(operand)}{shape}"
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+_below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+
+
+@contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    """No autograd, not even its dispatch; no autocast: the graph holds its casts."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_below_autograd())
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

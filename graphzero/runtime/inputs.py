@@ -1,0 +1,223 @@
+"""Arguments of a call and what build returns: names, global shapes, SBPs, pieces per rank.
+
+A plain tensor is this rank's share of the batch, split along dim 0 over the data axes; on a virtual placement it
+is the whole batch.  What a program does with it is not decided here.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from graphzero.errors import CaptureError, ConfigError
+from graphzero.ir.value import Role
+from graphzero.runtime.agree import tensor_text
+from graphzero.runtime.shards import check_mesh, global_shape, join, piece, wrap
+from graphzero.runtime.world import World
+from graphzero.sbp.dtensor import annotate, annotation, nd_of_dtensor
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import B, Nd, S
+
+_PLAIN = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device, torch.memory_format, enum.Enum, slice)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One leaf of build's arguments.  ``nd`` is () and ``shape`` None for anything but a tensor."""
+
+    name: str
+    raw: Any
+    nd: Nd = ()
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.shape is not None
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.raw, float)
+
+    @property
+    def key(self) -> Any:
+        """What of it selects a capture.  A float is read at run time and selects none."""
+        if self.shape is not None:
+            return self.raw.dtype, self.shape
+        return (float,) if self.is_float else (type(self.raw), self.raw)
+
+    def __str__(self) -> str:
+        if self.is_tensor:
+            return f"{tensor_text(self.raw)} {', '.join(map(str, self.nd))}"
+        kind = type(self.raw).__name__
+        return f"{kind} {self.raw!r}" if isinstance(self.raw, _PLAIN) else kind
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The leaves of one call, in pytree order, and the tree they came from: of (args, kwargs)."""
+
+    leaves: tuple[Input, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def has_dtensor(self) -> bool:
+        """Whether the caller speaks of global tensors, so that outputs are given as such."""
+        return any(isinstance(leaf.raw, DTensor) or leaf.is_tensor and annotation(leaf.raw) for leaf in self.leaves)
+
+    def scalars(self) -> dict[Role, float]:
+        return {Role("scalar", leaf.name): leaf.raw for leaf in self.leaves if leaf.is_float}
+
+    def placed(self) -> dict[Role, Nd]:
+        return {Role("batch", leaf.name): leaf.nd for leaf in self.leaves if leaf.is_tensor}
+
+
+class Reader:
+    """Reads the arguments of ``build``: bound to its signature, a placement and the user's ``set_input``s."""
+
+    def __init__(self, build: Callable[..., Any], placement: Placement):
+        self.placement = placement
+        self._signature = inspect.signature(build)
+        self._names: dict[pytree.TreeSpec, tuple[str, ...]] = {}
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Mapping[str, Nd]) -> Inputs:
+        """Flatten and place.  Raises TypeError, ConfigError, CaptureError or PlacementError; says which input."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        names = self._names.get(spec)
+        if names is None:
+            self._signature.bind(*args, **kwargs)
+            names = self._names[spec] = tuple(
+                self._name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
+            )
+        unknown = [name for name in wanted if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"set_input({unknown[0]!r}, ...): build has no such input; its inputs in this call are "
+                f"{', '.join(names) or 'none'}"
+            )
+        return Inputs(
+            tuple(self._leaf(name, raw, wanted.get(name)) for name, raw in zip(names, flat, strict=True)), spec
+        )
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        which, first, *rest = (_step(key) for key in path)
+        words = [*rest]
+        if which == "0":
+            parameters = list(self._signature.parameters.values())
+            index = int(first)
+            packed = [i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL]
+            if packed and index >= packed[0]:
+                words = [parameters[packed[0]].name, str(index - packed[0]), *rest]
+            else:
+                words = [parameters[index].name, *rest]
+        else:
+            words = [first, *rest]
+        return ".".join(words)
+
+    def _leaf(self, name: str, raw: Any, wanted: Nd | None) -> Input:
+        if not isinstance(raw, Tensor):
+            return Input(name, _checked_object(name, raw))
+        if raw.requires_grad:
+            raise CaptureError(
+                f"input {name} ({tensor_text(raw)}) requires grad; a Graph computes gradients of parameters only. Pass "
+                f"{name}.detach(), or make it an nn.Parameter of a module on the Graph"
+            )
+        if raw.layout is not torch.strided or raw.is_nested:
+            raise CaptureError(f"input {name} is a {raw.layout} tensor; a Graph takes dense ones: {name}.to_dense()")
+        nd = self._nd(name, raw, wanted)
+        placement = self.placement
+        shape = tuple(raw.shape)
+        if isinstance(raw, DTensor) or placement.virtual:
+            _check_divides(name, shape, nd, placement)
+        else:
+            shape = global_shape(shape, nd, placement.hierarchy)
+        return Input(name, raw, nd, shape)
+
+    def _nd(self, name: str, raw: Tensor, wanted: Nd | None) -> Nd:
+        if isinstance(raw, DTensor):
+            check_mesh(raw, self.placement, f"input {name}")
+            return nd_of_dtensor(raw)
+        known = annotation(raw)
+        if known is not None and known[0] == self.placement:
+            return known[1]
+        if wanted is None:
+            return tuple(S(0) if a in self.placement.data_axes and raw.dim() else B for a in self.placement.names)
+        for sbp in wanted:
+            if sbp.is_split and sbp.dim >= raw.dim():
+                raise ConfigError(
+                    f"set_input({name!r}, sbp={sbp}): {name} is {tensor_text(raw)}, it has no dim {sbp.dim}"
+                )
+        return wanted
+
+
+def _step(key: Any) -> str:
+    for field in ("key", "name", "idx"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)
+
+
+def _checked_object(name: str, raw: Any) -> Any:
+    """A leaf that is baked into the program: it must be a constant, and hold no tensors that the graph cannot see."""
+    if isinstance(raw, (float, *_PLAIN)):
+        return raw
+    hidden = [key for key, held in getattr(raw, "__dict__", {}).items() if isinstance(held, Tensor)]
+    if hidden or type(raw).__hash__ is None:
+        kind = type(raw).__name__
+        raise CaptureError(
+            f"input {name} is a {kind}, which a Graph cannot look into{f' (it holds {hidden[0]})' if hidden else ''}; "
+            f"pass tensors in dicts, lists and tuples ({'torch.as_tensor(x)' if kind == 'ndarray' else 'dict(x)'}), or "
+            f"register {kind} with torch.utils._pytree.register_pytree_node"
+        )
+    return raw
+
+
+def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement) -> None:
+    ranks: dict[int, int] = {}
+    for sbp, n in zip(nd, placement.hierarchy, strict=True):
+        if sbp.is_split:
+            ranks[sbp.dim] = ranks.get(sbp.dim, 1) * n
+    for dim, n in ranks.items():
+        if shape[dim] % n:
+            raise CaptureError(
+                f"input {name} of shape {list(shape)} cannot be split over {n} ranks: dim {dim} is {shape[dim]} = "
+                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it or drop the last batch (drop_last=True); an input "
+                f"that is no batch is said so: config.set_input({name!r}, sbp=gz.sbp.B)"
+            )
+
+
+def rank_values(leaf: Input, world: World) -> list[Any]:
+    """What each local rank is given of a leaf, on its device."""
+    if not leaf.is_tensor:
+        return [leaf.raw] * len(world.local_ranks)
+    raw = leaf.raw._local_tensor if isinstance(leaf.raw, DTensor) else leaf.raw
+    raw = raw.detach().to(world.device, non_blocking=True)
+    if not world.placement.virtual:
+        return [raw]
+    return [piece(raw, leaf.nd, world.placement.hierarchy, position) for position in world.local_ranks]
+
+
+def output_value(pieces: list[Any], nd: Nd, shape: tuple[int, ...], world: World, as_global: bool) -> Any:
+    """What the user is given of one output tensor: see api.md, Outputs."""
+    placement = world.placement
+    if placement.virtual:
+        whole = join(pieces, nd, placement.hierarchy).detach()
+        if as_global:
+            annotate(whole, placement, nd)
+        return whole
+    local: Tensor = pieces[0].detach()
+    batch_split = all(
+        sbp.is_broadcast or sbp is S(0) and axis in placement.data_axes
+        for axis, sbp in zip(placement.names, nd, strict=True)
+    )
+    if batch_split and not as_global:
+        return local
+    found = wrap(local, placement.mesh(), nd, shape)
+    return found if as_global else found.full_tensor()

@@ -1,0 +1,91 @@
+"""What is called for one op of a graph on one rank.
+
+ATen ops are called as they stand, but for four things: ``view`` runs as ``reshape`` (a shard need not be dense as
+the whole was), ops that create get the world's device, sizes of this rank become numbers, and frequent ops go
+through torch's Python bindings, which parse arguments in half the time of an OpOverload.
+The ops of passes that need no communication are written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import shape_on
+from graphzero.ops import PIN
+from graphzero.runtime.world import World
+from graphzero.sbp.local import chunk
+
+aten = torch.ops.aten
+
+# One value under two names: no call at all.
+SAME = (ops.use, ops.relabel, PIN, aten.alias.default, aten.detach.default)
+
+# Bindings with the meaning, and the argument order, of an overload.
+BINDINGS: Mapping[Any, Callable[..., Any]] = {
+    aten.view.default: torch.reshape,
+    aten._unsafe_view.default: torch.reshape,
+    aten.reshape.default: torch.reshape,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.neg.default: torch.neg,
+    aten.sqrt.default: torch.sqrt,
+    aten.addcmul.default: torch.addcmul,
+    aten.addcdiv.default: torch.addcdiv,
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+}
+
+
+def kernel(target: Any) -> Callable[..., Any]:
+    """What to call for ``target``."""
+    if target in BINDINGS:
+        return BINDINGS[target]
+    if isinstance(target, torch._ops.OpOverload):
+        direct: Callable[..., Any] = getattr(target, "_op", target)  # spares the Python frame of OpOverload.__call__
+        return direct
+    return target  # type: ignore[no-any-return]
+
+
+def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:
+    """The node's keyword arguments; an op without a tensor operand is told where to put what it makes."""
+    found = dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or any(value.is_tensor(arg) for arg in value.flat_nodes((node.args, node.kwargs))):
+        return found
+    if found.get("device") is None and any(arg.name == "device" for arg in schema.arguments):
+        found["device"] = device
+    return found
+
+
+def local_move(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[Tensor], Tensor]:
+    """``slice_shard``, ``keep_first`` or ``place_shard`` on one rank."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    axis = str(node.args[-1])
+    index = world.placement.axis(axis)
+    ranks, position = world.placement.hierarchy[index], world.coordinate(local)[index]
+    if node.target is ops.keep_first:
+        return torch.clone if position == 0 else torch.zeros_like
+    dim = int(node.args[1])  # type: ignore[arg-type]
+    whole = source if node.target is ops.slice_shard else node
+    shape = shape_on(graph, value.tensor_type(whole), value.nd_of(whole), world.rank_ids[local])
+    start, length = chunk(shape[dim], ranks, position)
+    if node.target is ops.slice_shard:
+        return lambda x: x.narrow(dim, start, length)
+
+    def place(x: Tensor) -> Tensor:
+        placed = x.new_zeros(shape)
+        placed.narrow(dim, start, length).copy_(x)
+        return placed
+
+    return place

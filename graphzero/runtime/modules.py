@@ -1,0 +1,132 @@
+"""The tensors of a Graph's modules: their names, every place they stand at, and how one is exchanged.
+
+A tensor's path is ``attribute.fqn``; a tied one has the first name that a walk in attribute order meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphzero.runtime.launch import has_fake_world
+from graphzero.sbp.placement import Placement
+
+
+@dataclass
+class Found:
+    """One parameter or buffer: its path, itself, and (module, name) wherever it stands."""
+
+    path: str
+    kind: str  # "param" or "buffer"
+    tensor: Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Every module once, with the first path that leads to it, parents before children."""
+    seen: set[int] = set()
+    stack = [(name, module) for name, module in reversed(list(modules.items()))]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        stack.extend(reversed(children))
+
+
+def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
+    """Parameters and buffers by path; ties are one entry with several places."""
+    found: dict[str, Found] = {}
+    by_id: dict[int, Found] = {}
+    for path, module in walk(modules):
+        prefix = f"{path}." if path else ""
+        for kind, held in (("param", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                entry = by_id.get(id(tensor))
+                if entry is None:
+                    entry = by_id[id(tensor)] = found[prefix + name] = Found(prefix + name, kind, tensor)
+                entry.places.append((module, name))
+    return found
+
+
+def snapshot(modules: Mapping[str, nn.Module]) -> list[Any]:
+    """Mode of every module; identity, storage and requires_grad of every tensor.  Equal while nothing changes."""
+    found: list[Any] = []
+    stack = list(modules.values())
+    while stack:
+        module = stack.pop()
+        found.append(module.training)
+        for held in (module._parameters, module._buffers):
+            found.extend([(id(x), storage(x), x.requires_grad) for x in held.values() if x is not None])
+        stack.extend([child for child in module._modules.values() if child is not None])
+    return found
+
+
+def storage(x: Tensor) -> int:
+    """Where this process' values of ``x`` begin."""
+    return (x._local_tensor if isinstance(x, DTensor) else x).data_ptr()
+
+
+def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
+    """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
+
+    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.
+    """
+    old = found.tensor
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    for module, name in found.places:
+        if found.kind == "param":
+            setattr(module, name, new)  # modules that keep their own lists (nn.LSTM) follow
+        else:
+            module._buffers[name] = new
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+    with torch.no_grad():
+        old.grad = None
+        old.data = old.detach().new_empty(0)
+    found.tensor = new
+    return new
+
+
+def to_device(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor and keep its identity."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+def from_first_rank(tensor: Tensor, placement: Placement) -> None:
+    """Give a plain tensor on every rank the values that it has on the placement's first rank."""
+    if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0:
+        return
+    mesh = placement.mesh()
+    flat = tensor.detach().contiguous()
+    at = placement.coordinate(dist.get_rank())
+    for axis in range(mesh.ndim):
+        first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])
+        dist.broadcast(flat, src=first, group=mesh.get_group(axis))
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat)
+
+
+def device_of(placement: Placement) -> torch.device:
+    """The device of this process' rank."""
+    if placement.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(placement.device_type, torch.cuda.current_device())

@@ -1,0 +1,152 @@
+"""Where a program runs: which ranks live in this process, and how values travel between ranks.
+
+A ``World`` offers four collectives over flat buffers along one placement axis; what lies where in a buffer is
+``collectives``, when one is called is the program.  ``virtual`` holds all ranks in this process, ``process`` one
+rank of a torch.distributed job.  Both sum in the same order (see there), so that a virtual run is the reference
+of a real one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.local import LocalSize, LocalStart, chunk
+from graphzero.sbp.placement import Placement
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective that ran: its kind, the placement axis, and the bytes that one rank sends, padding included."""
+
+    kind: str
+    axis: str
+    nbytes: float
+
+
+class Handle(Protocol):
+    """A collective under way; its buffers may be read after ``wait`` and not be touched before."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """A collective that is over when it returns."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class World(ABC):
+    """The ranks of a placement as seen from this process.
+
+    Every argument and result named in the plural has one entry per local rank.
+
+    Attributes:
+        placement: all ranks.
+        device: where the local ranks' tensors are.
+        local_ranks: positions, in the flattened placement, of the ranks that live in this process.
+        trace: None, or a list to which every collective is appended as ``Sent``.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device, local_ranks: Sequence[int]):
+        self.placement, self.device, self.local_ranks = placement, device, list(local_ranks)
+        self.trace: list[Sent] | None = None
+        flat = placement.ranks.ravel().tolist()
+        self.rank_ids: list[int] = [flat[position] for position in self.local_ranks]
+        self._coordinates = [placement.coordinate(rank) for rank in self.rank_ids]
+
+    def coordinate(self, local: int) -> tuple[int, ...]:
+        """Where local rank number ``local`` stands, one number per axis."""
+        return self._coordinates[local]
+
+    def peers(self, local: int, axis: str) -> list[int]:
+        """Ids of the ranks that a local rank meets along ``axis``, itself among them, in the axis' order."""
+        index = self.placement.axis(axis)
+        at = self.coordinate(local)
+        place: tuple[Any, ...] = (*at[:index], slice(None), *at[index + 1 :])
+        line = self.placement.ranks[place]
+        return [int(rank) for rank in line]
+
+    def resolve(self, x: Any, local: int) -> Any:
+        """``x``, a ``LocalSize`` or ``LocalStart`` replaced by the number that it is on a local rank."""
+        if not isinstance(x, (LocalSize, LocalStart)):
+            return x
+        index = self.placement.axis(x.axis)
+        start, length = chunk(x.size, self.placement.hierarchy[index], self.coordinate(local)[index])
+        return start if isinstance(x, LocalStart) else length
+
+    def all_gather(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
+        """``outs[r]`` becomes the ``ins`` of all peers, joined; ``ins[r]`` may be its own place in ``outs[r]``."""
+        return self._begin("all_gather", outs[0], axis) or self._all_gather(outs, ins, axis)
+
+    def reduce_scatter(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str = "sum"
+    ) -> Handle:
+        """``outs[r]`` becomes the reduction of all peers' r-th n-th of ``ins``; ``ins`` may be overwritten."""
+        return self._begin("reduce_scatter", ins[0], axis, (outs, ins)) or self._reduce_scatter(
+            outs, ins, axis, reduction
+        )
+
+    def all_reduce(self, bufs: Sequence[Tensor], axis: str, reduction: str = "sum") -> Handle:
+        """Every buffer becomes the reduction of all peers' buffers."""
+        return self._begin("all_reduce", bufs[0], axis) or self._all_reduce(bufs, axis, reduction)
+
+    def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
+        """The q-th n-th of ``outs[r]`` becomes the r-th n-th of the ``ins`` of peer q."""
+        return self._begin("all_to_all", ins[0], axis, (outs, ins)) or self._all_to_all(outs, ins, axis)
+
+    def _begin(
+        self, kind: str, buffer: Tensor, axis: str, copies: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    ) -> Handle | None:
+        """Log; finish at once where there is nobody, or nothing, to send to."""
+        ranks = self.placement.hierarchy[self.placement.axis(axis)]
+        if ranks == 1:
+            for out, sent in zip(*copies, strict=True) if copies else ():
+                out.copy_(sent)
+            return DONE
+        if self.trace is not None:
+            nbytes = buffer.numel() * buffer.element_size()
+            whole = nbytes * ranks if kind == "all_to_all" else nbytes  # the table counts by the global tensor
+            self.trace.append(Sent(kind, axis, wire_bytes(kind, whole, ranks)))
+        return DONE if buffer.numel() == 0 else None
+
+    @abstractmethod
+    def _all_gather(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle: ...
+
+    @abstractmethod
+    def _all_reduce(self, bufs: Sequence[Tensor], axis: str, reduction: str) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle: ...
+
+
+_REDUCE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def fold(pieces: Sequence[Tensor], out: Tensor, reduction: str) -> None:
+    """Reduce ``pieces`` from the first to the last into ``out``, which may be one of them; others may be overwritten.
+
+    Every element is ((p0 + p1) + p2) + ...: an order that depends on ranks alone, not on where in which buffer
+    the element lies.  Stages and bucket sizes therefore agree bit for bit.
+    """
+    reduce = _REDUCE[reduction]
+    if len(pieces) == 1:
+        out.copy_(pieces[0])
+        return
+    partial = pieces[0]
+    for piece in pieces[1:-1]:
+        reduce(partial, piece, out=partial)
+    reduce(partial, pieces[-1], out=out)

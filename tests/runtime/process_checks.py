@@ -1,0 +1,331 @@
+"""What two gloo processes check of a Graph; ``test_state_processes`` starts them once and reports each check."""
+
+import copy
+import tempfile
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+
+import graphzero as gz
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(6, 5)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) + self.second(x)))
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    return Tied().double()
+
+
+def batch(seed, rows=8):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (6, 3))
+
+
+def share(seed):
+    return tuple(t.chunk(2)[dist.get_rank()] for t in batch(seed))
+
+
+class Train(gz.Graph):
+    def __init__(self, model, optimizer=None, stage=0, lr_sch=None):
+        super().__init__()
+        self.model = model
+        if optimizer is not None:
+            self.add_optimizer(optimizer, lr_sch=lr_sch)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, x, y):
+        out = self.model(x)
+        loss = nn.functional.mse_loss(out, y)
+        if self._optimizers:
+            loss.backward()
+        return out, loss
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD([{"params": list(model.parameters())}], lr=lr, momentum=0.9)
+
+
+def eager(steps, seed=0):
+    model = make(seed)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer
+
+
+def trained(stage, steps=3):
+    """Only rank 0 begins with the right values, rate and schedule."""
+    rank = dist.get_rank()
+    model = make(rank)
+    optimizer = sgd(model, lr=0.1 if rank == 0 else 7.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+    graph = Train(model, optimizer, stage, scheduler)
+    found = [graph(*share(step)) for step in range(steps)]
+    return graph, found
+
+
+def same(ours, theirs):
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_steps_are_eager_ones_at_every_stage():
+    for stage in range(4):
+        graph, found = trained(stage)
+        model, optimizer = eager(3)
+        full = graph.full_state_dict()
+        same(full["modules"]["model"], model.state_dict())
+        x, _ = batch(2)
+        assert found[2][0].shape == (4, 3) and type(found[2][0]) is torch.Tensor
+        losses = [torch.zeros_like(found[2][1]) for _ in range(2)]
+        dist.all_gather(losses, found[2][1])
+        assert torch.equal(*losses)
+        twin = make(9)
+        twin_optimizer = sgd(twin)
+        twin.load_state_dict(full["modules"]["model"])
+        twin_optimizer.load_state_dict(full["optimizers"][0])
+        for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(
+                twin_optimizer.state[ours]["momentum_buffer"],
+                optimizer.state[theirs]["momentum_buffer"],
+                atol=1e-7,
+                rtol=1e-5,
+            )
+        assert twin_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def check_buffers_are_taken_from_rank_0_and_see_the_global_batch():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+
+    model, twin = build(), build()
+    model[1].running_mean += dist.get_rank()
+    Train(model, sgd(model), 3)(*share(0))
+    twin(batch(0)[0])
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+    torch.testing.assert_close(model[1].running_var, twin[1].running_var)
+
+
+def check_stage_3_puts_dtensors_everywhere_and_stage_2_only_in_states():
+    for stage in (2, 3):
+        model = make(0)
+        optimizer = sgd(model)
+        before = list(model.parameters())
+        graph = Train(model, optimizer, stage)
+        graph(*share(0))
+        after = list(model.parameters())
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(p is q for p, q in zip(after, held, strict=True))
+        assert model.first.weight is model.second.weight
+        assert all(p.grad is None for p in after) and all(isinstance(p, nn.Parameter) for p in after)
+        for p in after:
+            momentum = optimizer.state[p]["momentum_buffer"]
+            assert isinstance(momentum, DTensor) and momentum.shape == p.shape
+        assert set(optimizer.state) == set(after)
+        if stage == 3:
+            assert all(isinstance(p, DTensor) for p in after)
+            assert all(p.untyped_storage().nbytes() == 0 for p in before)
+            local = model.first.weight.to_local()
+            assert local.numel() < model.first.weight.numel() and local.untyped_storage().nbytes() == local.nbytes
+            assert gz.sbp.of(model.last.weight)[0].is_split
+        else:
+            assert all(p is q for p, q in zip(after, before, strict=True)) and gz.sbp.of(after[0]) == (gz.sbp.B,)
+        compiled = graph.program
+        graph(*share(1))
+        assert graph.program is compiled
+
+
+def check_other_graphs_take_split_parameters_as_they_are():
+    graph, _ = trained(3)
+    model = graph.model
+    evaluate, again = Train(model), Train(model, sgd(model), 0)
+    with torch.no_grad():
+        whole = make(0)
+        whole.load_state_dict(graph.full_state_dict()["modules"]["model"])
+    out, _ = evaluate(*share(5))
+    torch.testing.assert_close(out, whole(batch(5)[0]).detach().chunk(2)[dist.get_rank()])
+    split = list(model.parameters())
+    again(*share(6))
+    assert all(p is q and isinstance(p, DTensor) for p, q in zip(model.parameters(), split, strict=True))
+    graph(*share(7))
+
+
+def _raises(kind, text, call):
+    with pytest.raises(kind, match=text):
+        call()
+    dist.barrier()
+
+
+def check_disagreement_raises_on_all_ranks_and_says_what_differs():
+    rank = dist.get_rank()
+    model = make(0)
+    optimizer = sgd(model)
+    graph = Train(model, optimizer, 2)
+    x, y = batch(0)
+    for _ in range(2):  # in the first call and in a later one
+        _raises(
+            gz.CaptureError,
+            r"rank 0: float64\[2, 6\] S\(0\); rank 1: float64\[3, 6\]",
+            lambda: graph(x[: 2 + rank], y[: 2 + rank]),
+        )
+        graph(*share(0))
+    model.train(rank == 0)
+    _raises(gz.CaptureError, "training flags: rank 0: True; rank 1: False", lambda: graph(*share(0)))
+    model.train()
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    _raises(gz.CaptureError, "lr: rank 0: 0.1; rank 1: 1.1", lambda: graph(*share(0)))
+    optimizer.param_groups[0]["lr"] = 0.1
+    graph.config.enable_zero(stage=2 + rank)
+    _raises(gz.CaptureError, "configuration: rank 0: .*stage 2", lambda: graph(*share(0)))
+    graph.config.enable_zero(stage=2)
+    graph(*share(0))
+
+
+def check_a_failure_on_one_rank_raises_on_the_others():
+    rank = dist.get_rank()
+
+    class Fails(Train):
+        def build(self, x, y):
+            if rank == 1:
+                raise ValueError("rank one's own trouble")
+            return super().build(x, y)
+
+    model = make(0)
+    graph = Fails(model, sgd(model))
+    _raises(Exception, "rank one's own trouble" if rank else "rank 1 could not prepare", lambda: graph(*share(0)))
+    x, y = share(0)
+    good = Train(model, sgd(model))
+    _raises(gz.CaptureError, "requires grad", lambda: good(x.requires_grad_(rank == 1), y))
+
+
+def check_first_mode_does_not_talk_in_later_calls():
+    model = make(0)
+    graph = Train(model, sgd(model))
+    graph.config.check_inputs = "first"
+    graph(*share(0))
+    talked = []
+    agree = graph._ranks.agree
+    graph._ranks.agree = lambda *args: (talked.append(args[0]), agree(*args))
+    graph(*share(1))
+    assert not talked
+    graph(*(t[:2] for t in share(1)))
+    assert len(talked) == 2
+
+
+def check_checkpoints_load_at_other_stages_through_dcp():
+    graph, _ = trained(3)
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box)
+    dcp.save(graph.state_dict(), checkpoint_id=box[0])
+    before = pytree.tree_flatten_with_path(graph.full_state_dict())[0]
+    expected = graph(*share(7))
+    for stage in (0, 1, 3):
+        for called in (False, True):
+            model = make(5)
+            optimizer = sgd(model, lr=0.3)
+            other = Train(model, optimizer, stage, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i)))
+            (other if called else other.compile)(*share(4))
+            sd = other.state_dict()
+            dcp.load(sd, checkpoint_id=box[0])
+            other.load_state_dict(sd)
+            after = dict(pytree.tree_flatten_with_path(other.full_state_dict())[0])
+            for path, value in before:
+                found = after[path]
+                equal = torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+                assert equal, f"stage {stage}: {pytree.keystr(path)}: {found} != {value}"
+            torch.testing.assert_close(other(*share(7)), expected)
+
+
+def check_eager_optimizer_loads_are_seen():
+    graph, _ = trained(1)
+    optimizer = graph._optimizers[0].optimizer
+    saved = copy.deepcopy(graph.full_state_dict())  # else, as in torch, it follows the model
+    graph(*share(3))
+    optimizer.load_state_dict(saved["optimizers"][0])
+    with torch.no_grad():
+        graph.model.load_state_dict(saved["modules"]["model"])
+    again, _ = trained(1)
+    torch.testing.assert_close(graph(*share(4)), again(*share(4)))
+    assert isinstance(optimizer.state[graph.model.last.weight]["momentum_buffer"], DTensor)
+
+
+def check_dtensor_inputs_give_dtensor_outputs():
+    model = make(0)
+    graph = Train(model)
+    mesh = graph.placement.mesh()
+    x, y = (distribute_tensor(t, mesh, [Shard(0)]) for t in batch(0))
+    out, loss = graph(x, y)
+    assert isinstance(out, DTensor) and out.shape == (8, 3) and gz.sbp.of(out) == (gz.sbp.S(0),)
+    assert gz.sbp.of(loss) == (gz.sbp.B,)
+    torch.testing.assert_close(out.full_tensor(), graph(*share(0))[0].new_tensor(make(0)(batch(0)[0]).tolist()))
+
+
+def check_to_global_and_back():
+    rank = dist.get_rank()
+    place = gz.placement("cpu", range(2))
+    local = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    x = gz.to_global(local, place, gz.sbp.S(0))
+    assert x.shape == (4, 3) and gz.sbp.of(x) == (gz.sbp.S(0),) and torch.equal(gz.to_local(x), local)
+    whole = gz.to_global(x, sbp=gz.sbp.B)
+    assert torch.equal(gz.to_local(whole), x.full_tensor())
+    summed = gz.to_global(local, place, gz.sbp.P).full_tensor()
+    torch.testing.assert_close(summed, torch.arange(6.0).reshape(2, 3) * 2 + 10)
+    uneven = gz.to_global(torch.ones(3 - rank, 2), place, gz.sbp.S(0))
+    assert uneven.shape == (5, 2)
+    with pytest.raises(gz.SbpError, match=r"\[2, 3\] long.*\[3, 2\]"):
+        gz.to_global(torch.ones(2 + rank, 2), place, gz.sbp.S(0))
+    model = make(rank)
+    assert gz.to_global(model, place, gz.sbp.B) is model
+    assert model.first.weight is model.second.weight and isinstance(model.first.weight, DTensor)
+    assert model.first.weight.placements == (Replicate(),)
+    torch.testing.assert_close(model.last.weight.full_tensor(), make(0).last.weight)
+
+
+def check_a_subset_of_ranks_and_strangers():
+    if dist.get_rank() == 0:
+        graph = gz.Graph(gz.placement("cpu", [0]))
+        assert graph.placement.size == 1
+    else:
+        with pytest.raises(gz.PlacementError, match="no part"):
+            gz.Graph(gz.placement("cpu", [0]))
+    with pytest.raises(gz.PlacementError, match="world has ranks 0 to 1"):
+        gz.Graph(gz.placement("cpu", range(4)))
+
+
+CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()) if name.startswith("check_")}
+
+
+def work(rank, path, results):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    for name, check in CHECKS.items():
+        try:
+            check()
+            results[f"{name}/{rank}"] = ""
+        except BaseException:
+            results[f"{name}/{rank}"] = traceback.format_exc()
+            break  # the other rank may wait for this one
+    dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""State: what is bound lies as the program wants, changes made by others are seen, and the user's tensors stay true."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import graphzero as gz
+from graphzero.runtime import modules as tree
+from graphzero.runtime.storage import lay_out
+from graphzero.runtime.virtual import VirtualWorld
+from graphzero.sbp import B, S
+
+
+@pytest.fixture
+def world() -> VirtualWorld:
+    return VirtualWorld(gz.placement("cpu", range(2), virtual=True))
+
+
+def test_a_whole_tensor_is_one_object_for_all_ranks(world):
+    x = torch.randn(4, 6)
+    laid = lay_out(x, (B,), world, "x")
+    assert laid.kept is x and laid.ranks[0].data_ptr() == laid.ranks[1].data_ptr() == x.data_ptr()
+
+
+def test_ranks_work_on_views_where_those_are_contiguous_and_else_on_copies(world):
+    x = torch.randn(4, 6)
+    rows = lay_out(x, (S(0),), world, "x")
+    assert rows.ranks[1].data_ptr() == x[2:].data_ptr() and not rows.copies
+    columns = lay_out(x, (S(1),), world, "x")
+    assert columns.ranks[1].is_contiguous() and len(columns.copies) == 2
+    assert torch.equal(columns.ranks[1], x[:, 3:])
+
+
+def test_paths_are_first_names_and_ties_have_several_places():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    found = tree.tensors({"model": model, "again": model["b"], "norm": nn.BatchNorm1d(2)})
+    assert list(found) == [
+        "model.a.weight", "model.a.bias", "model.b.bias", "norm.weight", "norm.bias", "norm.running_mean",
+        "norm.running_var", "norm.num_batches_tracked",
+    ]  # fmt: skip
+    assert len(found["model.a.weight"].places) == 2
+    root = nn.Module()
+    root.model, root.again = model, model["b"]
+    assert [p for p, e in found.items() if p.startswith("model")] == [name for name, _ in root.named_parameters()]
+
+
+def test_a_replaced_parameter_stands_everywhere_and_the_old_one_is_empty():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = old = model["a"].weight
+    old.tag = "kept"
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[old]["momentum_buffer"] = torch.ones(2, 2)
+    new = tree.replace(tree.tensors({"m": model})["m.a.weight"], torch.zeros(1, 2), [optimizer])
+    assert model["a"].weight is model["b"].weight is new and isinstance(new, nn.Parameter) and new.tag == "kept"
+    assert optimizer.param_groups[0]["params"] == [new] and list(optimizer.state) == [new]
+    assert old.numel() == 0 and old.untyped_storage().nbytes() == 0
+
+
+def test_a_snapshot_changes_with_mode_storage_and_identity():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    modules = {"m": model}
+    first = tree.snapshot(modules)
+    assert tree.snapshot(modules) == first
+    model[0].weight.data.add_(1)
+    assert tree.snapshot(modules) == first
+    for change in (
+        lambda: model[1].eval(),
+        lambda: model[0].bias.requires_grad_(False),
+        lambda: setattr(model[0].weight, "data", torch.ones(2, 2)),
+        lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    ):
+        before = tree.snapshot(modules)
+        change()
+        assert tree.snapshot(modules) != before
+
+
+class Train(gz.Graph):
+    def __init__(self, model, optimizer, stage, ranks=4):
+        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
+        self.model = model
+        self.add_optimizer(optimizer)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def step(model, optimizer, x):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8)).double()  # 3 x 8 is split along dim 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_columns_are_split_and_the_whole_tensors_stay_true(stage):
+    model, twin = wide(), wide()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
+    graph = Train(model, optimizers[0], stage)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    for i in range(3):
+        graph(x)
+        step(twin, optimizers[1], x)
+        if i == 1:  # what the user writes between calls is read
+            for m in (model, twin):
+                m[0].weight.data.mul_(0.5)
+    assert "S(1)" in str(graph.program)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tensors_that_others_put_in_place_are_bound_anew():
+    model, twin = wide(), wide()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
+    graph = Train(model, optimizers[0], 2)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    graph(x), step(twin, optimizers[1], x)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    graph(x), step(twin, optimizers[1], x)
+    for optimizer, state, m in zip(optimizers, saved, (model, twin), strict=True):
+        optimizer.load_state_dict(state)
+        m[2].bias.data = torch.ones(8, dtype=torch.float64)
+    graph(x), step(twin, optimizers[1], x)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert float(optimizers[0].state[ours]["step"]) == 2
+
+
+def test_a_scalar_parameter_keeps_its_moments():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift = (nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
+
+        def forward(self, x):
+            return x * self.scale + self.shift
+
+    model, twin = Scaled(), Scaled()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
+    graph = Train(model, optimizers[0], 3)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    for _ in range(3):
+        graph(x), step(twin, optimizers[1], x)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        moments = [o.state[p]["exp_avg"] for o, p in zip(optimizers, (ours, theirs), strict=True)]
+        torch.testing.assert_close(*moments)
+
+
+def test_a_call_under_inference_mode_leaves_ordinary_tensors():
+    model = wide()
+    optimizer = torch.optim.Adam(model.parameters())
+    graph = Train(model, optimizer, 2)
+    with torch.inference_mode():
+        graph(torch.randn(8, 8, dtype=torch.float64))
+    x = torch.randn(8, 8, dtype=torch.float64)
+    assert not any(t.is_inference() for held in optimizer.state.values() for t in held.values())
+    step(model, optimizer, x)
