@@ -1,0 +1,89 @@
+"""graphzero: whole training steps of PyTorch as one graph, rewritten by passes, run on many ranks.
+
+The public names; everything else may change.  They are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphzero import errors, nn, passes, sbp, testing
+    from graphzero.config import GraphConfig
+    from graphzero.convert import to_global, to_local
+    from graphzero.errors import CaptureError as CaptureError
+    from graphzero.errors import CheckpointError as CheckpointError
+    from graphzero.errors import ConfigError as ConfigError
+    from graphzero.errors import GraphZeroError as GraphZeroError
+    from graphzero.errors import PlacementError as PlacementError
+    from graphzero.errors import SbpError as SbpError
+    from graphzero.errors import VerifyError as VerifyError
+    from graphzero.graph import Graph
+    from graphzero.ir.graph import StepGraph
+    from graphzero.ir.text import parse
+    from graphzero.passes import Pipeline
+    from graphzero.plan import Plan
+    from graphzero.sbp.placement import Placement, placement
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CaptureError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "Graph": "graph",
+    "GraphConfig": "config",
+    "GraphZeroError": "errors",
+    "Pipeline": "passes",
+    "Placement": "sbp.placement",
+    "PlacementError": "errors",
+    "Plan": "plan",
+    "SbpError": "errors",
+    "StepGraph": "ir.graph",
+    "VerifyError": "errors",
+    "parse": "ir.text",
+    "placement": "sbp.placement",
+    "to_global": "convert",
+    "to_local": "convert",
+}
+_MODULES = ("errors", "nn", "passes", "sbp", "testing")
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "ConfigError",
+    "Graph",
+    "GraphConfig",
+    "GraphZeroError",
+    "Pipeline",
+    "Placement",
+    "PlacementError",
+    "Plan",
+    "SbpError",
+    "StepGraph",
+    "VerifyError",
+    "errors",
+    "nn",
+    "parse",
+    "passes",
+    "placement",
+    "sbp",
+    "testing",
+    "to_global",
+    "to_local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"graphzero.{name}")
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"graphzero.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module 'graphzero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

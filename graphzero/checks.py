@@ -1,0 +1,54 @@
+"""What add_optimizer refuses, and why."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from graphzero.errors import ConfigError
+
+
+def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:
+    if not isinstance(optim, torch.optim.Optimizer):
+        raise ConfigError(f"add_optimizer({type(optim).__name__}): give a torch.optim.Optimizer")
+    held = {id(p) for group in optim.param_groups for p in group["params"]}
+    for i, other in enumerate(others):
+        shared = sum(id(p) in held for group in other.param_groups for p in group["params"])
+        if shared:
+            raise ConfigError(
+                f"add_optimizer({type(optim).__name__}): {shared} of its parameters belong to optimizer {i} "
+                f"({type(other).__name__}) too; a parameter has one optimizer, so split them among param groups"
+            )
+
+
+def check_scheduler(scheduler: Any, optim: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): its step takes a metric, which the Graph does not have; leave lr_sch out "
+            "and call scheduler.step(metric) between calls, the new rate is read in the next one"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"add_optimizer(lr_sch={kind}): give a scheduler of torch.optim.lr_scheduler")
+    needed = [
+        p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty and p.kind in (0, 1)
+    ]
+    if needed:
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): its step needs {needed[0].name}, which the Graph does not have; leave "
+            "lr_sch out and step it between calls"
+        )
+    if getattr(scheduler, "optimizer", optim) is not optim:
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): the scheduler belongs to another optimizer; make it with this one"
+        )
+
+
+def check_clipping(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, (int, float)) and number > 0):
+            raise ConfigError(f"add_optimizer({name}={number!r}): give a positive number, or leave it out")

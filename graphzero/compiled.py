@@ -1,0 +1,256 @@
+"""From one call's inputs to a program that runs, and the programs that a Graph has made so far.
+
+``key_of`` says what selects a program; ``Programs`` keeps captures and programs by it.  A change of the
+configuration alone makes a new program from the capture that is there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, baked, capture
+from graphzero.config import GraphConfig
+from graphzero.errors import ConfigError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
+from graphzero.passes import Bucket, Pass, Pin, Pipeline, Record, Zero, default_passes, pass_name
+from graphzero.plan import Plan, plan_of
+from graphzero.runtime.agree import digest, tensor_text
+from graphzero.runtime.executor import Executor
+from graphzero.runtime.inputs import Inputs
+from graphzero.runtime.modules import Found, walk
+from graphzero.runtime.state import State
+from graphzero.runtime.world import World
+from graphzero.sbp.types import Nd
+
+_MANY = 8
+
+
+@dataclass(frozen=True)
+class Key:
+    """What selects a program.  ``captured`` selects the capture; ``placed`` and ``config`` what passes make of it."""
+
+    captured: tuple[tuple[str, Any], ...]  # (what it is, value)
+    placed: tuple[Any, ...]
+    config: tuple[Any, ...]
+
+
+@dataclass
+class Compiled:
+    """One program: its capture, the graph that runs, what its passes did, and what a step of it costs."""
+
+    captured: Captured
+    graph: StepGraph
+    history: list[Record]
+    plan: Plan
+    roles: dict[str, Role]  # placeholder -> role
+    uses_seed: bool
+    _executor: Executor | None = None
+
+    def executor(self, world: World) -> Executor:
+        if self._executor is None:
+            self._executor = Executor(self.graph, world)
+        return self._executor
+
+    def state_nds(self) -> dict[tuple[int, str, str], Nd]:
+        """(optimizer, path, key) -> SBP of the optimizer states it keeps."""
+        nds = {node.name: value.nd_of(node) for node in self.graph.placeholders("state")}
+        return {(s.optimizer, s.param, s.key): nds[s.placeholder] for s in self.captured.states if s.placeholder in nds}
+
+    @property
+    def hash(self) -> int:
+        """Of the program's text and every collective, the same in every process."""
+        return digest(str(self.graph), *map(repr, self.plan.collectives))
+
+
+class Programs:
+    """A Graph's captures and programs by key."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.captures: dict[Any, list[Captured]] = {}
+        self.programs: dict[Key, list[Compiled]] = {}
+        self.hashes: dict[Key, int] = {}
+        self._warned = False
+
+    def find(self, key: Key, numbers: Mapping[Role, float]) -> Compiled | None:
+        """The program for ``key`` whose guarded hyperparameters still hold."""
+        return next((p for p in self.programs.get(key, ()) if p.captured.guards(dict(numbers))), None)
+
+    def find_capture(self, key: Key, numbers: Mapping[Role, float]) -> Captured | None:
+        return next((c for c in self.captures.get(key.captured, ()) if c.guards(dict(numbers))), None)
+
+    def add(self, key: Key, program: Compiled) -> None:
+        known = self.captures.setdefault(key.captured, [])
+        if program.captured not in known:
+            known.append(program.captured)
+        self.programs.setdefault(key, []).append(program)
+        self._warn()
+
+    def alias(self, key: Key, program: Compiled) -> None:
+        """``program`` serves ``key`` too: binding it has split the parameters that it found whole."""
+        if not any(program is known for known in self.programs.setdefault(key, [])):
+            self.programs[key].append(program)
+
+    def hash_of(self, key: Key, describe: Callable[[], Mapping[str, str]]) -> int:
+        """The same in every process."""
+        if key not in self.hashes:
+            self.hashes[key] = digest(*(f"{name}={text}" for name, text in describe().items()))
+        return self.hashes[key]
+
+    def _warn(self) -> None:
+        made = {id(program): key for key, programs in self.programs.items() for program in programs}
+        if len(made) <= _MANY or self._warned:
+            return
+        self._warned = True
+        seen: dict[str, set[Any]] = {}
+        for key in made.values():
+            for name, found in (*key.captured, ("configuration", key.config)):
+                seen.setdefault(name, set()).add(found)
+        changing = [name for name, values in seen.items() if len(values) > 1] or ["guarded hyperparameters"]
+        warnings.warn(
+            f"{self.name} has compiled {len(made)} programs; what keeps changing: {', '.join(changing)}. Pad inputs to "
+            "few shapes, pass numbers that change as floats or 0-d tensors, and keep modules in the same mode",
+            stacklevel=6,
+        )
+
+
+def key_of(
+    inputs: Inputs,
+    state: State,
+    found: Mapping[str, Found],
+    config: GraphConfig,
+    optimizers: Sequence[OptimizerSpec],
+    counters: Any,
+    held: HeldParts,
+) -> Key:
+    """See ``Key``.  Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
+    parts: list[tuple[str, Any]] = [("input structure", inputs.spec)]
+    parts += [(f"input {leaf.name}", leaf.key) for leaf in inputs.leaves]
+    parts += [("torch settings", _settings()), ("optimizer settings", baked(optimizers)), ("step counters", counters)]
+    fixed = held.parts(state, found)
+    return Key((*parts, *fixed), placed_of(inputs, state, found), config.fingerprint)
+
+
+class HeldParts:
+    """The parts of keys that follow from modules and parameter groups, kept while those stay as they are."""
+
+    def __init__(self) -> None:
+        self._of: Any = None
+        self._parts: tuple[tuple[str, Any], ...] = ()
+
+    def parts(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
+        groups = [[list(map(id, group["params"])) for group in o.param_groups] for o in state.optimizers]
+        if self._of is None or self._of[0] is not found or self._of[1] != groups:
+            names = {id(entry.tensor): path for path, entry in found.items()}
+            tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
+            made: list[tuple[str, Any]] = [("training flags", tuple(m.training for _, m in walk(state.modules)))]
+            made.append(("parameters", _Hashed(tensors)))
+            made += [(f"optimizer {i}", _Hashed(layout_of(o, names, i))) for i, o in enumerate(state.optimizers)]
+            self._of, self._parts = (found, groups), tuple(made)
+        return self._parts
+
+
+class _Hashed(tuple[Any, ...]):
+    """A tuple that hashes once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
+def placed_of(inputs: Inputs, state: State, found: Mapping[str, Found]) -> tuple[Any, ...]:
+    """How inputs, parameters and buffers lie."""
+    return tuple(leaf.nd for leaf in inputs.leaves), _Hashed(state.nds(found))
+
+
+def describe(key: Key, inputs: Inputs, state: State, config: GraphConfig) -> dict[str, str]:
+    """The key's parts as text that is the same in every process."""
+    parts = {f"input {leaf.name}": str(leaf) for leaf in inputs.leaves}
+    for name, part in key.captured:
+        if name not in parts:
+            parts[name] = str(part)
+    modules = [(path, module.training) for path, module in walk(state.modules)]
+    flags = {flag for _, flag in modules}
+    parts["training flags"] = str(flags.pop()) if len(flags) == 1 else str(modules)
+    for path, shape, dtype, grad in dict(key.captured)["parameters"]:
+        parts[f"tensor {path}"] = f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if grad else ', no grad'}"
+    del parts["parameters"]
+    parts["placed"], parts["configuration"] = str(key.placed), config.description
+    return parts
+
+
+def layout_of(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[Any, ...]:
+    """Its class and the parameters of its groups."""
+    groups = []
+    for j, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer {index} ({type(optimizer).__name__}) holds in group {j} a parameter "
+                    f"{tensor_text(param)} of no module of the Graph; assign its module to an attribute (self.model = "
+                    "model) before calling, and make the optimizer after the module is final"
+                )
+        groups.append(tuple(names[id(param)] for param in group["params"]))
+    return type(optimizer).__qualname__, tuple(groups)
+
+
+def _settings() -> tuple[Any, ...]:
+    casts = tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in ("cpu", "cuda"))
+    return casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), str(torch.get_default_dtype())
+
+
+def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None) -> Compiled:
+    """Capture (unless given), run the passes, plan.  Touches no real tensor."""
+    if captured is None:
+        captured = capture(step, [leaf_of(leaf) for leaf in inputs.leaves], inputs.spec)
+    found = state.tensors()
+    placed = {**inputs.placed(), **state.placed(found, captured.states)}
+    pipeline = Pipeline(passes_of(config, placed))
+    graph = pipeline(captured.graph)
+    roles = {node.name: node.meta["role"] for node in graph.placeholders()}
+    uses_seed = any(role.kind == "seed" for role in roles.values())
+    return Compiled(captured, graph, pipeline.history, plan_of(graph), roles, uses_seed)
+
+
+def leaf_of(leaf: Any) -> Any:
+    if leaf.is_tensor:
+        return TensorLeaf(leaf.name, leaf.raw.dtype, leaf.shape)
+    return FloatLeaf(leaf.name, leaf.raw) if leaf.is_float else leaf.raw
+
+
+def passes_of(config: GraphConfig, placed: Mapping[Role, Nd]) -> list[Pass]:
+    """The built-in passes as configured, the user's own behind those they name."""
+    zero = config.zero
+    built = Zero(zero.stage, zero.shard_min_size, zero.axes) if zero.stage else None
+    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes))
+    for own, after in config.user_passes:
+        names = [pass_name(known) for known in passes]
+        # Without ZeRO there is no pass "zero"; what would follow it stands where it would have been.
+        at = names.index(after) if after in names else names.index("pin")
+        while at + 1 < len(passes) and any(passes[at + 1] is mine and a == after for mine, a in config.user_passes):
+            at += 1
+        passes.insert(at + 1, own)
+    return passes
+
+
+def parameter_lines(found: Mapping[str, Found], nds: Mapping[str, Nd]) -> Sequence[str]:
+    """Path, type and SBP of every parameter, for ``repr``."""
+    lines = []
+    for path, entry in found.items():
+        if entry.kind == "param":
+            sbp = ", ".join(map(str, nds[path]))
+            kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""
+            lines.append(f"  {path}: {tensor_text(entry.tensor)} {sbp}{kind}")
+    return lines

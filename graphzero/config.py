@@ -1,0 +1,246 @@
+"""GraphConfig: what a user chooses for one Graph.
+
+It only holds and checks settings; passes, capture and the runtime read them.  Every Graph has its own, nothing
+is process-global, and ``fingerprint`` says whether two configurations compile to the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphzero.errors import ConfigError
+from graphzero.passes.base import pass_name
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd, Sbp
+
+PASS_NAMES = (
+    "pin",
+    "zero",
+    "propagate",
+    "insert_boxing",
+    "lower_boxing",
+    "localize",
+    "bucket",
+    "schedule",
+    "dead_code",
+)
+STAGES = (1, 2, 3)
+EXECUTORS = ("eager", "inductor")
+CHECKS = ("always", "first")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """How model state is split.  stage 0: not at all.  axes: names of the placement axes, outermost first."""
+
+    stage: int = 0
+    axes: tuple[str, ...] = ()
+    shard_min_size: int = 1
+
+
+class GraphConfig:
+    """Settings of one Graph: ``graph.config``.  Wrong values raise ConfigError where they are set."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._zero = ZeroConfig()
+        self._executor = "eager"
+        self._check_inputs = "always"
+        self._bucket_bytes = 4 << 20
+        self._inputs: dict[str, Nd] = {}
+        self._passes: list[tuple[Any, str]] = []
+
+    # ---- what the user calls
+
+    def enable_zero(
+        self,
+        mode: bool = True,
+        *,
+        stage: int = 2,
+        shard_min_size: int = 1,
+        axis: str | Iterable[str] | None = None,
+    ) -> None:
+        """Split model state over the ranks instead of keeping it whole on each (ZeRO, arXiv 1910.02054).
+
+        stage: 1 splits optimizer states, 2 gradients too, 3 parameters too.  ``mode=False`` is stage 0.
+        shard_min_size: parameters with fewer than this many elements per rank stay broadcast.
+        axis: placement axes to split over, a name or names; by default every data axis.
+        """
+        if isinstance(stage, bool) or stage not in STAGES:
+            raise ConfigError(
+                f"enable_zero(stage={stage!r}): the stages are 1 (optimizer states split), 2 (gradients too) and "
+                "3 (parameters too); for none, enable_zero(False)"
+            )
+        if isinstance(shard_min_size, bool) or not isinstance(shard_min_size, int) or shard_min_size < 0:
+            raise ConfigError(
+                f"enable_zero(shard_min_size={shard_min_size!r}): give the smallest number of elements per rank "
+                "that is worth splitting, an int from 0 up; 1 splits everything"
+            )
+        self._zero = ZeroConfig(stage, self._checked_axes(axis), shard_min_size) if mode else ZeroConfig()
+
+    def enable_amp(
+        self,
+        mode: bool = True,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        reduce_dtype: torch.dtype | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 1.0,
+    ) -> None:
+        """Mixed precision.  Not in this version: only ``mode=False`` is accepted."""
+        if mode:
+            raise ConfigError(
+                f"enable_amp(dtype={dtype}): mixed precision of the whole step comes in a later version; until then "
+                "write `with torch.autocast(...)` around the forward part inside build, or call model.to(dtype)"
+            )
+
+    def set_gradient_accumulation_steps(self, n: int) -> None:
+        """Cut each rank's share of the batch in ``n`` micro-batches.  Not in this version: only 1 is accepted."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(f"set_gradient_accumulation_steps({n!r}): give the number of micro-batches, 1 or more")
+        if n > 1:
+            raise ConfigError(
+                f"set_gradient_accumulation_steps({n}): gradient accumulation comes in a later version; until then "
+                f"use more ranks, or write the loop inside build: x.chunk({n}), and loss / {n} for each backward"
+            )
+
+    def set_executor(self, name: str) -> None:
+        """How programs run: "eager", the reference executor."""
+        if name not in EXECUTORS:
+            raise ConfigError(f"set_executor({name!r}): the executors are {_choices(EXECUTORS)}")
+        if name == "inductor":
+            raise ConfigError(
+                'set_executor("inductor"): the compiled executor comes in a later version; "eager" runs the same '
+                "program now, leave the call out"
+            )
+        self._executor = name
+
+    def set_input(self, name: str, *, sbp: Sbp | tuple[Sbp, ...]) -> None:
+        """Say how one input of build lies on the ranks, instead of split along dim 0.
+
+        name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one for all of a 1-d
+        placement: ``gz.sbp.B`` for class weights, ``gz.sbp.S(1)`` for a batch in dim 1.
+        """
+        nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
+        count = len(self._placement.names)
+        if not all(isinstance(item, Sbp) for item in nd):
+            raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
+        if len(nd) != count:
+            raise ConfigError(
+                f"set_input({name!r}, sbp={sbp!r}): {self._placement!r} has {count} axes "
+                f"({', '.join(self._placement.names)}); give one SBP for each, a tuple of {count}"
+            )
+        self._inputs[name] = nd
+
+    @property
+    def check_inputs(self) -> str:
+        """When ranks agree on the program: "always", before every call, or "first", before calls that compile."""
+        return self._check_inputs
+
+    @check_inputs.setter
+    def check_inputs(self, when: str) -> None:
+        if when not in CHECKS:
+            raise ConfigError(f"check_inputs = {when!r}: write {_choices(CHECKS)}")
+        self._check_inputs = when
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own."""
+        return self._bucket_bytes
+
+    @bucket_bytes.setter
+    def bucket_bytes(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"bucket_bytes = {size!r}: give a number of bytes, 1 or more; {4 << 20} is the default")
+        self._bucket_bytes = size
+
+    def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
+        """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
+        if not callable(pass_):
+            raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
+        known = (*PASS_NAMES, *(pass_name(own) for own, _ in self._passes))
+        if after not in known:
+            raise ConfigError(
+                f"add_pass({pass_name(pass_)}, after={after!r}): no pass has that name; {_choices(known)}"
+            )
+        self._passes.append((pass_, after))
+
+    # ---- what the rest of graphzero reads
+
+    @property
+    def zero(self) -> ZeroConfig:
+        return self._zero
+
+    @property
+    def executor(self) -> str:
+        return self._executor
+
+    @property
+    def inputs(self) -> dict[str, Nd]:
+        """SBP of the inputs that set_input named."""
+        return dict(self._inputs)
+
+    @property
+    def user_passes(self) -> tuple[tuple[Any, str], ...]:
+        """(pass, name of the pass it follows), in the order they were added."""
+        return tuple(self._passes)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for configurations that compile to the same program; hashable.
+
+        A pass counts by identity: the same object is the same pass, and it is expected not to change.
+        """
+        inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
+        passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
+        return self._zero, self._executor, self._bucket_bytes, inputs, passes
+
+    @property
+    def description(self) -> str:
+        """The fingerprint as text that is the same in every process."""
+        return repr(self)
+
+    def __repr__(self) -> str:
+        zero = self._zero
+        parts = [f"zero=stage {zero.stage}"]
+        if zero.stage:
+            parts[0] += f" over {', '.join(zero.axes)}"
+        if zero.shard_min_size != 1:
+            parts.append(f"shard_min_size={zero.shard_min_size}")
+        parts.append(f"executor={self._executor}")
+        if self._check_inputs != "always":
+            parts.append(f"check_inputs={self._check_inputs}")
+        if self._bucket_bytes != 4 << 20:
+            parts.append(f"bucket_bytes={self._bucket_bytes}")
+        parts += [f"{name}: {', '.join(map(str, nd))}" for name, nd in self._inputs.items()]
+        parts += [f"{pass_name(own)} after {after}" for own, after in self._passes]
+        return f"GraphConfig({', '.join(parts)})"
+
+    def _checked_axes(self, axis: str | Iterable[str] | None) -> tuple[str, ...]:
+        names = self._placement.names
+        if axis is None:
+            if not self._placement.data_axes:
+                raise ConfigError(
+                    f"enable_zero(): {self._placement!r} has no data axis, one whose name begins with dp; "
+                    f"say which axis to split over: enable_zero(axis={names[0]!r})"
+                )
+            return self._placement.data_axes
+        chosen = (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in chosen:
+            if name not in names:
+                raise ConfigError(f"enable_zero(axis={axis!r}): the axes of {self._placement!r} are {_choices(names)}")
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one of {_choices(names)}")
+        return tuple(name for name in names if name in chosen)
+
+
+def _choices(names: Iterable[str]) -> str:
+    return "choose one of " + ", ".join(repr(name) for name in names)

@@ -1,0 +1,135 @@
+"""Between plain tensors and global ones: ``to_global`` and ``to_local``.
+
+A global tensor is a torch DTensor; on a virtual placement it is a whole plain tensor with an annotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphzero.capture import is_capturing, pin_value
+from graphzero.errors import PlacementError, SbpError
+from graphzero.runtime import modules as tree
+from graphzero.runtime import shards
+from graphzero.runtime.shards import check_mesh, wrap
+from graphzero.sbp.dtensor import annotate, to_placements
+from graphzero.sbp.local import chunk
+from graphzero.sbp.placement import Placement, as_placement
+from graphzero.sbp.types import B, Nd, Sbp
+
+
+def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp | Sequence[Sbp] | None = None) -> Any:
+    """Make ``x`` a global tensor, or give it another SBP.
+
+    * a plain tensor: this rank's local tensor becomes a DTensor; on a virtual placement the whole tensor is annotated;
+    * a DTensor: redistributed to ``sbp``;
+    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place; it is returned;
+    * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside a Graph it is
+      then the identity.
+
+    Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
+    """
+    if isinstance(x, nn.Module):
+        return _module_to_global(x, _required(placement, x), _nd(sbp, _required(placement, x), x))
+    if not isinstance(x, Tensor):
+        raise SbpError(f"to_global takes a tensor or a module, not {type(x).__name__}; call it for each tensor")
+    if sbp is not None:
+        wanted = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp)
+        if is_capturing():
+            _check_dims(x.shape, wanted, "to_global")
+            return pin_value(x, wanted)
+    if isinstance(x, DTensor):
+        return _redistributed(x, placement, sbp)
+    if placement is None:
+        if sbp is not None:
+            return x
+        raise SbpError("to_global of a plain tensor needs to know where: to_global(x, placement=..., sbp=...)")
+    where = as_placement(placement)
+    nd = _nd(sbp, where, x)
+    _check_dims(x.shape, nd, "to_global")
+    if where.virtual:
+        annotate(x, where, nd)
+        return x
+    return wrap(x, where.mesh(), nd, _gathered_shape(x, where, nd))
+
+
+def to_local(x: Any) -> Any:
+    """This rank's shard as a plain tensor.  A plain tensor (whole, on a virtual placement) is itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
+    if placement is None:
+        raise PlacementError(f"to_global of a {type(x).__name__} needs placement=, the ranks to put it on")
+    return as_placement(placement)
+
+
+def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:
+    nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp or ())
+    if len(nd) != len(placement.names) or not all(isinstance(item, Sbp) for item in nd):
+        raise SbpError(
+            f"to_global of a {type(x).__name__} on {placement!r} needs sbp= with one SBP per axis "
+            f"({', '.join(placement.names)}), not {sbp!r}"
+        )
+    return nd
+
+
+def _check_dims(shape: Sequence[int], nd: Nd, what: str) -> None:
+    for sbp in nd:
+        if sbp.is_split and sbp.dim >= len(shape):
+            raise SbpError(f"{what}: a tensor of shape {tuple(shape)} has no dim {sbp.dim}; choose another split, or B")
+
+
+def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> DTensor:
+    where = as_placement(x.device_mesh if placement is None else placement)
+    check_mesh(x, where, "the value given to to_global")
+    if sbp is None:
+        return x
+    nd = _nd(sbp, where, x)
+    _check_dims(x.shape, nd, "to_global")
+    return x.redistribute(placements=to_placements(nd))
+
+
+def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
+    """The global shape of every rank's ``x``: the ranks tell each other their sizes along the split dims."""
+    shape = list(x.shape)
+    mesh = placement.mesh()
+    for axis in reversed(range(len(nd))):
+        sbp, ranks = nd[axis], placement.hierarchy[axis]
+        if not sbp.is_split or ranks == 1:
+            continue
+        mine = torch.tensor([shape[sbp.dim]], device=mesh.device_type)
+        sizes = [torch.zeros_like(mine) for _ in range(ranks)]
+        dist.all_gather(sizes, mine, group=mesh.get_group(axis))
+        found = [int(size) for size in sizes] if dist.get_backend() != "fake" else [shape[sbp.dim]] * ranks
+        total = sum(found)
+        if found != [chunk(total, ranks, place)[1] for place in range(ranks)]:
+            raise SbpError(
+                f"to_global(sbp={sbp}): the ranks' pieces are {found} long in dim {sbp.dim}; a split is cut as "
+                f"torch.chunk cuts: {[chunk(total, ranks, place)[1] for place in range(ranks)]}"
+            )
+        shape[sbp.dim] = total
+    return tuple(shape)
+
+
+def _module_to_global(module: nn.Module, placement: Placement, nd: Nd) -> nn.Module:
+    plain = [found for found in tree.tensors({"": module}).values() if not isinstance(found.tensor, DTensor)]
+    for found in plain:
+        if found.tensor.dim():
+            _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
+    for found in plain:
+        here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
+        if placement.virtual:
+            annotate(found.tensor, placement, here)
+            continue
+        tree.to_device(found.tensor, tree.device_of(placement))
+        tree.from_first_rank(found.tensor, placement)
+        tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
+    return module

@@ -1,0 +1,345 @@
+"""Graph: the user's class.  One call is one step: read the inputs, agree with the other ranks, find or make the
+program, bind what is not bound, run, and leave the user's modules, optimizers and schedulers true.
+
+Each of these is a module of its own; here is only their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from graphzero import compiled
+from graphzero.capture import OptimizerSpec, Step, hyperparameters
+from graphzero.checks import check_clipping, check_optimizer, check_scheduler
+from graphzero.compiled import Compiled, HeldParts, Key, Programs
+from graphzero.config import GraphConfig
+from graphzero.errors import ConfigError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.passes import Record
+from graphzero.plan import Plan
+from graphzero.runtime import checkpoint, launch, modules
+from graphzero.runtime.agree import Ranks, digest
+from graphzero.runtime.inputs import Inputs, Reader, output_value, rank_values
+from graphzero.runtime.seed import key_tensor
+from graphzero.runtime.state import State
+from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.world import World
+from graphzero.sbp.placement import Placement
+
+
+class Graph:
+    """A training or evaluation step, compiled as one program for all ranks of a placement.
+
+    Derive from it; in ``__init__`` call ``super().__init__()``, assign modules to attributes and ``add_optimizer``;
+    write the step for one device and the whole batch in ``build``; then call the object with each batch.
+
+    placement: the ranks, a ``gz.placement`` or a DeviceMesh; by default all ranks of the world.
+    name: what programs and messages call it; by default the class's name.
+    Raises PlacementError for ranks that do not exist, ConfigError for settings that have no meaning.
+    """
+
+    def __init__(self, placement: Placement | DeviceMesh | None = None, name: str | None = None) -> None:
+        self.name = name or type(self).__name__
+        self.placement = launch.resolve(placement)
+        self.config = GraphConfig(self.placement)
+        self._ranks = Ranks(self.placement)
+        self._programs = Programs(self.name)
+        self._optimizers: list[OptimizerSpec] = []
+        self._schedulers: list[Any] = []  # one per optimizer, None for none
+        self._lazy_world: World | None = None
+        self._lazy_state: State | None = None
+        self._reader: Reader | None = None
+        self._held = HeldParts()
+        self._counters: tuple[Any, ...] = ()
+        self._last: Compiled | None = None  # used or compiled last
+        self._bound: Compiled | None = None
+        self._grad_norms: dict[str, Tensor] = {}
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step: written for one device and the whole batch."""
+        raise ConfigError(
+            f"{type(self).__name__} has no build: write the step as a method, for example\n    def build(self, x, y):\n"
+            "        loss = self.loss_fn(self.model(x), y)\n        loss.backward()\n        return loss"
+        )
+
+    def add_optimizer(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        lr_sch: Any = None,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_grad_value: float | None = None,
+    ) -> None:
+        """Let ``optim`` step after ``build``'s backward; may be called for several optimizers.
+
+        lr_sch: a scheduler of it, stepped after each training call.  clip_grad_norm: the largest norm of its gradients,
+        all together, of kind ``norm_type``; clip_grad_value: the largest absolute value of one element.
+        """
+        check_optimizer(optim, [spec.optimizer for spec in self._optimizers])
+        check_scheduler(lr_sch, optim)
+        check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
+        self._optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
+        self._schedulers.append(lr_sch)
+        self._lazy_state = None
+
+    # ---- running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False):
+            program, inputs, key = self._prepare(args, kwargs, "this call")
+            with torch.no_grad():
+                self._bind(program, key, inputs)
+                return self._run(program, inputs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Graph:
+        """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device."""
+        with torch.inference_mode(False):
+            self._prepare(args, kwargs, "compile()")
+        return self
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> tuple[Compiled, Inputs, Key]:
+        """The program for these arguments, agreed on by all ranks."""
+        failure: Exception | None = None
+        inputs: Inputs | None = None
+        key: Key | None = None
+        hash_, describe = 0, _nothing
+        try:
+            inputs, key = self._read(args, kwargs)
+            hash_, describe = self._hash(key, inputs)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        is_new = not self._programs.programs if key is None else key not in self._programs.programs
+        if is_new or self.config.check_inputs == "always":
+            self._ranks.agree(f"the program of {what}", hash_, describe, failure)
+        if failure is not None:
+            raise failure
+        assert inputs is not None and key is not None
+        program = self._programs.find(key, {**hyperparameters(self._optimizers), **inputs.scalars()})
+        if program is None:
+            program = self._compile(key, inputs)
+        self._last = program
+        return program, inputs, key
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
+        if type(self).build is Graph.build:
+            self.build()
+        if self._reader is None:
+            self._reader = Reader(self.build, self.placement)
+        state = self._state
+        inputs = self._reader.read(args, kwargs, self.config.inputs)
+        return inputs, self._key(inputs, state)
+
+    def _key(self, inputs: Inputs, state: State) -> Key:
+        found = state.tensors()
+        if state.is_stale(found):
+            self._counters = state.counter_layout({id(entry.tensor): path for path, entry in found.items()})
+            self._bound = None
+        return compiled.key_of(inputs, state, found, self.config, self._optimizers, self._counters, self._held)
+
+    def _hash(self, key: Key, inputs: Inputs) -> tuple[int, Callable[[], dict[str, str]]]:
+        """A hash of what must be equal on all ranks before this call, and its parts for a message."""
+        if not self._ranks.active:
+            return 0, _nothing
+        state = self._state
+        numbers = {**(hyperparameters(self._optimizers) if state.is_started else {}), **inputs.scalars()}
+
+        def describe() -> dict[str, str]:
+            parts = compiled.describe(key, inputs, state, self.config)
+            return parts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
+
+        known = self._programs.hash_of(key, lambda: compiled.describe(key, inputs, state, self.config))
+        return digest(str(known), *map(repr, numbers.values())), describe
+
+    def _compile(self, key: Key, inputs: Inputs) -> Compiled:
+        program, failure, state = None, None, self._state
+        try:
+            captured = self._programs.find_capture(key, {**hyperparameters(self._optimizers), **inputs.scalars()})
+            step = Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
+            program = compiled.make(step, inputs, state, self.config, captured)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        made = program
+        self._ranks.agree(
+            "the compiled program", made.hash if made and self._ranks.active else 0,
+            lambda: {"program": str(made.graph) if made else ""}, failure,
+        )  # fmt: skip
+        assert program is not None
+        self._programs.add(key, program)
+        return program
+
+    def _bind(self, program: Compiled, key: Key, inputs: Inputs) -> None:
+        if program is self._bound:
+            return
+        state = self._state
+        found = state.tensors()
+        state.start(found, self._schedulers)
+        executor = program.executor(self._world)
+        executor.bind(state.bind(program.graph, program.captured.states, program.captured.constants, found))
+        state.settle()
+        self._bound = program
+        # Binding may have split parameters: the same call, made again, must find the same program.
+        self._programs.alias(replace(key, placed=compiled.placed_of(inputs, state, state.tensors())), program)
+
+    def _run(self, program: Compiled, inputs: Inputs) -> Any:
+        state, world = self._state, self._world
+        state.before()
+        results = program.executor(world).run(self._arguments(program, inputs))
+        training = program.captured.training
+        state.after(training, program.uses_seed)
+        if training:
+            self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
+            self._step_schedulers()
+        flat = [
+            self._output(node, held, inputs.has_dtensor)
+            for node, held in zip(program.graph.outputs, results.outputs, strict=True)
+        ]
+        return pytree.tree_unflatten(flat, program.captured.out_spec)
+
+    def _step_schedulers(self) -> None:
+        for spec, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+            if scheduler is not None:
+                vars(spec.optimizer)["_opt_called"] = True  # else torch warns about the order
+                scheduler.step()
+
+    def _arguments(self, program: Compiled, inputs: Inputs) -> dict[str, list[Any]]:
+        """What the program reads anew in each call, by placeholder."""
+        count = len(self._world.local_ranks)
+        leaves = {leaf.name: leaf for leaf in inputs.leaves}
+        numbers = hyperparameters(self._optimizers)
+        found: dict[str, list[Any]] = {}
+        for name, role in program.roles.items():
+            if role.kind in ("batch", "scalar"):
+                found[name] = rank_values(leaves[role.of], self._world)
+            elif role.kind == "hyper":
+                found[name] = [numbers[role]] * count
+            elif role.kind == "seed":
+                seed = self._state.seed
+                assert seed is not None
+                found[name] = [key_tensor(seed, self._state.step, self._world.device)] * count
+        return found
+
+    def _output(self, node: Any, held: Any, as_global: bool) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if not value.is_tensor(node):
+            return held[0]
+        return output_value(held, value.nd_of(node), value.tensor_type(node).shape, self._world, as_global)
+
+    # ---- reading
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._last is not None
+
+    @property
+    def training(self) -> bool:
+        """Whether the program used or compiled last has an update."""
+        return self._last is not None and self._last.captured.training
+
+    @property
+    def program(self) -> StepGraph:
+        """The final program, used or compiled last."""
+        return self._compiled("program").graph
+
+    @property
+    def history(self) -> list[Record]:
+        """What each pass did to it: ``name``, ``before``, ``after``, ``seconds``, ``diff()``."""
+        return self._compiled("history").history
+
+    @property
+    def plan(self) -> Plan:
+        """What one step of it costs: memory and collectives."""
+        return self._compiled("plan").plan
+
+    @property
+    def grad_norm(self) -> Any:
+        """The norm of the last training call's gradients before clipping, a 0-d tensor; None without clip_grad_norm.
+
+        With several clipping optimizers a tuple, one entry per optimizer, None for those that do not clip.
+        """
+        if len(self._grad_norms) < 2:
+            return next(iter(self._grad_norms.values()), None)
+        return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._optimizers)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Modules, optimizers, schedulers and the random counter; values are DTensors where they are split."""
+        if self._last is None:
+            return checkpoint.state_dict(self._state, self._schedulers, None, ())
+        return checkpoint.state_dict(self._state, self._schedulers, self._last.graph, self._last.captured.states)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The same with plain whole tensors; every rank calls it, every rank gets it."""
+        made: dict[str, Any] = checkpoint.full(self.state_dict())
+        return made
+
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+        """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
+
+        Raises CheckpointError, before anything is written, for missing or unexpected keys and wrong shapes.
+        """
+        nds = {} if self._last is None else self._last.state_nds()
+        checkpoint.load(sd, self._state, self._schedulers, strict, nds)
+        self._bound = None
+
+    def __repr__(self) -> str:
+        found = modules.tensors(self._modules())
+        nds = {path: self._state.nd_of(entry.tensor) for path, entry in found.items()}
+        body = str(self._last.graph) if self._last else "  (not compiled: call it, or graph.compile(...))"
+        lines = [
+            f"{self.name}({self.placement!r})",
+            repr(self.config),
+            "parameters:",
+            *compiled.parameter_lines(found, nds),
+        ]
+        return "\n".join([*lines, body.rstrip()])
+
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if "_programs" in vars(self) else f"; call super().__init__() first in {type(self).__name__}.__init__"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    # ---- parts that come to life when they are needed
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {name: held for name, held in vars(self).items() if isinstance(held, nn.Module)}
+
+    @property
+    def _world(self) -> World:
+        if self._lazy_world is None:
+            if self.placement.virtual:
+                self._lazy_world = VirtualWorld(self.placement, modules.device_of(self.placement))
+            else:
+                from graphzero.runtime.process import ProcessWorld
+
+                self._lazy_world = ProcessWorld(self.placement)
+        return self._lazy_world
+
+    @property
+    def _state(self) -> State:
+        held = self._modules()
+        if self._lazy_state is None or self._lazy_state.modules != held:
+            kept = self._lazy_state
+            self._lazy_state = State(self._world, self._ranks, held, [spec.optimizer for spec in self._optimizers])
+            if kept is not None:
+                self._lazy_state.seed, self._lazy_state.step = kept.seed, kept.step
+            self._bound = None
+        return self._lazy_state
+
+    def _compiled(self, what: str) -> Compiled:
+        if self._last is None:
+            raise ConfigError(
+                f"{self.name} has no {what} yet: call it with a batch, or graph.compile(...) to run nothing"
+            )
+        return self._last
+
+
+def _nothing() -> dict[str, str]:
+    return {}

@@ -1,0 +1,86 @@
+"""Random draws are functions of (seed, step, op, element): the same at any placement, stage and world."""
+
+import pytest
+import torch
+from torch import nn
+
+import graphzero as gz
+
+
+def graph(ranks, stage, seed=7):
+    """A step that shows its dropout masks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+
+    class Step(gz.Graph):
+        def __init__(self):
+            super().__init__(gz.placement("cpu", range(ranks), virtual=True))
+            self.model = model
+            self.drop = nn.Dropout(0.5)
+            self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            if stage:
+                self.config.enable_zero(stage=stage)
+
+        def build(self, x):
+            mask = self.drop(torch.ones_like(x))
+            loss = (self.model(x) ** 2).mean()
+            loss.backward()
+            return mask, loss
+
+    torch.manual_seed(seed)
+    return Step()
+
+
+X = torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
+
+
+def run(ranks, stage, steps=3, seed=7):
+    made = graph(ranks, stage, seed)
+    results = [made(X) for _ in range(steps)]
+    return [mask for mask, _ in results], [loss for _, loss in results], list(made.model.state_dict().values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_masks_are_the_same_numbers_at_any_placement_and_stage(ranks, stage):
+    masks, losses, parameters = run(ranks, stage)
+    expected_masks, expected_losses, expected_parameters = run(1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(masks, expected_masks, strict=True))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parameters, expected_parameters, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_stages_and_repeated_runs_agree_bit_for_bit_with_dropout(ranks):
+    first = run(ranks, 0)
+    for stage in (0, 1, 2, 3):
+        again = run(ranks, stage)
+        for expected, found in zip(first, again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_masks_differ_from_step_to_step_and_from_seed_to_seed():
+    masks, _, _ = run(2, 1)
+    other, _, _ = run(2, 1, seed=8)
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+    assert not torch.equal(masks[0], other[0])
+
+
+def test_the_kept_share_and_the_scale_are_those_of_the_definition():
+    torch.manual_seed(0)
+    drop = nn.Dropout(0.3)
+
+    class Evaluate(gz.Graph):
+        def __init__(self):
+            super().__init__(gz.placement("cpu", range(2), virtual=True))
+            self.drop = drop
+
+        def build(self, x):
+            return self.drop(x)
+
+    out = Evaluate()(torch.ones(200, 200))
+    kept = (out != 0).double().mean().item()
+    assert abs(kept - 0.7) < 0.01
+    torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / 0.7))
+    drop.eval()
+    assert torch.equal(Evaluate()(torch.ones(4, 4)), torch.ones(4, 4))

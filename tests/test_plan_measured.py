@@ -1,0 +1,105 @@
+"""What a plan says equals what a call does, as a dispatch mode that knows nothing of graphzero sees it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import graphzero as gz
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of distinct storages that ops hand out while it is active, and their peak."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.alive = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.alive:
+                self.add(tensor.untyped_storage())
+        return result
+
+    def add(self, storage):
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.alive[key] = nbytes
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key):
+        self.live -= self.alive.pop(key)
+
+
+class Net(nn.Module):
+    """Uneven and tiny parameters, normalisation, an embedding and a tie."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 37), nn.Linear(37, 12, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        h = h + self.down(torch.nn.functional.gelu(self.up(self.norm(h)))) * self.scale
+        return self.head(h)
+
+
+class Train(gz.Graph):
+    def __init__(self, stage, clip):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Net()
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()), clip_grad_norm=clip)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, ids, labels):
+        loss = nn.functional.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_the_peak_of_a_call_is_the_plans_to_the_byte(ranks, stage, clip):
+    with gz.testing.fake_world(ranks):
+        graph = Train(stage, clip)
+        batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
+        graph(*batch)
+        gc.collect()
+        known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
+        slots = [slot for (slot,) in graph._last.executor(graph._world).slots.values()]  # the resident communication
+        assert sum(slot.nbytes for slot in slots) == graph.plan.memory["communication"]
+        with Storages([*batch, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
+            graph(*batch)
+        memory = graph.plan.memory
+        before = sum(memory.resident.values())
+        # beside the program: the 0-d results (loss, norm) that the call hands out as new tensors
+        assert 0 <= mode.peak + before - memory.peak <= 16
+
+
+def test_every_collective_of_a_call_is_in_the_plan_with_its_bytes():
+    for stage in (0, 1, 2, 3):
+        with gz.testing.fake_world(4):
+            graph = Train(stage, 1.0)
+            batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
+            graph(*batch)
+            graph._world.trace = []
+            graph(*batch)
+            sent = [(entry.kind, entry.axis, entry.nbytes) for entry in graph._world.trace]
+            assert sent == [(entry.kind, entry.axis, entry.bytes) for entry in graph.plan.collectives]
+            assert not dist.is_initialized() or dist.get_world_size() == 4
