@@ -98,7 +98,7 @@ class StepGraph:
 
     def node(self, name: str) -> Node:
         """The node that prints as ``name``."""
-        for node in self.graph.nodes:
+        for node in self.nodes:
             if node.name == name:
                 return node
         raise VerifyError(f"graph {self.name} has no value named {name!r}; print it to see the names: print(graph)")

@@ -195,7 +195,7 @@ class _Parser:
                 if line == "input:" and phase != "input":
                     raise self.fail("inputs stand first, above every op")
                 phase = line[:-1]
-            elif re.match(r"return(\s|$)", line):
+            elif re.match(r"return(\W|$)", line):
                 self._return(" ".join(part.strip() for part in self.lines[self.number :] if not _is_blank(part)))
                 return self.result
             elif not _is_blank(line):

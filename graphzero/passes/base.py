@@ -105,6 +105,13 @@ def _check_result(before: StepGraph, after: object, name: str) -> None:
             f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
             "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
         )
+    kept = {node.name for node in after.placeholders()}
+    gone = [node.name for node in before.placeholders() if node.name not in kept]
+    if gone:
+        raise VerifyError(
+            f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
+            "signature of the step\n  Leave a placeholder that nobody reads where it is"
+        )
     if len(after.outputs) != len(before.outputs):
         raise VerifyError(
             f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {len(before.outputs)}\n"

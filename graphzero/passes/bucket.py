@@ -59,12 +59,15 @@ class Bucket(BuiltinPass):
     def _fits(self, members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], early: bool) -> bool:
         if sum(value.tensor_type(m).nbytes for m in (*members, node)) > self.nbytes:
             return False
-        first_reader = min(position[user] for member in members for user in member.users)
+        first_reader = min((position[user] for m in members for user in m.users), default=len(position))
         return early or first_reader > position[node]
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
-    rest = node.args[1:] if node.target is ops.all_reduce else node.args[2:]
+    rest: tuple[Any, ...] = node.args[1:]
+    if node.target is not ops.all_reduce:
+        source = node.all_input_nodes[0]
+        rest = (node.args[2], *(sbp.reduction for sbp in value.nd_of(source)))  # what a reduce_scatter completes
     return (node.target, rest, value.tensor_type(node).dtype, value.phase_of(node), _is_early(node))
 
 

@@ -61,7 +61,8 @@ class _Boxes:
             like = node if behind or node.op != "placeholder" else reader
             name = f"{node.name.removesuffix('_pin')}_{''.join(sbp.kind.lower() for sbp in want)}"
             box = self.graph.call(ops.box, (node,), value.tensor_type(node), sbp=want, like=like, name=name)
-        box.meta["phase"] = value.phase_of(like if behind else reader) if reader.op != "output" else "update"
+        at_end = reader.op == "output" and not behind
+        box.meta["phase"] = "update" if at_end else value.phase_of(like if behind else reader)
         role = _moved_role(node, reader)
         if role is not None:
             box.meta["role"] = role

@@ -53,6 +53,8 @@ def _lower(graph: StepGraph, box: fx.Node) -> None:
             f"'{source.name}' would move on {len(changed)} placement axes at once; boxing speaks of one axis so far\n"
             "  Pin it in between: graph.pin(...) on one axis, then on the next"
         )
+    if not changed:
+        box.target = ops.relabel
     for axis in changed:
         name = graph.placement.names[axis]
         *before, last = _steps(graph, source, box, axis)

@@ -100,7 +100,7 @@ class AxisPropagation:
     def _cheapest(self, allowed: Sequence[Signature], operands: list[fx.Node], have: list[Sbp]) -> Signature:
         best, best_cost = allowed[0], float("inf")
         for signature in allowed:
-            if introduces_split(signature, have):
+            if introduces_split(signature, have) or hides_split(signature, have):
                 continue
             moves = {(o, h, w) for o, h, w in zip(operands, have, signature.inputs, strict=True) if h is not w}
             # B -> P costs no wire but work; between equals the one that boxes less is simpler.
@@ -155,6 +155,11 @@ def introduces_split(signature: Signature, have: Sequence[Sbp]) -> bool:
     """Whether a signature splits something while no operand is split that way yet."""
     splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
     return splits and not any(h is w and h.is_split for h, w in zip(have, signature.inputs, strict=True))
+
+
+def hides_split(signature: Signature, have: Sequence[Sbp]) -> bool:
+    """Whether a split operand would be put into zeros to add up: no bytes at once, but full-size work from there on."""
+    return any(h.is_split and w.is_partial for h, w in zip(have, signature.inputs, strict=True))
 
 
 class Ends:

@@ -38,7 +38,7 @@ class Schedule(BuiltinPass):
                 _prefetch(members)
             else:
                 _await_late(graph, members)
-        _copy_outputs(graph)
+        _copy_old(graph)
         _assign(graph)
         _give_slots(graph)
         return graph
@@ -95,63 +95,65 @@ def _phase_ends(graph: StepGraph) -> dict[str, fx.Node]:
     return ends
 
 
-def _copy_outputs(graph: StepGraph) -> None:
-    """What build returns of a state that the step writes over is the state before the step."""
+def _copy_old(graph: StepGraph) -> None:
+    """What lives in a storage that the step writes over, and is wanted beyond that, is copied.
+
+    That is: what build returns of a state (it is the state before the step), and a new state that is another state's
+    old value or a view of its own.  Then the order of writes does not matter.
+    """
     roots = storage_roots(graph)
-    written = {node for node in graph.placeholders() if node.name in graph.updates}
+    placeholders = {node.name: node for node in graph.placeholders()}
+    written = {placeholders[name] for name in graph.updates}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def copied(node: fx.Node) -> fx.Node:
         root = roots[node][0] if value.is_tensor(node) else None
         if root is None or root[0] not in written:
             return node
-        first = next(n for n in graph.nodes if n.op != "placeholder")
-        with graph.graph.inserting_before(first) if node.op == "placeholder" else graph.graph.inserting_after(node):
-            return graph.call(
-                torch.ops.aten.clone.default, (node,), value.type_of(node), sbp=value.nd_of(node), like=node
-            )
+        if node not in copies:
+            copies[node] = _clone(graph, node)
+        return copies[node]
 
-    graph.set_output(fx.map_arg(graph.outputs, copied), graph.aux, graph.updates)  # type: ignore[arg-type]
+    outputs, aux = fx.map_arg((graph.outputs, graph.aux), copied)  # type: ignore[arg-type]
+    updates = {name: new if new is placeholders[name] else copied(new) for name, new in graph.updates.items()}
+    graph.set_output(outputs, aux, updates)
+
+
+def _clone(graph: StepGraph, node: fx.Node) -> fx.Node:
+    given = node.op == "placeholder"
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    phase = value.phase_of(first) if first.op == "call_function" else "forward"
+    with graph.graph.inserting_before(first) if given else graph.graph.inserting_after(node):
+        return graph.call(
+            torch.ops.aten.clone.default,
+            (node,),
+            value.type_of(node),
+            sbp=value.nd_of(node),
+            phase=phase if given else "",
+            like=node,
+        )
 
 
 def _assign(graph: StepGraph) -> None:
+    """Write each new state over the old, right after the last reader of the old."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     roots = storage_roots(graph)
     placeholders = {node.name: node for node in graph.placeholders()}
-    last_reader = {node: position[node] for node in placeholders.values()}
+    last_reader = {node: len(placeholders) - 1 for node in placeholders.values()}
     for node in nodes[:-1]:
         for operand in node.all_input_nodes:
             for storage in roots[operand]:
                 if storage is not None and storage[0] in last_reader:
                     last_reader[storage[0]] = max(last_reader[storage[0]], position[node])
-    first = position[next(n for n in nodes if n.op != "placeholder")]
     updates = {}
     for name, new in graph.updates.items():
         old = placeholders[name]
-        new = _detached(graph, old, new, roots)
-        after = max(position.get(new, position[_origin(new)]), last_reader[old], first - 1)
-        anchor = nodes[after] if new in position or after > position[_origin(new)] else new
-        with graph.graph.inserting_after(anchor):
+        with graph.graph.inserting_after(nodes[max(position[new], last_reader[old])]):
             updates[name] = graph.call(
                 ops.assign, (old, new), value.type_of(old), sbp=value.nd_of(old), phase="update", like=new
             )
     graph.set_output(graph.outputs, graph.aux, updates)
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0] if node.all_input_nodes else node
-
-
-def _detached(graph: StepGraph, old: fx.Node, new: fx.Node, roots: Any) -> fx.Node:
-    """A new value that lives in another state's storage is copied, so that the order of writes does not matter."""
-    root = roots[new][0]
-    if root is None or root[0].op != "placeholder" or root[0] is old:
-        return new
-    place = graph.graph.inserting_after(new)
-    if new.op == "placeholder":
-        place = graph.graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder"))
-    with place:
-        return graph.call(torch.ops.aten.clone.default, (new,), value.type_of(new), sbp=value.nd_of(new), like=new)
 
 
 def _give_slots(graph: StepGraph) -> None:
