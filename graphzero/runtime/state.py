@@ -8,8 +8,7 @@ program runs is the Graph's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,66 +21,12 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.runtime import modules as tree
 from graphzero.runtime.agree import Ranks
-from graphzero.runtime.modules import Found, storage
+from graphzero.runtime.bound import Bound, Counter, Spec
+from graphzero.runtime.modules import Found
 from graphzero.runtime.storage import check_real, filled, lay_out
 from graphzero.runtime.world import World
 from graphzero.sbp.dtensor import annotation, annotation_count, nd_of_dtensor
 from graphzero.sbp.types import B, Nd
-
-
-class Spec(Protocol):
-    """What ``bind`` needs to know of one optimizer state: capture's StateSpec."""
-
-    @property
-    def optimizer(self) -> int: ...
-    @property
-    def param(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def fill(self) -> float: ...
-    @property
-    def placeholder(self) -> str: ...
-
-
-@dataclass
-class Counter:
-    """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter."""
-
-    tensor: Tensor
-    members: list[Tensor]
-
-    def flush(self) -> None:
-        torch._foreach_copy_(self.members, [self.tensor.to(self.members[0].device)] * len(self.members))
-
-
-@dataclass
-class Bound:
-    """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
-
-    states: (optimizer, parameter, its dict in optimizer.state, keys bound).
-    """
-
-    counters: list[Counter] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
-    found: Mapping[str, Found] | None = None
-    watched: list[int] = field(default_factory=list)
-
-    def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
-        self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
-
-    def watch(self, optimizers: Sequence[Optimizer]) -> list[int]:
-        """Storage of the states and versions of the counters; shorter where something is gone."""
-        seen: list[int] = []
-        for (i, _), (param, held, keys) in self.states.items():
-            if optimizers[i].state.get(param) is held:
-                seen += [storage(x) for x in map(held.get, keys) if isinstance(x, Tensor)]
-        return seen + [member._version for counter in self.counters for member in counter.members]
 
 
 class State:
