@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphzero.errors import VerifyError as VerifyError
     from graphzero.graph import Graph
     from graphzero.ir.graph import StepGraph
-    from graphzero.ir.text import parse
+    from graphzero.ir.parse import parse
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
     from graphzero.sbp.placement import Placement, placement
@@ -42,7 +42,7 @@ _HOMES = {
     "SbpError": "errors",
     "StepGraph": "ir.graph",
     "VerifyError": "errors",
-    "parse": "ir.text",
+    "parse": "ir.parse",
     "placement": "sbp.placement",
     "to_global": "convert",
     "to_local": "convert",

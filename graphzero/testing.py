@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -144,10 +145,10 @@ def _lowered(graph: StepGraph, ranks: int | None) -> StepGraph:
         raise ConfigError(
             f"the graph is {graph.level} for {own.size} ranks; it cannot run on {ranks}: start from a captured one"
         )
-    shape = own.ranks.shape if ranks is None or ranks == own.size else (ranks,)
+    shape = own.hierarchy if ranks is None or ranks == own.size else (ranks,)
     names = own.names if len(shape) == len(own.names) else ("dp",)
-    graph.placement = placement("cpu", torch.arange(max(own.size if ranks is None else ranks, 1)).reshape(shape).tolist(),
-                                names=names, virtual=True)  # fmt: skip
+    grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
+    graph.placement = placement("cpu", grid, names=names, virtual=True)
     rest: dict[str, list[Pass]] = {
         "captured": [Pin(), Propagate()], "propagated": [InsertBoxing()], "boxed": [LowerBoxing()],
         "lowered": [Localize()], "local": [Bucket(), Schedule(), DeadCode()],

@@ -50,7 +50,15 @@ def test_a_build_without_backward_is_refused_when_an_optimizer_is_set():
     def build(self, x, y):
         return self.loss_fn(self.model(x), y)
 
-    refused(make(build), gz.CaptureError, "no backward()", "in build", "test_bad_input.py:", "loss.backward()", "without add_optimizer")
+    refused(
+        make(build),
+        gz.CaptureError,
+        "no backward()",
+        "in build",
+        "test_bad_input.py:",
+        "loss.backward()",
+        "without add_optimizer",
+    )
 
 
 def test_backward_without_an_optimizer_is_refused():

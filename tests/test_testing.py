@@ -16,7 +16,7 @@ import graphzero as gz
 from graphzero import accept
 from graphzero.errors import ConfigError, PlacementError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.passes import DeadCode, Pipeline, Zero
 from graphzero.sbp.types import B
 from graphzero.testing import assert_graph, assert_same_step, fake_world
@@ -117,7 +117,7 @@ def test_a_graph_is_compared_by_its_text_and_a_difference_is_shown() -> None:
 
 
 TEST_FILE = '''
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.testing import assert_graph
 
 TEXT = "graph g(dp=2)\\n  x = batch() : f32[8, 4]\\nforward:\\n  y = relu(x) : f32[8, 4]\\n  return y\\n"

@@ -14,7 +14,7 @@ import torch
 
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import storage_categories
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.passes import Bucket, Pipeline, Record, Zero, default_passes
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.meter import Measured, measure

@@ -295,5 +295,3 @@ class _Capture:
         training = traced.backward and bool(self.step.optimizers)
         guards = all_guards(self.environments)
         return Captured(step_graph, traced.out_spec, training, states, self.unused, guards, constants)
-
-

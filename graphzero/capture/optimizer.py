@@ -158,9 +158,7 @@ def _groups(
     held: list[list[Any]] = [[] for _ in optimizer.param_groups]
     for member, param in zip(members, params, strict=True):
         held[member.group].append(param)
-    return [
-        with_numbers({**group, "params": held[g]}, numbers[g]) for g, group in enumerate(optimizer.param_groups)
-    ]
+    return [with_numbers({**group, "params": held[g]}, numbers[g]) for g, group in enumerate(optimizer.param_groups)]
 
 
 @contextmanager

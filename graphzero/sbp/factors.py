@@ -97,8 +97,14 @@ def parse(text: str) -> Factors:
     outputs = tuple(_output(part.strip(), operands, text) for part in right.split(","))
     dims = [d for o in operands for d in o.dims] + [d for o in outputs for d in o.dims]
     uneven = frozenset(d[0] for d in dims if d.endswith("%"))
-    return Factors(text, tuple(map(_plain, operands)), tuple(t for t in terms if t),
-                   tuple(Output(_unmarked(o.dims), o.depends) for o in outputs), reductions, uneven)
+    return Factors(
+        text,
+        tuple(map(_plain, operands)),
+        tuple(t for t in terms if t),
+        tuple(Output(_unmarked(o.dims), o.depends) for o in outputs),
+        reductions,
+        uneven,
+    )
 
 
 def _unmarked(dims: tuple[str, ...]) -> tuple[str, ...]:

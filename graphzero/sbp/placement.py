@@ -134,7 +134,7 @@ def as_placement(x: Placement | DeviceMesh) -> Placement:
     if isinstance(x, DeviceMesh):
         return from_mesh(x)
     raise PlacementError(
-        f"{x!r} is neither a placement nor a DeviceMesh; make one, for example placement(\"cpu\", range(4))"
+        f'{x!r} is neither a placement nor a DeviceMesh; make one, for example placement("cpu", range(4))'
     )
 
 

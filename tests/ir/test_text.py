@@ -9,7 +9,8 @@ import torch
 from toys import STAGES, history, lower, run, step
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import ParseError, op_name, parse, print_graph
+from graphzero.ir.parse import ParseError, parse
+from graphzero.ir.text import op_name, print_graph
 from graphzero.ir.value import Role, TensorType
 from graphzero.ir.verify import verify
 from graphzero.sbp.local import LocalSize, LocalStart

@@ -13,7 +13,7 @@ from toys import STAGES, history, lower, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.ir.value import TensorType
 from graphzero.ir.verify import verify
 from graphzero.sbp.types import B, P, S

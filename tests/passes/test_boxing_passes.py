@@ -10,7 +10,7 @@ from toys import STAGES, history, lines, lower, run
 
 from graphzero.errors import SbpError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.passes import InsertBoxing, Pin, Pipeline, Propagate, Zero
 from graphzero.testing import assert_graph, assert_same_step
 

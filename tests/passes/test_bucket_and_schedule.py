@@ -12,7 +12,7 @@ from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of
 from graphzero.ir.memory import storage_roots
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.passes import Bucket, DeadCode, Pipeline, Zero
 from graphzero.testing import assert_graph, assert_same_step
 

@@ -7,7 +7,7 @@ from toys import history, step
 
 from graphzero.errors import ConfigError, PlacementError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.ir.value import Role
 from graphzero.passes import Pin, Pipeline, Zero
 from graphzero.passes.zero import split_dim

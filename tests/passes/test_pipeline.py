@@ -7,7 +7,7 @@ from toys import lower, step
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.passes import NAMES, Pass, Pin, Pipeline, Propagate, Zero, default_passes, pass_name
 from graphzero.sbp.types import P
 from graphzero.testing import assert_same_step

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphzero.errors import GraphZeroError, SbpError, VerifyError
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.virtual import VirtualWorld
 from graphzero.sbp.local import chunk

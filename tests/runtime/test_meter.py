@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.meter import measure
 from graphzero.runtime.virtual import VirtualWorld

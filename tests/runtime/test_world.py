@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphzero.errors import PlacementError
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.kernels import BINDINGS
 from graphzero.runtime.process import ProcessWorld

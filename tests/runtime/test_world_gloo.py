@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from graphzero.errors import PlacementError
-from graphzero.ir.text import parse
+from graphzero.ir.parse import parse
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.process import SHORT, ProcessWorld
 from graphzero.runtime.virtual import VirtualWorld

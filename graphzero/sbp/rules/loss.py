@@ -57,4 +57,4 @@ def loss_backward(call: Call) -> str:
     if call["reduction"] == MEAN:
         names = "".join(letters(len(call.tensors[1].shape))).upper()
         return "" + ",".join(["_" * len(call.shape)] + ["~" + names] * others) + f"->{names}"
-    return "," .join(["..."] + ["~..."] * others) + "->..."
+    return ",".join(["..."] + ["~..."] * others) + "->..."
