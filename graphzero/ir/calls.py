@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import fx
 
+from graphzero.errors import SbpError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.text import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import PIN
 from graphzero.sbp import registry
@@ -31,13 +33,17 @@ def is_op(node: fx.Node) -> bool:
 
 def signatures_of(graph: StepGraph, node: fx.Node, axis: int) -> tuple[Signature, ...]:
     """What the op at ``node`` allows on placement axis number ``axis``, all-B first."""
-    return registry.signatures(
-        node.target,  # type: ignore[arg-type]
-        [meta_of(arg) for arg in node.args],
-        {name: meta_of(arg) for name, arg in node.kwargs.items()},
-        result_metas(node),
-        ranks=graph.placement.hierarchy[axis],
-    )
+    try:
+        return registry.signatures(
+            node.target,  # type: ignore[arg-type]
+            [meta_of(arg) for arg in node.args],
+            {name: meta_of(arg) for name, arg in node.kwargs.items()},
+            result_metas(node),
+            ranks=graph.placement.hierarchy[axis],
+        )
+    except SbpError as error:
+        source = value.source_of(node)
+        raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
 
 
 def meta_of(arg: Any) -> Any:

@@ -83,9 +83,9 @@ class Pipeline:
         for pass_ in self.passes:
             name = pass_name(pass_)
             started = time.perf_counter()
-            after = pass_(graph.clone())
+            result = _run(pass_, graph.clone(), name)
             finished = time.perf_counter()
-            _check_result(graph, after, name)
+            after = _checked(graph, result, name)
             verify(after, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
             record = Record(name, graph, after, finished - started, time.perf_counter() - finished)
             self.history.append(record)
@@ -93,7 +93,16 @@ class Pipeline:
         return graph
 
 
-def _check_result(before: StepGraph, after: object, name: str) -> None:
+def _run(pass_: Pass, graph: StepGraph, name: str) -> object:
+    try:
+        return pass_(graph)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in pass {name} over graph {graph.name}; pipeline.history holds the passes before it")
+        raise
+
+
+def _checked(before: StepGraph, after: object, name: str) -> StepGraph:
     if not isinstance(after, StepGraph):
         raise VerifyError(
             f"pass {name} returned {type(after).__name__}, not a StepGraph\n"
@@ -119,3 +128,4 @@ def _check_result(before: StepGraph, after: object, name: str) -> None:
         )
     if LEVELS.index(after.level) < LEVELS.index(before.level):
         raise VerifyError(f"pass {name} took the graph from level {before.level!r} back to {after.level!r}")
+    return after

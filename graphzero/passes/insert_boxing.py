@@ -72,8 +72,9 @@ class _Boxes:
 
 def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:
     """What a box moves, for the plan: a parameter, a gradient, or no matter what."""
-    role = value.role_of(node)
-    return role if role is not None and role.kind in ("param", "gradient") else None
+    named = [node, reader] if reader.op == "call_function" and reader.target in calls.IDENTITIES else [node]
+    roles = (value.role_of(one) for one in named)
+    return next((role for role in roles if role is not None and role.kind in ("param", "gradient")), None)
 
 
 def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from graphzero import errors
 from graphzero.errors import CaptureError, GraphZeroError
-from graphzero.runtime.launch import has_fake_world
+from graphzero.runtime.launch import before_tear_down, has_fake_world
 from graphzero.sbp.placement import Placement
 
 _groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # ranks -> (the world it was made in, group)
+before_tear_down(_groups.clear)
 _SHOWN = 8
 
 

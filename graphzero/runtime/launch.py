@@ -6,7 +6,9 @@ Only what is made here is torn down, at interpreter exit.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -85,8 +87,19 @@ def ensure_world(device_type: str | None) -> None:
     atexit.register(_tear_down, dist.group.WORLD)
 
 
+_before_tear_down: list[Callable[[], None]] = []
+
+
+def before_tear_down(let_go: Callable[[], None]) -> None:
+    """Call ``let_go`` before the process group made here is destroyed: gloo's threads end with its last reference."""
+    _before_tear_down.append(let_go)
+
+
 def _tear_down(made: object) -> None:
     if has_world() and dist.group.WORLD is made:
+        for let_go in _before_tear_down:
+            let_go()
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ Time-outs, hangs and broken peers are torch.distributed's to report.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphzero.errors import PlacementError
+from graphzero.runtime.launch import before_tear_down
 from graphzero.runtime.world import Handle, World, fold
 from graphzero.sbp.placement import Placement
 
@@ -36,6 +38,18 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ONE_ORDER = (torch.float32, torch.float64)  # gloo adds two of these as torch does, and two have one order only
 _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
+
+
+_worlds: weakref.WeakSet[ProcessWorld] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for world in _worlds:
+        world._groups.clear()
+        world._pairs.clear()
+
+
+before_tear_down(_let_go)
 
 
 class ProcessWorld(World):
@@ -56,6 +70,7 @@ class ProcessWorld(World):
         super().__init__(placement, device or _own_device(placement.device_type), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._pairs: dict[str, _Pairs] = {}
+        _worlds.add(self)
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
             if _backend(group, self.device) == "gloo":
