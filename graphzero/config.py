@@ -50,7 +50,7 @@ class GraphConfig:
         self._zero = ZeroConfig()
         self._executor = "eager"
         self._check_inputs = "always"
-        self._bucket_bytes = 4 << 20
+        self._bucket_bytes: int | None = None
         self._inputs: dict[str, Nd] = {}
         self._passes: list[tuple[Any, str]] = []
 
@@ -152,14 +152,17 @@ class GraphConfig:
         self._check_inputs = when
 
     @property
-    def bucket_bytes(self) -> int:
-        """Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own."""
+    def bucket_bytes(self) -> int | None:
+        """Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own.
+
+        None, the default, is an eighth of the parameters' bytes, within 64 KiB and 4 MiB.
+        """
         return self._bucket_bytes
 
     @bucket_bytes.setter
-    def bucket_bytes(self, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"bucket_bytes = {size!r}: give a number of bytes, 1 or more; {4 << 20} is the default")
+    def bucket_bytes(self, size: int | None) -> None:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"bucket_bytes = {size!r}: give a number of bytes, 1 or more, or None for the default")
         self._bucket_bytes = size
 
     def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
@@ -218,7 +221,7 @@ class GraphConfig:
         parts.append(f"executor={self._executor}")
         if self._check_inputs != "always":
             parts.append(f"check_inputs={self._check_inputs}")
-        if self._bucket_bytes != 4 << 20:
+        if self._bucket_bytes is not None:
             parts.append(f"bucket_bytes={self._bucket_bytes}")
         parts += [f"{name}: {', '.join(map(str, nd))}" for name, nd in self._inputs.items()]
         parts += [f"{pass_name(own)} after {after}" for own, after in self._passes]

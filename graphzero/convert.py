@@ -18,6 +18,7 @@ from graphzero.capture import is_capturing, pin_value
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
+from graphzero.runtime.launch import located
 from graphzero.runtime.shards import check_mesh, wrap
 from graphzero.sbp.dtensor import annotate, to_placements
 from graphzero.sbp.local import chunk
@@ -51,7 +52,7 @@ def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp 
         if sbp is not None:
             return x
         raise SbpError("to_global of a plain tensor needs to know where: to_global(x, placement=..., sbp=...)")
-    where = as_placement(placement)
+    where = located(placement)
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
     if where.virtual:
@@ -68,7 +69,7 @@ def to_local(x: Any) -> Any:
 def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
     if placement is None:
         raise PlacementError(f"to_global of a {type(x).__name__} needs placement=, the ranks to put it on")
-    return as_placement(placement)
+    return located(placement)
 
 
 def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:

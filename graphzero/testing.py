@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from graphzero import accept
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
-from graphzero.ir import ops, value
+from graphzero.graph import Graph
+from graphzero.ir import memory, ops, value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.value import ScalarType
 from graphzero.passes import (
@@ -38,12 +39,14 @@ from graphzero.passes import (
     Schedule,
 )
 from graphzero.runtime.executor import Executor
+from graphzero.runtime.meter import Measured, MemoryMeter
 from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.world import Sent
 from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import Placement, placement
 from graphzero.sbp.types import Nd
 
-__all__ = ["assert_graph", "assert_same_step", "fake_world"]
+__all__ = ["assert_graph", "assert_same_step", "fake_world", "measure_step", "trace_step"]
 
 
 @contextlib.contextmanager
@@ -120,6 +123,53 @@ def assert_same_step(
         except AssertionError as error:
             where = f"{name}: {old_sbp} before, {new_sbp} after" if old_sbp != new_sbp else f"{name}: {old_sbp}"
             raise AssertionError(f"the steps differ in {where}\n{error}") from None
+
+
+def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
+    """Make one call and measure the bytes of its storages as the dispatcher sees them, on the first local rank.
+
+    The graph must have been called with such arguments before.  Only the names of categories come from the program;
+    bytes and lifetimes are those of real storages, so ``graph.plan.memory`` can be compared with it.  On a virtual
+    placement split states may be views of whole tensors and count whole; use ``fake_world`` or real ranks.
+    """
+    executor = _executor(graph)
+    meter = MemoryMeter(_category_names(graph.program))
+    for node in graph.program.placeholders(*memory.RESIDENT):
+        role = value.role_of(node)
+        assert role is not None
+        meter.register(memory.RESIDENT[role.kind], [executor.bound[node.name][0]])
+    executor.meter = meter
+    try:
+        graph(*args, **kwargs)
+    finally:
+        executor.meter = None
+    return meter.measured()
+
+
+def trace_step(graph: Graph, *args: Any, **kwargs: Any) -> list[Sent]:
+    """Make one call and return every collective that a rank took part in, in order: kind, axis, bytes that it sent."""
+    world = _executor(graph).world
+    world.trace = []
+    try:
+        graph(*args, **kwargs)
+        return world.trace
+    finally:
+        world.trace = None
+
+
+def _executor(graph: Graph) -> Executor:
+    if graph._last is None:
+        raise ConfigError(f"{graph.name} has not run yet: call it once with such a batch, then measure a call")
+    return graph._last.executor(graph._world)
+
+
+def _category_names(program: StepGraph) -> dict[Any, str]:
+    """Category by node name, and by (node name, number of the result)."""
+    roots = memory.storage_roots(program)
+    categories = memory.storage_categories(program, roots)
+    names: dict[Any, str] = {(node.name, i): category for (node, i), category in categories.items()}
+    names.update({node.name: categories[held[0]] for node, held in roots.items() if len(held) == 1 and held[0]})
+    return names
 
 
 def _random_inputs(graph: StepGraph, seed: int) -> dict[str, Any]:

@@ -24,22 +24,26 @@ BUCKETS = {
     ops.all_reduce: ops.bucket_all_reduce,
 }
 
+SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
+
 
 @dataclass(frozen=True)
 class Bucket(BuiltinPass):
     """Joins collectives up to ``nbytes`` bytes of whole values per bucket (one larger value is a bucket of its own).
 
-    The bits of a result do not depend on it.
+    By default an eighth of the parameters' bytes, within 64 KiB and 4 MiB: slots then stay small beside a small
+    model.  The bits of a result do not depend on it.
     """
 
-    nbytes: int = 4 * 2**20
+    nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.nbytes <= 0:
+        if self.nbytes is not None and self.nbytes <= 0:
             raise ConfigError(f"Bucket(nbytes={self.nbytes}): a bucket holds a positive number of bytes")
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         position = {node: i for i, node in enumerate(graph.nodes)}
+        limit = self.nbytes or _default_limit(graph)
         open_: dict[Any, list[fx.Node]] = {}
         closed: list[list[fx.Node]] = []
         for node in graph.nodes:
@@ -47,7 +51,7 @@ class Bucket(BuiltinPass):
                 continue
             key = _key(node)
             members = open_.get(key)
-            if members is not None and self._fits(members, node, position, early=key[-1]):
+            if members is not None and _fits(members, node, position, limit, early=key[-1]):
                 members.append(node)
             else:
                 open_[key] = [node]
@@ -56,11 +60,17 @@ class Bucket(BuiltinPass):
             _join(graph, members, early=_is_early(members[0]))
         return graph
 
-    def _fits(self, members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], early: bool) -> bool:
-        if sum(value.tensor_type(m).nbytes for m in (*members, node)) > self.nbytes:
-            return False
-        first_reader = min((position[user] for m in members for user in m.users), default=len(position))
-        return early or first_reader > position[node]
+
+def _default_limit(graph: StepGraph) -> int:
+    parameters = sum(value.tensor_type(node).nbytes for node in graph.placeholders("param"))
+    return min(max(parameters // 8, SMALLEST), LARGEST)
+
+
+def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:
+    if sum(value.tensor_type(m).nbytes for m in (*members, node)) > limit:
+        return False
+    first_reader = min((position[user] for m in members for user in m.users), default=len(position))
+    return early or first_reader > position[node]
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:

@@ -46,6 +46,7 @@ class Executor:
     Not reentrant: communication slots and collectives under way belong to the executor.
 
     Attributes:
+        meter: measures every run that is not given a meter of its own.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
             ``run``, then kept.
 
@@ -57,6 +58,7 @@ class Executor:
         self.graph, self.world = graph, world
         self.program: Program = compile_graph(graph, world)
         self.slots: dict[int, list[Tensor]] = {}
+        self.meter: MemoryMeter | None = None
         self._count = len(world.local_ranks)
         self._template: list[Env] = []
         self._placeholders = {node.name: node for node in graph.placeholders()}
@@ -132,6 +134,7 @@ class Executor:
             GraphZeroError: for a placeholder without a value.
             Exception: whatever an op raises, with a note that shows its line, the user's source line and the rank.
         """
+        meter = meter or self.meter
         self._allocate()
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)

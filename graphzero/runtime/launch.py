@@ -53,10 +53,17 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
             f"{found!r} has {len(found.hierarchy)} axes; more than one axis comes in a later version. Use one axis: "
             f'gz.placement("{found.device_type}", range({found.size}))'
         )
-    return found if found.virtual else _real(found)
+    return located(found)
 
 
-def _real(found: Placement) -> Placement:
+def located(wanted: Placement | DeviceMesh) -> Placement:
+    """``wanted``, its process group made if need be; one rank without launcher and group becomes a virtual one.
+
+    Raises PlacementError where the ranks do not exist, or this process is none of them.
+    """
+    found = as_placement(wanted)
+    if found.virtual:
+        return found
     if not has_world() and not has_launcher():
         if found.size == 1:
             return placement(found.device_type, found.ranks, found.names, virtual=True)
@@ -72,7 +79,7 @@ def _real(found: Placement) -> Placement:
             "processes or place on fewer ranks"
         )
     if rank not in found.ranks:
-        raise PlacementError(f"rank {rank} makes a Graph on {found!r}, where it has no part; make it on its ranks only")
+        raise PlacementError(f"rank {rank} has no part in {found!r}; make Graphs and global tensors on its ranks only")
     return found
 
 

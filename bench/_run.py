@@ -1,0 +1,78 @@
+"""What the benchmark commands share: markdown tables, fresh processes, and gloo worlds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A markdown table; all columns but the first to the right."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(_fit(i, cell, widths[i]) for i, cell in enumerate(row)) + " |" for row in cells]
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _fit(column: int, cell: str, width: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+def on_gloo(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Run ``work(rank, *args)`` in ``ranks`` new processes of one gloo world; rank 0's result.
+
+    ``work`` is a function of a module; its result travels between processes.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_enter, (ranks, port, results, work, args), nprocs=ranks)
+        return results[0]
+
+
+def _enter(rank: int, ranks: int, port: int, results: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    found = work(rank, *args)
+    if rank == 0:
+        results[0] = found
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_fresh_process(script: str, *args: Any) -> Any:
+    """Run ``python bench/SCRIPT ARGS``, which prints one line of JSON last; that line, read.
+
+    A measurement of memory or of seconds is then not that of what ran before.
+    """
+    command = [sys.executable, str(HERE / script), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def options_of(parser: Any) -> Any:
+    """Parse the command line; one thread, so that figures are those of one core a rank."""
+    torch.set_num_threads(1)
+    return parser.parse_args()

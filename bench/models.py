@@ -1,0 +1,136 @@
+"""The models, data and optimizers that the benchmarks and the parity tests share.
+
+Every model's forward takes a batch and returns the mean loss, so that one Graph serves all.  None has dropout, and
+none has a parameter whose exact gradient is zero and that shows in the loss (a convolution before a batch norm has
+no bias): rounding noise there would be blown up by Adam, in plain PyTorch too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data.
+
+    make: a fresh model in the default dtype; its parameters depend on torch's seed alone.
+    batch: (step, size, dtype) -> the whole batch, on the CPU.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int, torch.dtype], Batch]
+
+    def model(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+        """A fresh model.  Drawn in float64 and rounded, so that both dtypes begin alike."""
+        torch.manual_seed(seed)
+        return self.make().double().to(dtype)
+
+
+class WithLoss(nn.Module):
+    """A classifier and its mean cross entropy as one module."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.body(x)
+        scores = getattr(scores, "logits", scores)
+        return F.cross_entropy(scores.flatten(0, -2), y.flatten())
+
+
+def mlp(width: int = 64) -> nn.Module:
+    return WithLoss(
+        nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10))
+    )
+
+
+def convnet(channels: int = 8) -> nn.Module:
+    """Two convolutions with batch norm, whose statistics are those of the whole batch."""
+
+    def block(before: int, after: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+
+    layers = [*block(3, channels, 1), *block(channels, 2 * channels, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return WithLoss(nn.Sequential(*layers, nn.Linear(2 * channels, 10)))
+
+
+def gpt2(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96, context: int = 16) -> nn.Module:
+    """GPT-2 of the transformers package; the head is tied to the token embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return WithLoss(
+        GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=vocabulary, n_positions=context, n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )
+        )
+    )  # fmt: skip
+
+
+def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96, context: int = 16) -> nn.Module:
+    """Llama of the transformers package, with grouped queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return WithLoss(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=context,
+                use_cache=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+            )
+        )
+    )  # fmt: skip
+
+
+def vectors(step: int, size: int, dtype: torch.dtype) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 32, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(10, (size,), generator=generator)
+
+
+def images(step: int, size: int, dtype: torch.dtype) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(10, (size,), generator=generator)
+
+
+def tokens(step: int, size: int, dtype: torch.dtype, vocabulary: int = 96, context: int = 16) -> Batch:
+    del dtype
+    ids = torch.randint(vocabulary, (size, context + 1), generator=torch.Generator().manual_seed(step))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mlp", mlp, vectors),
+        Case("convnet", convnet, images),
+        Case("gpt2", gpt2, tokens),
+        Case("llama", llama, tokens),
+    )
+}
+
+
+def sgd(parameters: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    del steps
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9), None
+
+
+def adamw(parameters: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}  # (parameters, steps) -> (optimizer, schedule or None)

@@ -1,0 +1,97 @@
+"""The table at the end of train.py: what each ZeRO stage costs, by plan and by measurement, and that it computes
+what plain PyTorch computes in one process on the whole batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from language import TrainGraph, loss_of, make_optimizer
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.plan import CATEGORIES, Plan
+from graphzero.runtime.meter import Measured
+
+Batch = Callable[[int], tuple[Tensor, ...]]
+
+
+@dataclass
+class StageReport:
+    """One stage's run.  seconds: of every step but the first, which compiles, and the measured one."""
+
+    stage: int
+    plan: Plan
+    measured: Measured
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def step_time(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def run_stage(stage: int, make: Callable[[], nn.Module], batch: Batch, steps: int, clip: float = 1.0) -> StageReport:
+    """Train a fresh model for ``steps`` steps; ``batch`` gives this rank's share.  Every rank calls it."""
+    graph = TrainGraph(make(), steps, stage, clip)
+    losses, seconds = [], []
+    for step in range(steps):
+        started = time.perf_counter()
+        losses.append(graph(*batch(step)).item())
+        seconds.append(time.perf_counter() - started)
+    measured = gz.testing.measure_step(graph, *batch(steps))
+    return StageReport(stage, graph.plan, measured, losses, seconds[1:])
+
+
+def plain_losses(make: Callable[[], nn.Module], batch: Batch, steps: int, clip: float = 1.0) -> list[float]:
+    """The same training by plain PyTorch in this process alone; ``batch`` gives the whole batch."""
+    model = make()
+    optimizer, schedule = make_optimizer(model, steps)
+    losses = []
+    for step in range(steps):
+        ids, targets = batch(step)
+        loss = loss_of(model(ids), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def table(reports: list[StageReport], reference: list[float], ranks: int) -> str:
+    """Rows of figures, a column per stage; of bytes, at the moment of the peak: planned / measured."""
+    rows = [[f"{ranks} ranks, per rank and step", *(f"stage {r.stage}" for r in reports)]]
+    for category in CATEGORIES:
+        pairs = [(r.plan.memory.at_peak[category], r.measured.at_peak.get(category, 0)) for r in reports]
+        if category == "gradients" or any(map(any, pairs)):
+            rows.append([f"{category}, kB", *(_pair(*pair) for pair in pairs)])
+    rows.append(["peak, kB", *(_pair(r.plan.memory.peak, r.measured.peak) for r in reports)])
+    rows.append(["model state, kB", *(f"{r.plan.memory.model_state / 1e3:,.0f}" for r in reports)])
+    rows.append(["sent, Psi", *(f"{r.plan.comm_volume:.3f}" for r in reports)])
+    rows.append(["collectives", *(str(len(r.plan.collectives)) for r in reports)])
+    rows.append(["step time, ms", *(f"{r.step_time * 1e3:.0f}" for r in reports)])
+    rows.append(["loss, off plain PyTorch", *(f"{_off(r.losses, reference):.1e}" for r in reports)])
+    return aligned(rows)
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Lines with a rule below the first row; columns as wide as they need to be, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _pair(planned: float, measured: float) -> str:
+    return f"{planned / 1e3:,.1f} / {measured / 1e3:,.1f}"
+
+
+def _off(losses: list[float], reference: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, reference, strict=True))

@@ -1,0 +1,103 @@
+"""The examples run as their docstrings say, and their helpers do what they promise."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from language import make_model, warm_cosine
+from report import aligned
+from text import Text, share, standard_library
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(list(command), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["mlp.py", "mlp_global.py"])
+def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script):
+    alone = run(sys.executable, str(EXAMPLES / script))
+    both = run(*TORCHRUN, str(EXAMPLES / script))
+    assert losses(alone)[-1] < 0.3 * losses(alone)[0]
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-2)
+    assert "plan of TrainGraph on dp=2" in both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "mlp"])
+def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model):
+    small = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--context",
+        "32",
+        "--batch",
+        "2",
+        "--compare-steps",
+        "3",
+        "--steps",
+        "5",
+    ]
+    output = run(*TORCHRUN, str(EXAMPLES / "train.py"), "--model", model, "--stage", "3", *small)
+    assert "held-out loss" in output and "a sample of what it writes" in output
+    pairs = re.findall(r"([\d,.]+) / ([\d,.]+)", output)
+    assert len(pairs) >= 4 * 5
+    assert all(planned == measured for planned, measured in pairs), output
+    off = output.splitlines()[-1]
+    assert off.startswith("loss, off plain PyTorch")
+    assert all(float(found) < 2e-5 for found in re.findall(r"\d\.\de[+-]\d+", off)), off
+
+
+def test_the_corpus_is_the_same_each_time_and_its_parts_do_not_overlap():
+    assert standard_library(10_000) == standard_library(10_000)
+    text = Text(megabytes=0.1)
+    assert sum(len(part) for part in text.parts.values()) == 100_000
+
+
+def test_targets_are_the_bytes_that_follow_and_shares_make_up_the_batch():
+    text = Text(megabytes=0.1)
+    ids, targets = text.batch(3, size=4, context=16)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    shares = [share((ids, targets), rank, 2, torch.device("cpu")) for rank in range(2)]
+    assert torch.equal(torch.cat([found[0] for found in shares]), ids)
+    assert not torch.equal(text.batch(4, 4, 16)[0], ids)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mlp"])
+def test_a_model_predicts_each_byte_from_earlier_ones_alone(kind):
+    model = make_model(kind, layers=1, width=32, context=16)
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    changed = ids.clone()
+    changed[0, 9] = 7
+    same = (model(ids) == model(changed)).all(-1)[0]
+    assert same[:9].all() and not same[9:].all()
+
+
+def test_the_rate_rises_then_falls_to_a_tenth():
+    rate = warm_cosine(100)
+    rates = [rate(step) for step in range(101)]
+    assert max(rates) == rates[10] == 1.0 and rates[0] == 0.1
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_columns_of_the_table_are_aligned():
+    assert aligned([["", "a"], ["one", "1"], ["two", "20"]]).splitlines() == [
+        "      a",
+        "-------",
+        "one   1",
+        "two  20",
+    ]
