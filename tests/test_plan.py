@@ -41,13 +41,12 @@ def nonzero(categories: dict[str, int]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in categories.items() if nbytes}
 
 
-# By hand.  A reduce_scatter's slot holds four pieces to send and one received, a gather's and an all_reduce's the
-# whole; collectives that are not under way together share a slot.
+# By hand.  One parameter alone in its bucket moves without a slot.
 RESIDENT = [
-    {"parameters": W, "optimizer_states": W, "communication": W},
-    {"parameters": W, "optimizer_states": PIECE, "communication": 5 * PIECE},
-    {"parameters": W, "optimizer_states": PIECE, "communication": 5 * PIECE},
-    {"parameters": PIECE, "optimizer_states": PIECE, "communication": 5 * PIECE},
+    {"parameters": W, "optimizer_states": W},
+    {"parameters": W, "optimizer_states": PIECE},
+    {"parameters": W, "optimizer_states": PIECE},
+    {"parameters": PIECE, "optimizer_states": PIECE},
 ]
 MODEL_STATE = [W + W + W, W + PIECE + W, W + PIECE + PIECE, 3 * PIECE]
 CALLS = [
@@ -73,12 +72,45 @@ def test_the_bytes_of_a_toy_are_those_counted_by_hand(stage: int) -> None:
 
 def test_the_peak_of_a_toy_is_the_one_counted_by_hand() -> None:
     found = plan(TOY)
-    # At m1: the slot, the reduced gradient, the new state, and y that build returns; the partial gradient is gone.
-    expected = {"parameters": W, "optimizer_states": W, "communication": W, "gradients": W, "temporaries": W}
+    # At m1: the gradient, reduced where it stands, the new state, and y that build returns.
+    expected = {"parameters": W, "optimizer_states": W, "gradients": W, "temporaries": W}
     assert nonzero(found.memory.at_peak) == expected | {"activations": Y}
     assert found.memory.peak_at == "'m1' in update"
     assert found.memory.peak == sum(found.memory.at_peak.values())
     assert found.memory["parameters"] == W
+
+
+TWO = """
+graph two(dp=4)
+  x  = batch()      : f32[8, 16]
+  a  = param()      : f32[16, 4]
+  b  = param()      : f32[4, 4]
+forward:
+  af = use(a)       : f32[16, 4]
+  bf = use(b)       : f32[4, 4]
+  h  = mm(x, af)    : f32[8, 4]
+  y  = mm(h, bf)    : f32[8, 4]
+backward:
+  ht = t(h)         : f32[4, 8]
+  gb = mm(ht, y)    : f32[4, 4]  ; gradient(b)
+  xt = t(x)         : f32[16, 8]
+  ga = mm(xt, y)    : f32[16, 4]  ; gradient(a)
+update:
+  au = use(a)       : f32[16, 4]
+  a1 = sub(au, ga)  : f32[16, 4]
+  bu = use(b)       : f32[4, 4]
+  b1 = sub(bu, gb)  : f32[4, 4]
+  return y; update(a=a1, b=b1)
+"""
+BOTH = (16 * 4 + 4 * 4) * 4
+
+
+def test_slots_of_buckets_are_those_counted_by_hand() -> None:
+    """A reduce_scatter's slot holds four pieces to send and one received, a gather's and an all_reduce's the whole;
+    collectives that are not under way together share a slot, and slots are rounded up to 64 bytes."""
+    assert plan(TWO).memory["communication"] == BOTH
+    for zero in STAGES[1:]:
+        assert plan(TWO, zero).memory["communication"] == -(-(BOTH + BOTH // 4) // 64) * 64
 
 
 @pytest.mark.parametrize(("stage", "psi"), [(0, 16), (1, 8 + 8 / 4), (2, 4 + 12 / 4), (3, 16 / 4)])

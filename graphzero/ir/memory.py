@@ -53,10 +53,18 @@ def _roots(node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]) -> t
         source, index = node.args
         return (roots[source][index],)  # type: ignore[index]
     if node.target is ops.launch:
-        return (None,) * len(types)
+        return (_direct_root(node, roots),) if ops.is_direct(node) else (None,) * len(types)
+    if node.target is ops.wait and ops.is_direct(node.args[0]):
+        return roots[node.args[0]]  # type: ignore[index]
     if node.op == "call_function" and is_view(node.target):
         return (roots[node.args[0]][0],) * len(types)  # type: ignore[index]
     return tuple((node, i) if isinstance(t, TensorType) else None for i, t in enumerate(types))
+
+
+def _direct_root(node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]) -> Storage | None:
+    """An all-reduce works in its operand's storage, the others make their result's when they begin."""
+    in_place = node.args[0] == ops.bucket_all_reduce.__name__
+    return roots[node.args[2][0]][0] if in_place else (node, 0)  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,9 @@ def lives(graph: StepGraph, rank: int | None = None) -> list[Life]:
     roots = storage_roots(graph)
     ends: dict[Storage, int] = {}
     for node, results in roots.items():
-        last = max((position[user] for user in node.users), default=position[node])
+        readers = [position[user] for user in node.users]
+        readers += [position[next(iter(user.users))] for user in node.users if _reads_until_awaited(user)]
+        last = max(readers, default=position[node])
         for storage in results:
             if storage is not None:
                 ends[storage] = max(ends.get(storage, -1), last)
@@ -94,8 +104,20 @@ def lives(graph: StepGraph, rank: int | None = None) -> list[Life]:
     return found
 
 
+def _reads_until_awaited(node: fx.Node) -> bool:
+    return ops.is_direct(node) and node.args[0] == ops.bucket_reduce_scatter.__name__
+
+
+def _reads_until_awaited(node: fx.Node) -> bool:
+    return ops.is_direct(node) and node.args[0] == ops.bucket_reduce_scatter.__name__
+
+
 def _nbytes(graph: StepGraph, node: fx.Node, index: int, rank: int | None) -> int:
     type_, nd = value.type_of(node), value.sbp_of(node)
+    if ops.is_direct(node):
+        found = layout.layout_of(graph, node)
+        assert found is not None
+        return found.total * (found.ranks if found.kind == "all_gather" else 1) * found.itemsize
     if isinstance(type_, tuple):
         type_, nd = type_[index], nd[index]
     size = type_.dtype.itemsize
@@ -147,6 +169,8 @@ def slot_bytes(graph: StepGraph) -> dict[int, int]:
     for node in graph.graph.find_nodes(op="call_function", target=ops.launch):
         found = layout.layout_of(graph, node)
         slot = node.args[1]
+        if slot is None:
+            continue
         assert found is not None and isinstance(slot, int)
         slots[slot] = max(slots.get(slot, 0), -(-found.slot_bytes // 64) * 64)
     return slots

@@ -274,9 +274,11 @@ def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
 
 
 def _check_storage(graph: StepGraph, where: str) -> None:
-    """No reader of a placeholder's storage after the write; no two collectives in one slot."""
+    """No reader of a storage after it is written over; no two collectives in one slot; whatever begins is awaited."""
     roots = storage_roots(graph)
     written: dict[Storage | None, fx.Node] = {}
+    held: dict[Storage | None, list[fx.Node]] = {}  # values by storage, so far
+    spent: dict[fx.Node, fx.Node] = {}  # values whose storage a reduction without a slot works in
     busy: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -285,10 +287,17 @@ def _check_storage(graph: StepGraph, where: str) -> None:
             if root in written and operand is not written[root] and node.target is not operator.getitem:
                 problem = f"'{node.name}' reads '{operand.name}' after '{written[root].name}' wrote over it"
                 raise _fail(graph, node, where, problem, f"Move '{written[root].name}' below its last reader")
+            if operand in spent and spent[operand] is not node:
+                problem = f"'{node.name}' reads '{operand.name}', in whose storage '{spent[operand].name}' reduces"
+                raise _fail(graph, node, where, problem, f"Give '{spent[operand].name}' a slot, or launch it later")
+        for root in roots[node]:
+            held.setdefault(root, []).append(node)
         if node.target is ops.assign:
             written[roots[node.args[0]][0]] = node  # type: ignore[index]
         elif node.target is ops.launch:
-            slot = node.args[1]
+            slot = node if ops.is_direct(node) else node.args[1]
+            if ops.is_direct(node) and node.args[0] != ops.bucket_all_gather.__name__:
+                spent.update((one, node) for one in held[roots[node.args[2][0]][0]] if one is not node)  # type: ignore[index]
             if slot in busy:
                 problem = f"'{node.name}' takes slot {slot}, in which '{busy[slot].name}' is still under way"
                 raise _fail(graph, node, where, problem, "Wait for the first, or give the second another slot")

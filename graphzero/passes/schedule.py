@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import layout_of
+from graphzero.ir.layout import layout_of, local_shape
 from graphzero.ir.memory import storage_roots
 from graphzero.passes.base import BuiltinPass
 
@@ -159,12 +160,16 @@ def _assign(graph: StepGraph) -> None:
 def _give_slots(graph: StepGraph) -> None:
     """Each collective takes the free slot that fits best, so that few bytes serve all.
 
-    That is the smallest that is large enough, else the largest, which grows; a new one only where none is free.
+    That is the smallest that is large enough, else the largest, which grows; a new one only where none is free.  A
+    bucket of one needs none where its value lies in one piece anyway.
     """
+    direct = _direct(graph)
     sizes: list[int] = []
     free: set[int] = set()
     for node in graph.nodes:
-        if node.target is ops.launch:
+        if node in direct:
+            node.args = (node.args[0], None, *node.args[2:])
+        elif node.target is ops.launch:
             found = layout_of(graph, node)
             need = found.slot_bytes if found is not None else 0
             enough = [slot for slot in free if sizes[slot] >= need]
@@ -179,5 +184,33 @@ def _give_slots(graph: StepGraph) -> None:
             free.discard(slot)
             sizes[slot] = max(sizes[slot], need)
             node.args = (node.args[0], slot, *node.args[2:])
-        elif node.target is ops.wait:
+        elif node.target is ops.wait and _launch_of(node) not in direct:
             free.add(_launch_of(node).args[1])  # type: ignore[arg-type]
+
+
+def _direct(graph: StepGraph) -> set[fx.Node]:
+    """Launches of one value that can move between its own storage and its result's.
+
+    A gather along dim 0 is the pieces one after the other; so is what a reduce-scatter sends if dim 0 divides.  A
+    reduction works in its operand's storage, so that must be the op's own, and have no later reader.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    roots = storage_roots(graph)
+    last: dict[Any, int] = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            for storage in roots[operand]:
+                last[storage] = position[node]
+    found = set()
+    for launch in graph.graph.find_nodes(op="call_function", target=ops.launch):
+        layout = layout_of(graph, launch)
+        assert layout is not None
+        if len(layout.members) != 1 or (layout.kind != "all_reduce" and layout.dims != (0,)):
+            continue
+        (member,) = layout.members
+        storage = roots[member][0]
+        own = storage is not None and storage[0].op != "placeholder" and last[storage] == position[launch]
+        even = layout.total * layout.ranks == prod(local_shape(graph, member))
+        if layout.kind == "all_gather" or (own and (even or layout.kind == "all_reduce")):
+            found.add(launch)
+    return found

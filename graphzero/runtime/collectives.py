@@ -95,9 +95,46 @@ class Exchange:
         """With a buffer of its own, for a collective that begins and ends in one place."""
         return Packed(self, torch.empty(self.layout.slot_elements, dtype=self.dtype, device=self.device))
 
+    def result_storage(self) -> Tensor | None:
+        """For ``Direct``: room for the result, padding included."""
+        if self.layout.kind == "all_reduce":
+            return None
+        lines = self.layout.ranks if self.layout.kind == "all_gather" else 1
+        return torch.empty(lines * self.layout.total, dtype=self.dtype, device=self.device)
+
     def within(self, slot: Tensor) -> Packed:
         """In a slot's bytes."""
         return Packed(self, slot[: self.layout.slot_bytes].view(self.dtype))
+
+
+class Direct:
+    """An exchange of one value without a buffer: out of the storage of ``x``, into that of the result.
+
+    ``made`` is the result's storage, from ``Exchange.result_storage``; None for an all_reduce, which works in ``x``.
+    """
+
+    def __init__(self, exchange: Exchange, x: Tensor, made: Tensor | None):
+        layout = exchange.layout
+        if made is None:
+            x = x.contiguous()
+            self.sent = self.received = x.view(-1)
+            self.result = x
+            return
+        self.received = made
+        if layout.kind == "all_gather":
+            self.sent = made[exchange.sent]
+            for begin, end in exchange.padding:
+                made[begin:end].zero_()
+            self.sent[: x.numel()].view(x.shape).copy_(x)
+        else:
+            self.sent = x.reshape(-1)
+        shapes = [shape for _, shape in exchange.taken[0]]
+        shape = _resized(shapes[0], 0, sum(shape[0] for shape in shapes))
+        self.result = made[: prod(shape)].view(shape)
+
+    def unpack(self) -> list[Tensor]:
+        """The result, when it has arrived."""
+        return [self.result]
 
 
 class Packed:
@@ -131,7 +168,7 @@ class Packed:
         return [views[0].clone() if len(views) == 1 else torch.cat(views, dim) for views, dim in self.results]
 
 
-def starter(layout: Layout, graph: StepGraph, world: World) -> Callable[[Sequence[Packed]], Handle]:
+def starter(layout: Layout, graph: StepGraph, world: World) -> Callable[[Sequence[Packed | Direct]], Handle]:
     """What begins the collective of ``layout`` on packed buffers, one per local rank."""
     axis = layout.axis
     reduction = _reduction(layout, graph)

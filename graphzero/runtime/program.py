@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -19,7 +20,7 @@ from graphzero.ir import layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import storage_roots
 from graphzero.runtime import kernels
-from graphzero.runtime.collectives import Exchange, starter
+from graphzero.runtime.collectives import Direct, Exchange, starter
 from graphzero.runtime.steps import COMMUNICATING, Barrier, Env, Line, Segment
 from graphzero.runtime.world import Handle, World
 from graphzero.sbp.local import LocalSize, LocalStart
@@ -229,6 +230,15 @@ class _Compiler:
         begin = starter(found, self.graph, self.world)
         members = f"[{', '.join(self._text(member) for member in found.members)}]"
         pending = self.program.pending
+        if ops.is_direct(node):
+            place, made = self.places[node], self._new()
+            rooms = self._per_rank([exchange.result_storage for exchange in exchanges])
+            begins = self._per_rank([partial(Direct, exchange) for exchange in exchanges])
+            self.lines.append(Line(f"e[{made}] = {rooms}()", node, ((made, ((node.name, 0),)),)))
+            self.lines.append(Line(f"e[{place}] = {begins}({members[1:-1]}, e[{made}])", node))
+            self._free(node, made)
+            self._barrier(node, lambda envs: pending.__setitem__(place, begin([e[place] for e in envs])))
+            return
         if node.target is ops.launch:
             place, constant = self.places[node], self._new()
             self.program.slotted.append((constant, int(node.args[1]), exchanges))  # type: ignore[arg-type]

@@ -7,12 +7,13 @@ import torch
 from torch import fx
 from toys import STAGES, history, lines, lower, on_ranks, random_step, run, step
 
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of
 from graphzero.ir.memory import storage_roots
 from graphzero.ir.parse import parse
+from graphzero.ir.verify import verify
 from graphzero.passes import Bucket, DeadCode, Pipeline, Zero
 from graphzero.testing import assert_graph, assert_same_step
 
@@ -167,8 +168,9 @@ def test_what_is_launched_is_awaited_before_it_is_read_and_slots_are_apart(
     most = 0
     for node in program.nodes:
         if node.target is ops.launch:
-            assert node.args[1] not in under_way
-            under_way[node.args[1]] = node
+            slot = node if node.args[1] is None else node.args[1]
+            assert slot not in under_way
+            under_way[slot] = node
             most = max(most, sum(n.args[0] == node.args[0] for n in under_way.values()))
             (wait,) = node.users
             assert wait.target is ops.wait
@@ -177,6 +179,53 @@ def test_what_is_launched_is_awaited_before_it_is_read_and_slots_are_apart(
             del under_way[next(slot for slot, n in under_way.items() if n is node.args[0])]
     assert not under_way
     assert most <= 3
+
+
+ALONE = """
+graph alone(dp=4)
+  x  = batch()      : f32[8, 16]
+  w  = param()      : f32[{rows}, 16]
+forward:
+  wf = use(w)       : f32[{rows}, 16]
+  wt = t(wf)        : f32[16, {rows}]
+  y  = mm(x, wt)    : f32[8, {rows}]
+backward:
+  yt = t(y)         : f32[{rows}, 8]
+  g  = mm(yt, x)    : f32[{rows}, 16]  ; gradient(w)
+update:
+  wu = use(w)       : f32[{rows}, 16]
+  w1 = sub(wu, g)   : f32[{rows}, 16]
+  return update(w=w1)
+"""
+
+
+@pytest.mark.parametrize("rows", [8, 99])
+@pytest.mark.parametrize("zero", [None, Zero(1), Zero(2), Zero(3)])
+def test_a_bucket_of_one_needs_a_slot_only_where_its_pieces_are_padded_to_send(rows: int, zero: Zero | None) -> None:
+    graph = parse(ALONE.format(rows=rows))
+    program = lower(graph, zero)
+    slots = {str(n.args[0]): n.args[1] for n in program.nodes if n.target is ops.launch}
+    uneven = {name for name, slot in slots.items() if slot is not None}
+    assert uneven == ({"bucket_reduce_scatter"} if rows == 99 and zero is not None else set())
+    assert_same_step(graph, program)
+
+
+def test_a_reduction_without_a_slot_owns_its_operand() -> None:
+    text = str(lower(ALONE.format(rows=8), Zero(2)))
+    assert "launch('bucket_reduce_scatter', None, [g]" in text
+    late = text.replace("update:\n", "update:\n  late = neg(g) : f32[8, 16]  P\n", 1)
+    with pytest.raises(VerifyError, match="'late' reads 'g', in whose storage"):
+        verify(parse(late))
+
+
+def test_a_gradient_that_is_read_again_is_reduced_in_a_slot() -> None:
+    text = (
+        ALONE.format(rows=8)
+        .replace("update:\n", "  g2 = mul(g, 2.0) : f32[8, 16]\nupdate:\n")
+        .replace("return update", "return g2; update")
+    )
+    graph = parse(text)
+    assert_same_step(graph, lower(graph, Zero(2)))
 
 
 def test_the_next_gather_of_a_phase_is_under_way_while_one_is_used() -> None:
