@@ -9,7 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphzero import errors, nn, passes, sbp, testing
+    from graphzero import errors as errors
+    from graphzero import nn as nn
+    from graphzero import passes as passes
+    from graphzero import sbp as sbp
+    from graphzero import testing as testing
     from graphzero.config import GraphConfig
     from graphzero.convert import to_global, to_local
     from graphzero.errors import CaptureError as CaptureError
@@ -64,7 +68,6 @@ __all__ = [
     "StepGraph",
     "VerifyError",
     "errors",
-    "nn",
     "parse",
     "passes",
     "placement",

@@ -6,8 +6,32 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphzero.errors import ConfigError
+
+RESERVED = ("config", "placement", "program", "history", "plan", "grad_norm", "is_compiled", "training")
+_WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> None:
+    """What a Graph refuses to be given as an attribute."""
+    if isinstance(held, nn.Module) and not constructed:
+        raise ConfigError(f"self.{name} = ...: call super().__init__() first in {graph.__name__}.__init__")
+    if constructed and name in RESERVED:
+        raise ConfigError(f"self.{name} is the Graph's own ({', '.join(RESERVED)}); give yours another name")
+    wrapper = next((base.__name__ for base in type(held).__mro__ if base.__name__ in _WRAPPERS), None)
+    if isinstance(held, nn.Module) and wrapper is not None:
+        raise ConfigError(
+            f"self.{name} is wrapped in {wrapper}, which does a part of what a Graph does; give the module itself "
+            "(model.module, or the one before wrapping) and say config.enable_zero(stage=...)"
+        )
+    inside = list(held.values()) if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+    if any(isinstance(item, nn.Module) for item in inside):
+        raise ConfigError(
+            f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
+            "or nn.ModuleDict"
+        )
 
 
 def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:

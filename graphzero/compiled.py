@@ -7,6 +7,7 @@ configuration alone makes a new program from the capture that is there.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes import Bucket, Pass, Pin, Pipeline, Record, Zero, default_passes, pass_name
 from graphzero.plan import Plan, plan_of
+from graphzero.runtime import modules as tree
 from graphzero.runtime.agree import digest, tensor_text
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.inputs import Inputs
@@ -64,6 +66,10 @@ class Compiled:
         """(optimizer, path, key) -> SBP of the optimizer states it keeps."""
         nds = {node.name: value.nd_of(node) for node in self.graph.placeholders("state")}
         return {(s.optimizer, s.param, s.key): nds[s.placeholder] for s in self.captured.states if s.placeholder in nds}
+
+    def lines(self) -> dict[str, str]:
+        """The program's text by line, for showing where two ranks' programs differ."""
+        return {f"program line {i}": line.strip() for i, line in enumerate(str(self.graph).splitlines(), 1)}
 
     @property
     def hash(self) -> int:
@@ -152,8 +158,8 @@ class HeldParts:
         if self._of is None or self._of[0] is not found or self._of[1] != groups:
             names = {id(entry.tensor): path for path, entry in found.items()}
             tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
-            made: list[tuple[str, Any]] = [("training flags", tuple(m.training for _, m in walk(state.modules)))]
-            made.append(("parameters", _Hashed(tensors)))
+            modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
+            made: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
             made += [(f"optimizer {i}", _Hashed(layout_of(o, names, i))) for i, o in enumerate(state.optimizers)]
             self._of, self._parts = (found, groups), tuple(made)
         return self._parts
@@ -179,7 +185,7 @@ def describe(key: Key, inputs: Inputs, state: State, config: GraphConfig) -> dic
     """The key's parts as text that is the same in every process."""
     parts = {f"input {leaf.name}": str(leaf) for leaf in inputs.leaves}
     for name, part in key.captured:
-        if name not in parts:
+        if name not in parts and name != "modules":
             parts[name] = str(part)
     modules = [(path, module.training) for path, module in walk(state.modules)]
     flags = {flag for _, flag in modules}

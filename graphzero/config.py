@@ -13,21 +13,10 @@ from typing import Any
 import torch
 
 from graphzero.errors import ConfigError
-from graphzero.passes.base import pass_name
+from graphzero.passes import NAMES, pass_name
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
-PASS_NAMES = (
-    "pin",
-    "zero",
-    "propagate",
-    "insert_boxing",
-    "lower_boxing",
-    "localize",
-    "bucket",
-    "schedule",
-    "dead_code",
-)
 STAGES = (1, 2, 3)
 EXECUTORS = ("eager", "inductor")
 CHECKS = ("always", "first")
@@ -169,7 +158,7 @@ class GraphConfig:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
         if not callable(pass_):
             raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
-        known = (*PASS_NAMES, *(pass_name(own) for own, _ in self._passes))
+        known = (*NAMES, *(pass_name(own) for own, _ in self._passes))
         if after not in known:
             raise ConfigError(
                 f"add_pass({pass_name(pass_)}, after={after!r}): no pass has that name; {_choices(known)}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphzero.capture import is_capturing, pin_value
+from graphzero.capture import axes_of_capture, is_capturing, pin_value
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
@@ -44,7 +44,7 @@ def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp 
     if sbp is not None:
         wanted = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp)
         if is_capturing():
-            _check_dims(x.shape, wanted, "to_global")
+            _check_pins(wanted, x)
             return pin_value(x, wanted)
     if isinstance(x, DTensor):
         return _redistributed(x, placement, sbp)
@@ -82,7 +82,17 @@ def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:
     return nd
 
 
-def _check_dims(shape: Sequence[int], nd: Nd, what: str) -> None:
+def _check_pins(wanted: Sequence[Any], x: Tensor) -> None:
+    axes = axes_of_capture()
+    if len(wanted) != len(axes) or not all(item is None or isinstance(item, Sbp) for item in wanted):
+        raise SbpError(
+            f"to_global inside build takes one SBP per placement axis ({', '.join(axes)}), such as gz.sbp.S(0), or "
+            f"None where the value is free, not {wanted!r}"
+        )
+    _check_dims(x.shape, [item for item in wanted if item is not None], "to_global")
+
+
+def _check_dims(shape: Sequence[int], nd: Sequence[Sbp], what: str) -> None:
     for sbp in nd:
         if sbp.is_split and sbp.dim >= len(shape):
             raise SbpError(f"{what}: a tensor of shape {tuple(shape)} has no dim {sbp.dim}; choose another split, or B")

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import compiled
 from graphzero.capture import OptimizerSpec, Step, hyperparameters
-from graphzero.checks import check_clipping, check_optimizer, check_scheduler
+from graphzero.checks import check_attribute, check_clipping, check_optimizer, check_scheduler
 from graphzero.compiled import Compiled, HeldParts, Key, Programs
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
@@ -89,31 +89,36 @@ class Graph:
         check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
         self._optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
         self._schedulers.append(lr_sch)
-        self._lazy_state = None
 
     # ---- running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False):
-            program, inputs, key = self._prepare(args, kwargs, "this call")
+            program, inputs, key = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._bind(program, key, inputs)
                 return self._run(program, inputs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
-        """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device."""
+        """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
+
+        Every rank calls it.
+        """
         with torch.inference_mode(False):
-            self._prepare(args, kwargs, "compile()")
+            self._prepare(args, kwargs, running=False)
         return self
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> tuple[Compiled, Inputs, Key]:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> tuple[Compiled, Inputs, Key]:
         """The program for these arguments, agreed on by all ranks."""
+        what = "this call" if running else "compile()"
         failure: Exception | None = None
         inputs: Inputs | None = None
         key: Key | None = None
         hash_, describe = 0, _nothing
         try:
             inputs, key = self._read(args, kwargs)
+            if running and self._bound is None:
+                self._state.check_real()
             hash_, describe = self._hash(key, inputs)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
@@ -123,6 +128,8 @@ class Graph:
         if failure is not None:
             raise failure
         assert inputs is not None and key is not None
+        if running:  # before the capture, which hyperparameters of rank 0 may decide
+            self._state.start(self._schedulers)
         program = self._programs.find(key, {**hyperparameters(self._optimizers), **inputs.scalars()})
         if program is None:
             program = self._compile(key, inputs)
@@ -170,7 +177,7 @@ class Graph:
         made = program
         self._ranks.agree(
             "the compiled program", made.hash if made and self._ranks.active else 0,
-            lambda: {"program": str(made.graph) if made else ""}, failure,
+            lambda: made.lines() if made else {}, failure,
         )  # fmt: skip
         assert program is not None
         self._programs.add(key, program)
@@ -181,7 +188,6 @@ class Graph:
             return
         state = self._state
         found = state.tensors()
-        state.start(found, self._schedulers)
         executor = program.executor(self._world)
         executor.bind(state.bind(program.graph, program.captured.states, program.captured.constants, found))
         state.settle()
@@ -302,9 +308,9 @@ class Graph:
         ]
         return "\n".join([*lines, body.rstrip()])
 
-    def __getattr__(self, name: str) -> Any:
-        hint = "" if "_programs" in vars(self) else f"; call super().__init__() first in {type(self).__name__}.__init__"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    def __setattr__(self, name: str, held: Any) -> None:
+        check_attribute(type(self), name, held, "_programs" in vars(self))
+        super().__setattr__(name, held)
 
     # ---- parts that come to life when they are needed
 
@@ -324,14 +330,15 @@ class Graph:
 
     @property
     def _state(self) -> State:
-        held = self._modules()
-        if self._lazy_state is None or self._lazy_state.modules != held:
-            kept = self._lazy_state
-            self._lazy_state = State(self._world, self._ranks, held, [spec.optimizer for spec in self._optimizers])
-            if kept is not None:
-                self._lazy_state.seed, self._lazy_state.step = kept.seed, kept.step
-            self._bound = None
-        return self._lazy_state
+        held, optimizers = self._modules(), [spec.optimizer for spec in self._optimizers]
+        kept = self._lazy_state
+        if kept is not None and kept.modules == held and kept.optimizers == optimizers:
+            return kept
+        made = self._lazy_state = State(self._world, self._ranks, held, optimizers)
+        if kept is not None:
+            made.seed, made.step = kept.seed, kept.step
+        self._bound = None
+        return made
 
     def _compiled(self, what: str) -> Compiled:
         if self._last is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -75,7 +75,6 @@ class Plan:
     collectives: list[Collective]
     padding_bytes: float
     comm_volume: float
-    summary: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def comm_bytes(self) -> float:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from graphzero import accept
-from graphzero.errors import ConfigError, GraphZeroError, PlacementError
+from graphzero.errors import ConfigError, PlacementError
 from graphzero.graph import Graph
 from graphzero.ir import memory, ops, value
 from graphzero.ir.graph import LEVELS, StepGraph
@@ -40,11 +40,10 @@ from graphzero.passes import (
 )
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.meter import Measured, MemoryMeter
+from graphzero.runtime.shards import join, piece
 from graphzero.runtime.virtual import VirtualWorld
 from graphzero.runtime.world import Sent
-from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import Placement, placement
-from graphzero.sbp.types import Nd
 
 __all__ = ["assert_graph", "assert_same_step", "fake_world", "measure_step", "trace_step"]
 
@@ -116,6 +115,8 @@ def assert_same_step(
         raise ConfigError(f"the two graphs have other inputs: {sorted(set(names[0]) ^ set(names[1]))}")
     inputs = _random_inputs(before, seed)
     first, second = (_run(_lowered(graph, ranks), inputs) for graph in (before, after))
+    if first.keys() != second.keys():
+        raise AssertionError(f"one of the steps does not give {', '.join(sorted(first.keys() ^ second.keys()))}")
     for name, (old, old_sbp) in first.items():
         new, new_sbp = second[name]
         try:
@@ -123,6 +124,11 @@ def assert_same_step(
         except AssertionError as error:
             where = f"{name}: {old_sbp} before, {new_sbp} after" if old_sbp != new_sbp else f"{name}: {old_sbp}"
             raise AssertionError(f"the steps differ in {where}\n{error}") from None
+    empty = [name for name, (x, _) in first.items() if isinstance(x, Tensor) and x.numel() and bool(x.isnan().all())]
+    if empty:
+        raise AssertionError(
+            f"{', '.join(empty)} is nan in both steps, so nothing was compared; inputs are small positive numbers"
+        )
 
 
 def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
@@ -211,7 +217,7 @@ def _lowered(graph: StepGraph, ranks: int | None) -> StepGraph:
 
 
 def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Whole outputs and new states by name, with their SBP."""
+    """Whole outputs, aux values and new states by name, with their SBP."""
     world = VirtualWorld(graph.placement)
     executor = Executor(graph, world)
     values: dict[str, list[Any]] = {}
@@ -220,35 +226,27 @@ def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]
         values[node.name] = [given] * graph.placement.size
         if isinstance(given, Tensor):
             nd = value.nd_of(node)
-            values[node.name] = [_shard(given, nd, graph.placement, rank) for rank in range(graph.placement.size)]
+            cut = (piece(given, nd, graph.placement.hierarchy, rank) for rank in range(graph.placement.size))
+            values[node.name] = [own.clone() for own in cut]
     persistent = {node.name for node in graph.placeholders("param", "buffer", "state", "constant")}
     executor.bind({name: x for name, x in values.items() if name in persistent})
     results = executor.run({name: x for name, x in values.items() if name not in persistent})
-    found: dict[str, tuple[Any, str]] = {}
-    for i, out in enumerate(graph.outputs):
-        if isinstance(out, fx.Node) and value.is_tensor(out):
-            found[f"output {i}"] = _whole(results.outputs[i], value.nd_of(out), graph.placement), str(value.nd_of(out))
+    made = {f"output {i}": (out, results.outputs[i]) for i, out in enumerate(graph.outputs)}
+    made |= {name: (node, results.aux[name]) for name, node in graph.aux.items()}
     placeholders = {node.name: node for node in graph.placeholders()}
-    for name in graph.updates:
-        nd = value.nd_of(placeholders[name])
-        found[f"new {name}"] = _whole(values[name], nd, graph.placement), str(nd)
-    return found
+    made |= {f"new {name}": (placeholders[name], values[name]) for name in graph.updates}
+    return {name: _whole(name, node, held, graph.placement) for name, (node, held) in made.items()}
 
 
-def _shard(x: Tensor, nd: Nd, place: Placement, rank: int) -> Tensor:
-    for sbp, ranks, position in zip(nd, place.hierarchy, place.coordinate(rank), strict=True):
-        if sbp.is_split:
-            x = x.narrow(sbp.dim, *chunk(x.shape[sbp.dim], ranks, position))
-    return x.clone()
-
-
-def _whole(pieces: list[Tensor], nd: Nd, place: Placement) -> Tensor:
-    """Join the ranks' pieces on one axis; whole values must be equal on all ranks."""
-    if len(nd) != 1:
-        raise GraphZeroError("assert_same_step joins values of one placement axis so far")
-    if nd[0].is_split:
-        return torch.cat(pieces, nd[0].dim)
-    for rank, piece in enumerate(pieces[1:], 1):
-        if not torch.equal(piece, pieces[0]) and not bool(torch.isnan(pieces[0]).any()):
-            raise AssertionError(f"a value that every rank should hold whole differs between rank 0 and rank {rank}")
-    return pieces[0]
+def _whole(name: str, node: Any, held: Any, place: Placement) -> tuple[Any, str]:
+    """The value that the ranks hold between them, and its SBP; what several ranks hold must be equal."""
+    if not isinstance(node, fx.Node):
+        return node, ""
+    if not value.is_tensor(node):
+        return held[0], ""
+    nd = value.nd_of(node)
+    whole = join(held, nd, place.hierarchy)
+    for position, own in enumerate(held):
+        if not torch.allclose(piece(whole, nd, place.hierarchy, position), own, rtol=0, atol=0, equal_nan=True):
+            raise AssertionError(f"{name}: rank {position} holds other values than the ranks that hold the same part")
+    return whole, ", ".join(map(str, nd))

@@ -336,13 +336,32 @@ def test_mistakes_in_the_class_are_named():
 
     with pytest.raises(gz.ConfigError, match="NoBuild has no build"):
         NoBuild(virtual())(1)
-    with pytest.raises(AttributeError, match=r"super\(\).__init__"):
-        NoInit().add_optimizer(None)
+    with pytest.raises(gz.ConfigError, match=r"super\(\).__init__"):
+        NoInit()
     with pytest.raises(gz.ConfigError, match="no program yet"):
         NoBuild(virtual()).program  # noqa: B018
     graph = Train(nn.Linear(2, 2), sgd(mlp()))
     with pytest.raises(gz.ConfigError, match="self.model = model"):
         graph(*batch(0))
+
+
+def test_attributes_that_a_graph_cannot_use_are_refused():
+    graph = Train(nn.Linear(2, 2), None)
+    with pytest.raises(gz.ConfigError, match="another name"):
+        graph.config = {"width": 3}
+    with pytest.raises(gz.ConfigError, match="ModuleList"):
+        graph.blocks = [nn.Linear(2, 2)]
+    with pytest.raises(gz.ConfigError, match="OptimizedModule"):
+        graph.model = torch.compile(nn.Linear(2, 2))
+
+
+def test_another_module_in_the_place_of_one_makes_another_program():
+    torch.manual_seed(0)
+    graph = Train(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1)).double(), None)
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
+    graph(x, y)
+    graph.model[1] = nn.Tanh()
+    torch.testing.assert_close(graph(x, y)["out"], graph.model(x))
 
 
 def test_a_users_pass_runs_behind_the_one_it_names():

@@ -6,7 +6,7 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 
 from graphzero.capture.assemble import capture
 from graphzero.capture.hyper import baked, hyperparameters
-from graphzero.capture.pins import is_capturing, pin_value
+from graphzero.capture.pins import axes_of_capture, is_capturing, pin_value
 from graphzero.capture.spec import Captured, FloatLeaf, OptimizerSpec, StateSpec, Step, TensorLeaf
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "baked",
     "capture",
     "hyperparameters",
+    "axes_of_capture",
     "is_capturing",
     "pin_value",
 ]

@@ -13,11 +13,17 @@ from graphzero.sbp.types import Sbp
 
 Pinned = tuple[Sbp | None, ...]
 _running: ContextVar[list[Pinned] | None] = ContextVar("graphzero_pins", default=None)
+_axes: ContextVar[tuple[str, ...]] = ContextVar("graphzero_axes", default=())
 
 
 def is_capturing() -> bool:
     """Whether build is being traced."""
     return _running.get() is not None
+
+
+def axes_of_capture() -> tuple[str, ...]:
+    """Names of the placement axes of the step that is being traced."""
+    return _axes.get()
 
 
 def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
@@ -30,14 +36,15 @@ def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
 
 
 @contextmanager
-def collecting() -> Iterator[list[Pinned]]:
-    """While this is open, ``pin_value`` writes down what is pinned."""
+def collecting(axes: tuple[str, ...]) -> Iterator[list[Pinned]]:
+    """While this is open, ``pin_value`` writes down what is pinned in a step on these placement axes."""
     pins: list[Pinned] = []
-    token = _running.set(pins)
+    tokens = _running.set(pins), _axes.set(axes)
     try:
         yield pins
     finally:
-        _running.reset(token)
+        _running.reset(tokens[0])
+        _axes.reset(tokens[1])
 
 
 def mark(graph: fx.Graph, pins: list[Pinned]) -> None:

@@ -106,7 +106,7 @@ class BuildTrace:
             batch, scalars, params, buffers, _ = pytree.tree_unflatten(list(values), spec)
             return self._build(batch, scalars, params, buffers)
 
-        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting() as pins:
+        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting(self.step.placement.names) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers), self.mode, _compat.preserve_node_meta():
                     module = _compat.make_fx(program, decomposition_table=table)(*flat)
@@ -150,6 +150,9 @@ class BuildTrace:
                 tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
             else:
                 self.out.append(_checked_literal(leaf))
+        for name, param in params.items():  # a gradient that build puts in by hand
+            if param.grad is not None and self.losses:
+                self.ended.setdefault(name, param.grad)
         final = [params[name].grad for name in self.ended]
         lists = [tensors, self.losses, list(self.ended.values()), final, list(params.values()), list(buffers.values())]
         self.counts = [len(items) for items in lists]
@@ -272,7 +275,8 @@ def functional(module: fx.GraphModule, inputs: list[Any], table: dict[Any, Calla
     def again(*values: Any) -> Any:
         return run(*values)
 
-    found = _compat.make_fx(torch.func.functionalize(again, remove="mutations"), decomposition_table=table)(*inputs)
+    with torch.no_grad():  # the backward is in the graph already
+        found = _compat.make_fx(torch.func.functionalize(again, remove="mutations"), decomposition_table=table)(*inputs)
     for node in list(found.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
             found.graph.erase_node(node)

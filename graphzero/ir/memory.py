@@ -108,10 +108,6 @@ def _reads_until_awaited(node: fx.Node) -> bool:
     return ops.is_direct(node) and node.args[0] == ops.bucket_reduce_scatter.__name__
 
 
-def _reads_until_awaited(node: fx.Node) -> bool:
-    return ops.is_direct(node) and node.args[0] == ops.bucket_reduce_scatter.__name__
-
-
 def _nbytes(graph: StepGraph, node: fx.Node, index: int, rank: int | None) -> int:
     type_, nd = value.type_of(node), value.sbp_of(node)
     if ops.is_direct(node):

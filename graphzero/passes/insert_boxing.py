@@ -16,10 +16,10 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.propagate import Ends
+from graphzero.passes.propagate import Ends, output_sbp
 from graphzero.sbp import boxing
 from graphzero.sbp.signature import Signature
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import B, Nd, Sbp
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,6 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
 
 
 def _end_sbp(ends: Ends, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:
-    from graphzero.passes.propagate import output_sbp
-    from graphzero.sbp.types import B
-
     return B if whole else output_sbp(ends.graph, node, axis, have)
 
 

@@ -105,9 +105,8 @@ class Ranks:
         key = tuple(self._ids())
         found = _groups.get(key)
         if found is None or found[0] is not dist.group.WORLD:
-            group = dist.new_group(
-                list(key), backend="gloo", use_local_synchronization=len(key) < dist.get_world_size()
-            )
+            # made by its members alone, so that groups of some ranks and of all may come in any order
+            group = dist.new_group(list(key), backend="gloo", use_local_synchronization=True)
             found = _groups[key] = (dist.group.WORLD, group)
         return found[1]
 

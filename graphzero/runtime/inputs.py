@@ -96,7 +96,7 @@ class Reader:
             names = self._names[spec] = tuple(
                 self._name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
             )
-        unknown = [name for name in wanted if name not in names]
+        unknown = [name for name in wanted if name not in names and not self._may_be(name)]
         if unknown:
             raise ConfigError(
                 f"set_input({unknown[0]!r}, ...): build has no such input; its inputs in this call are "
@@ -105,6 +105,11 @@ class Reader:
         return Inputs(
             tuple(self._leaf(name, raw, wanted.get(name)) for name, raw in zip(names, flat, strict=True)), spec
         )
+
+    def _may_be(self, name: str) -> bool:
+        """Whether another call may have an input of that name."""
+        known = self._signature.parameters
+        return name.split(".")[0] in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
     def _name(self, path: tuple[Any, ...]) -> str:
         which, first, *rest = (_step(key) for key in path)

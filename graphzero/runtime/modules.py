@@ -61,13 +61,21 @@ def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
     return found
 
 
+def mode(module: nn.Module) -> tuple[Any, ...]:
+    """What a capture of a module's forward depends on beside its tensors."""
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
 def snapshot(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Mode of every module; identity, storage and requires_grad of every tensor.  Equal while nothing changes."""
+    """Identity, mode and hooks of every module; identity, storage and requires_grad of every tensor.
+
+    Equal while nothing changes.
+    """
     found: list[Any] = []
     stack = list(modules.values())
     while stack:
         module = stack.pop()
-        found.append(module.training)
+        found.append((id(module), *mode(module)))
         for held in (module._parameters, module._buffers):
             found.extend([(id(x), storage(x), x.requires_grad) for x in held.values() if x is not None])
         stack.extend([child for child in module._modules.values() if child is not None])
@@ -100,7 +108,12 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
             optimizer.state[new] = optimizer.state.pop(old)
     with torch.no_grad():
         old.grad = None
+        whole = None if isinstance(old, DTensor) else old.untyped_storage()
+        nbytes = old.numel() * old.element_size()
         old.data = old.detach().new_empty(0)
+        kept = (new._local_tensor if isinstance(new, DTensor) else new).untyped_storage().data_ptr()
+        if whole is not None and whole.nbytes() == nbytes and whole.data_ptr() != kept:
+            whole.resize_(0)  # what else still names it, an earlier program say, then holds no memory
     found.tensor = new
     return new
 

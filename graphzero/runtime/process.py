@@ -62,11 +62,6 @@ class ProcessWorld(World):
         mesh = placement.mesh()
         rank = dist.get_rank()
         flat = placement.ranks.ravel().tolist()
-        if rank not in flat:
-            raise PlacementError(
-                f"this process is rank {rank}, which is not in {placement!r}; "
-                "run the program on the ranks of its placement only"
-            )
         super().__init__(placement, device or _own_device(placement.device_type), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._pairs: dict[str, _Pairs] = {}

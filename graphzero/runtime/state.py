@@ -7,6 +7,7 @@ program runs is the Graph's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class State:
         self.seed: int | None = None
         self.step = 0
         self._bound: Bound | None = None
-        self._synced: set[str] = set()
+        self._synced: dict[str, weakref.ref[Tensor] | None] = {}  # what has rank 0's values, and in which tensor
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
         self._seen: tuple[list[Any], dict[str, Found]] = ([], {})
         self.is_started = False
@@ -87,14 +88,19 @@ class State:
 
     # ---- the first call
 
-    def start(self, found: Mapping[str, Found], schedulers: Sequence[Any] = ()) -> None:
+    def check_real(self) -> None:
+        """Raise ConfigError for a parameter or buffer without values."""
+        for entry in self.tensors().values():
+            check_real(entry.tensor, f"{entry.kind} {entry.path}")
+
+    def start(self, schedulers: Sequence[Any] = ()) -> None:
         """Once per Graph: hyperparameters, seed and the list of existing states are rank 0's.  Every rank calls it.
 
         So are the numbers that schedulers go by, ``base_lrs`` and ``last_epoch``.
         """
         if self.is_started:
             return
-        names = {id(entry.tensor): path for path, entry in found.items()}
+        names = {id(entry.tensor): path for path, entry in self.tensors().items()}
         theirs = self.ranks.share(lambda: self._facts(names, schedulers))
         self.seed, self.step = theirs["random"]
         self.is_started = True
@@ -218,16 +224,17 @@ class State:
         tensor = held[0].detach().to(self.world.device, specs[0].dtype, copy=True)
         if (name := f"counter {specs[0].param}/{specs[0].key}") not in self._synced:
             tree.from_first_rank(tensor, self.world.placement)
-            self._synced.add(name)
+            self._synced[name] = None
         bound.counters.append(Counter(tensor, held))
         return [tensor] * len(self.world.local_ranks)
 
     def _take(self, tensor: Tensor, what: str) -> None:
         """Move a plain tensor to the device; the first time it is seen, take rank 0's values."""
         tree.to_device(tensor, self.world.device)
-        if what not in self._synced:
+        known = self._synced.get(what)
+        if known is None or known() is not tensor:
             tree.from_first_rank(tensor, self.world.placement)
-            self._synced.add(what)
+            self._synced[what] = weakref.ref(tensor)
 
     # ---- every call
 

@@ -67,7 +67,10 @@ class Placement:
         return self._coordinates[rank]
 
     def mesh(self) -> DeviceMesh:
-        """The torch DeviceMesh of these ranks.  Every rank of the world must call it: it makes process groups."""
+        """The torch DeviceMesh of these ranks, each of which must call it: it makes process groups.
+
+        With more than one axis every rank of the world must.
+        """
         if self.virtual:
             raise PlacementError(
                 f"{self!r} is virtual: all its ranks live in this process, so it has no DeviceMesh; "
@@ -83,10 +86,23 @@ class Placement:
                 f"{self!r} names rank {int(self.ranks.max())}, but the world has ranks 0 to "
                 f"{dist.get_world_size() - 1}; start more processes or place on fewer ranks"
             )
+        if dist.get_rank() not in self.ranks:
+            raise PlacementError(
+                f"this process is rank {dist.get_rank()}, which is not in {self!r}; "
+                "run the program on the ranks of its placement only"
+            )
         if self._mesh is None or self._mesh[0] is not dist.group.WORLD:
-            mesh = DeviceMesh(self.device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names)
-            self._mesh = (dist.group.WORLD, mesh)
+            self._mesh = (dist.group.WORLD, self._new_mesh())
         return self._mesh[1]
+
+    def _new_mesh(self) -> DeviceMesh:
+        if len(self.names) > 1 or self.size == dist.get_world_size():
+            return DeviceMesh(self.device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names)
+        # some ranks of the world: their group is made by them alone, the others need not know
+        if self.ranks.tolist() != sorted(self.ranks.tolist()):
+            raise PlacementError(f"{self!r} is a part of the world; name its ranks in ascending order")
+        group = dist.new_group(self.ranks.tolist(), use_local_synchronization=True)
+        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=self.names)
 
     def _key(self) -> tuple[Any, ...]:
         return self.device_type, self.hierarchy, tuple(self.ranks.ravel().tolist()), self.names, self.virtual
