@@ -106,7 +106,8 @@ class BuildTrace:
             batch, scalars, params, buffers, _ = pytree.tree_unflatten(list(values), spec)
             return self._build(batch, scalars, params, buffers)
 
-        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting(self.step.placement.names) as pins:
+        axes = self.step.placement.names
+        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting(axes) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers), self.mode, _compat.preserve_node_meta():
                     module = _compat.make_fx(program, decomposition_table=table)(*flat)
