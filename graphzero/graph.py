@@ -6,6 +6,7 @@ Each of these is a module of its own; here is only their order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,12 @@ class Graph:
         self.name = name or type(self).__name__
         self.placement = launch.resolve(placement)
         self.config = GraphConfig(self.placement)
+        if self.placement.size > 1 and not self.placement.data_axes:
+            warnings.warn(
+                f"no axis of {self.placement!r} is a data axis (its name begins with dp), so every rank takes its "
+                'plain inputs for the whole batch; to split the batch: gz.placement(..., names=("dp",))',
+                stacklevel=2,
+            )
         self._ranks = Ranks(self.placement)
         self._programs = Programs(self.name)
         self._optimizers: list[OptimizerSpec] = []

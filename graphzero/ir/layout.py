@@ -13,6 +13,8 @@ to the fullest rank's size::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -43,11 +45,11 @@ class Layout:
     sizes: tuple[int, ...]
     reduction: str = "sum"
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.sizes)
 

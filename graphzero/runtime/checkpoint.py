@@ -41,12 +41,13 @@ def state_dict(
     be (graph and specs: of that program), so that a checkpoint can be loaded into them."""
     found = state.tensors()
     names = {id(entry.tensor): path for path, entry in found.items()}
+    nds = {node.name: value.nd_of(node) for node in graph.placeholders("state")} if graph is not None else {}
     optimizers = []
     for i, optimizer in enumerate(state.optimizers):
         held = {names.get(id(p), ""): dict(x) for p, x in optimizer.state.items() if x}
         for spec in specs:
             if spec.optimizer == i and not isinstance(held.get(spec.param, {}).get(spec.key), Tensor):
-                held.setdefault(spec.param, {})[spec.key] = _initial(spec, graph, state)
+                held.setdefault(spec.param, {})[spec.key] = _initial(spec, nds.get(spec.placeholder, ()), state)
         groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         order = [name for group in groups for name in group["params"]]
         optimizers.append({"state": {name: held[name] for name in order if name in held}, "param_groups": groups})
@@ -58,10 +59,9 @@ def state_dict(
     }
 
 
-def _initial(spec: Any, graph: StepGraph | None, state: State) -> Tensor:
+def _initial(spec: Any, nd: Nd, state: State) -> Tensor:
     if not spec.shape:
         return torch.full((), spec.fill, dtype=spec.dtype)
-    nd = value.nd_of(graph.node(spec.placeholder)) if graph is not None else ()
     return filled(spec.shape, spec.dtype, spec.fill, nd, state.world)
 
 
