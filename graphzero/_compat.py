@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -98,3 +99,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def sequence_number() -> int:
     """Running number of the autograd node made last."""
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+def gradient_hooks(x: Tensor) -> dict[Any, Any]:
+    """What ``x.register_hook`` was given."""
+    return dict(x._backward_hooks or {})
+
+
+def has_accumulation_hooks(x: Tensor) -> bool:
+    """Whether ``x.register_post_accumulate_grad_hook`` was called."""
+    return bool(getattr(x, "_post_accumulate_grad_hooks", None))

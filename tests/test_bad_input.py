@@ -195,3 +195,32 @@ def test_an_unused_parameter_is_named_in_a_warning_and_left_alone():
         graph(X, Y)
     assert torch.equal(graph.model.idle.weight, before)
     assert graph.model.idle.weight.grad is None
+
+
+def test_a_hook_on_a_parameter_is_part_of_the_step():
+    torch.manual_seed(0)
+    graph, plain = make(), nn.Linear(4, 3)
+    plain.load_state_dict(graph.model.state_dict())
+    for model in (graph.model, plain):
+        model.weight.register_hook(lambda grad: grad * 0.5)
+    graph(X, Y)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    F.cross_entropy(plain(X), Y).backward()
+    optimizer.step()
+    torch.testing.assert_close(graph.model.weight, plain.weight)
+
+
+def test_a_hook_behind_the_accumulation_of_a_gradient_is_refused():
+    graph = make()
+    graph.model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    refused(graph, gz.CaptureError, "model.weight", "register_hook")
+
+
+def test_a_build_that_keeps_values_in_attributes_is_warned_that_they_are_lost():
+    def build(self, x, y):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.last = self.loss_fn(self.model(x), y)
+        self.last.backward()
+
+    with pytest.warns(UserWarning, match=r"Step\.calls, Step\.last.*no effect"):
+        make(build)(X, Y)

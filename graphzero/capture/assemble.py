@@ -17,6 +17,7 @@ from graphzero.capture.guards import all_guards
 from graphzero.capture.hyper import hyper_name, of_group
 from graphzero.capture.join import Join, ancestors, separable
 from graphzero.capture.optimizer import Member, Update
+from graphzero.capture.picks import pick_rows
 from graphzero.capture.pins import mark
 from graphzero.capture.problems import check_parameters, place_of, problem
 from graphzero.capture.spec import Captured, FloatLeaf, StateSpec, Step, TensorLeaf
@@ -68,7 +69,9 @@ class _Capture:
         self._check_backward(traced)
         symbols = {symbol: Role("scalar", name) for symbol, name in traced.symbols.items()}
         self.environments.append((traced.env, symbols))
-        members = [self._members(i, set(traced.with_grad)) for i in range(len(self.step.optimizers))]
+        final = zip(traced.with_grad, traced.results["final"], strict=True)
+        stepped = {path for path, grad in final if grad is not None}  # build may drop a gradient: p.grad = None
+        members = [self._members(i, stepped) for i in range(len(self.step.optimizers))]
         updates = [self._trace(i, found) for i, found in enumerate(members)]
         self._add_placeholders(traced, members)
         copies = self._add_build(traced)
@@ -283,6 +286,7 @@ class _Capture:
         outputs = tuple(slots[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in traced.out)
         losses = [copies[node] for node in traced.results["losses"]]
         graph.output((outputs, self.aux, self.updates, losses, self.ended))
+        pick_rows(graph)
         canonicalise(graph)
         merge_equal(graph, lambda node: phase_of(node) == "forward")  # not in backward: recomputation is meant
         insert_uses(graph)

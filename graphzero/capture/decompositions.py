@@ -98,16 +98,56 @@ def nll_loss2d_backward(
     return aten.nll_loss2d_backward(grad / count, x, target, weight, SUM, ignore_index, count)
 
 
+@rule(aten.multi_margin_loss.default)
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = MEAN
+) -> Any:
+    if reduction != MEAN or x.dim() < 2:
+        return NotImplemented
+    return aten.multi_margin_loss(x, target, p, margin, weight, SUM) / x.shape[0]
+
+
+@rule(aten.multi_margin_loss_backward.default)
+def multi_margin_loss_backward(
+    grad: Tensor, x: Tensor, target: Tensor, p: Any, margin: Any, weight: Any = None, reduction: int = MEAN
+) -> Any:
+    if reduction != MEAN or x.dim() < 2:
+        return NotImplemented
+    return aten.multi_margin_loss_backward(grad / x.shape[0], x, target, p, margin, weight, SUM)
+
+
+@rule(aten.multilabel_margin_loss_forward.default)
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
+    if reduction != MEAN or x.dim() < 2:
+        return NotImplemented
+    total, is_target = aten.multilabel_margin_loss_forward(x, target, SUM)
+    return total / x.shape[0], is_target
+
+
+@rule(aten.multilabel_margin_loss_backward.default)
+def multilabel_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor) -> Any:
+    if reduction != MEAN or x.dim() < 2:
+        return NotImplemented
+    return aten.multilabel_margin_loss_backward(grad / x.shape[0], x, target, SUM, is_target)
+
+
 _BORROWED = (
     "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
     "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "soft_margin_loss",
     "soft_margin_loss_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface",
-    "_weight_norm_interface_backward", "rrelu_with_noise_backward", "mv", "dot", "vdot",
+    "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace",
 )  # fmt: skip
 for _name in _BORROWED:  # torch's own, which end in a mean or a sum that is met above
     _op = getattr(getattr(aten, _name, None), "default", None)
     if _op in _torch_table:
         TABLE[_op] = _torch_table[_op]
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = _sum(grad * v, others, True) / norms
+    return g / norms * (grad - v * (along / norms)), along.to(g.dtype)
 
 
 # ---- variances

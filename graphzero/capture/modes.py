@@ -21,6 +21,7 @@ from graphzero import _compat
 from graphzero.capture.attention import attention
 from graphzero.capture.problems import problem_here
 from graphzero.capture.source import user_frame
+from graphzero.capture.unchecked import STAND_INS
 
 aten = torch.ops.aten
 
@@ -51,6 +52,19 @@ _SHAPE_HINT = (
     "or select outside of build and pass the result in"
 )
 
+_RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
+_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # where the argument stands
+_LENGTHS = {
+    aten._pack_padded_sequence.default: "a packed sequence",
+    aten._ctc_loss.default: "ctc_loss",
+    aten._ctc_loss.Tensor: "ctc_loss",
+}
+_LENGTHS_HINT = (
+    "Give the padded tensor to the layers and leave padding out of the loss by a mask; what needs the lengths as "
+    "numbers on the host, as this does, runs outside of a Graph"
+)
+_DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gradient costs little"
+
 
 class UserCode(TorchFunctionMode):
     """Stands between build and torch.
@@ -72,7 +86,7 @@ class UserCode(TorchFunctionMode):
             kwargs = {name: self.stand_ins.get(id(arg), arg) for name, arg in kwargs.items()}
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        return STAND_INS.get(func, func)(*args, **kwargs)
 
 
 class Watch(TorchDispatchMode):
@@ -119,6 +133,14 @@ class Watch(TorchDispatchMode):
         if func in _DATA_SHAPED or (func is aten.index.Tensor and _by_mask(args[1])):
             name = _DATA_SHAPED.get(func, "indexing by a boolean mask")
             raise problem_here(f"the shape of a result depends on data: {name}", _SHAPE_HINT, self.build)
+        if func in _LENGTHS:
+            raise problem_here(
+                f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
+            )
+        if func is aten.embedding_renorm_.default:
+            raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
+        if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
+            raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE, self.build)
         for arg in pytree.arg_tree_leaves(*args):
             if isinstance(arg, nn.Parameter) and not isinstance(arg, _compat.FakeTensor):
                 raise problem_here(

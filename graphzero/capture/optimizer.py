@@ -191,7 +191,8 @@ class _HostNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.where, Tensor.where):
             full: Any = torch.full
-            args = tuple(full((), x) if isinstance(x, torch.SymFloat) else x for x in args)
+            like = next((x.dtype for x in args[1:] if isinstance(x, Tensor)), None)
+            args = tuple(full((), x, dtype=like) if isinstance(x, torch.SymFloat) else x for x in args)
         factor = kwargs.get("value", kwargs.get("alpha"))
         if isinstance(factor, Tensor):
             x, *rest = args

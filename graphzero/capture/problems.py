@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from graphzero import _compat
 from graphzero.capture.source import line_of, user_frames
 from graphzero.errors import CaptureError
 
@@ -57,6 +58,11 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
             raise problem(
                 f"parameter {path} is complex ({param.dtype}), and reductions and optimizers here are for real numbers",
                 "hold the real and the imaginary part as two parameters, and join them in forward by torch.complex",
+            )
+        if _compat.has_accumulation_hooks(param):
+            raise problem(
+                f"parameter {path} has a hook that runs after its gradient is accumulated, which a graph does not do",
+                "use p.register_hook(fn), which becomes part of the graph, or run the code after the Graph's call",
             )
         if param.layout is not torch.strided:
             raise problem(f"parameter {path} is sparse ({param.layout})", "use a dense parameter: p.to_dense()")

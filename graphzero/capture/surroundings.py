@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphzero.capture.attention import attention
+from graphzero.capture.hyper import differs
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec, Step
+from graphzero.capture.unchecked import batch_norm
 
 
 @contextmanager
@@ -52,6 +55,8 @@ def surroundings() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patched(torch._VF, "dropout", _dropout))
+        stack.enter_context(patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
+        stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
         yield
@@ -69,6 +74,7 @@ def untouched(step: Step, root: nn.Module) -> Iterator[None]:
     random = torch.random.get_rng_state()
     try:
         yield
+        _warn_of_writes(saved)
     finally:
         for held, content in [*dicts, *((vars(thing), content) for thing, content in saved)]:
             held.clear()
@@ -79,6 +85,24 @@ def untouched(step: Step, root: nn.Module) -> Iterator[None]:
             if p.grad is not grad:
                 p.grad = grad
         torch.random.set_rng_state(random)
+
+
+def _warn_of_writes(saved: list[tuple[Any, dict[str, Any]]]) -> None:
+    """A value that build keeps in an attribute is lost: build runs once, to be written down."""
+    written = [
+        f"{type(thing).__name__}.{name}"
+        for thing, before in saved
+        for name, x in vars(thing).items()
+        if name != "training"  # build may switch modes; what it traces is in the mode that it set
+        and (differs(before.get(name), x) or (isinstance(x, Tensor) and x is not before.get(name)))
+    ]
+    if written:
+        shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
+        warnings.warn(
+            f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
+            "value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )
 
 
 @contextmanager

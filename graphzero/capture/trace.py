@@ -87,6 +87,8 @@ class BuildTrace:
             key = torch.empty((), dtype=torch.int64)
         for real, fake in zip(self.params.values(), params, strict=True):
             fake.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
+            for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
+                fake.register_hook(hook)  # type: ignore[no-untyped-call]
         scalars = []
         for leaf in self.leaves:
             if isinstance(leaf, FloatLeaf):

@@ -20,6 +20,7 @@ from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.reductions import place_reductions
+from graphzero.passes.rows import RowOrder, is_scattered
 from graphzero.sbp import boxing
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
@@ -30,10 +31,26 @@ class Propagate(BuiltinPass):
     """Gives every value an SBP on every placement axis; pins are kept."""
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        for axis in range(len(graph.placement.names)):
-            AxisPropagation(graph, axis).run()
+        axes = _swept(graph)
+        scattered = [axis.axis for axis in axes if axis.is_scattered]
+        if scattered:
+            other = graph.clone()
+            for i in scattered:
+                RowOrder(other, AxisPropagation(other, i)).run()
+            others = _swept(other)
+            if sum(axis.bytes for axis in others) < sum(axis.bytes for axis in axes):
+                graph, axes = other, others
+        for axis in axes:
+            axis.finish()
         graph.level = "propagated"
         return graph
+
+
+def _swept(graph: StepGraph) -> list[AxisPropagation]:
+    axes = [AxisPropagation(graph, i) for i in range(len(graph.placement.names))]
+    for axis in axes:
+        axis.sweep()
+    return axes
 
 
 class AxisPropagation:
@@ -46,11 +63,20 @@ class AxisPropagation:
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: set[tuple[fx.Node, Sbp]] = set()
         self.ends = Ends(graph)
+        self.is_scattered = False  # whether a view scatters the rows of a split value
 
-    def run(self) -> None:
+    def sweep(self) -> None:
         for node in self.graph.nodes:
             if node.op != "output" and not value.is_scalar(node):
-                self.found[node] = self._forward(node)
+                self.found[node] = self.forward_of(node)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes on the wire for what has been boxed so far."""
+        kinds = ((node, self.sbp(node), want) for node, want in self.boxed)
+        return sum(boxing.cost(have, want, value.tensor_type(n).nbytes, self.ranks) for n, have, want in kinds)
+
+    def finish(self) -> None:
         place_reductions(self)
         for node in reversed(list(self.graph.nodes)):
             if node in self.chosen:
@@ -77,7 +103,8 @@ class AxisPropagation:
 
     # ---- sweep 1
 
-    def _forward(self, node: fx.Node) -> tuple[Sbp | None, ...]:
+    def forward_of(self, node: fx.Node) -> tuple[Sbp | None, ...]:
+        """The SBPs of a node's results, from those of its operands."""
         pinned = self.pinned(node)
         if pinned is not None:
             return (pinned,)
@@ -90,6 +117,7 @@ class AxisPropagation:
             return (self.sbp(node.args[0]),)  # type: ignore[arg-type]
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
+        self.is_scattered |= self.ranks > 1 and is_scattered(node, have, self.ranks)
         signature = self._cheapest(calls.signatures_of(self.graph, node, self.axis), operands, have)
         self.chosen[node] = signature
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):

@@ -96,6 +96,8 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
+    if new.requires_grad:
+        new._backward_hooks = old._backward_hooks
     for module, name in found.places:
         if found.kind == "param":
             setattr(module, name, new)  # modules that keep their own lists (nn.LSTM) follow

@@ -59,7 +59,7 @@ def test_phases_come_in_order_and_sources_name_the_users_line():
     assert set(phases) == {1, 2, 3}
     for node in body:
         if value.phase_of(node) != "update":
-            assert "test_graph.py:" in value.source_of(node), node
+            assert "test_captured_graph.py:" in value.source_of(node), node
     (relu,) = (n for n in body if n.target is aten.relu.default)
     (threshold,) = (n for n in body if n.target is aten.threshold_backward.default)
     assert value.source_of(threshold) == value.source_of(relu)

@@ -65,7 +65,7 @@ def add(op: Any, *args: Any, **kwargs: Any) -> None:
 
 def _build() -> None:
     for part in (_pointwise, _reduce, _matmul, _view, _slicing, _index, _norm, _loss, _conv_pool, _creation,
-                 _attention):  # fmt: skip
+                 _attention, _linalg):  # fmt: skip
         _generator.manual_seed(0)
         part()
 
@@ -207,6 +207,9 @@ def _reduce() -> None:
             add(op, f(4, 5, 3), f(4, 5, 3), dim, torch.float64)
     add(aten.histc.default, u(9), 4, 0, 1)
     add(aten.histc.default, u(9), 4)
+    add(aten.searchsorted.Tensor, u(5).sort().values, f(4, 3))
+    add(aten.searchsorted.Tensor, u(4, 5).sort().values, f(4, 3))
+    add(aten.searchsorted.Tensor, u(4, 5), f(4, 3), sorter=u(4, 5).argsort())
 
 
 def _matmul() -> None:
@@ -221,6 +224,13 @@ def _matmul() -> None:
         add(aten.addbmm.default, f(*shape), f(2, 4, 5), f(2, 5, 3))
     add(aten.baddbmm.default, f(2, 4, 3), f(2, 4, 5), f(2, 5, 3))
     add(aten.addmv.default, f(4), f(4, 5), f(5))
+    for p in (1.0, 2.0):
+        for x, y in ((f(4, 3), f(5, 3)), (f(2, 4, 3), f(2, 5, 3))):
+            add(aten._cdist_forward.default, x, y, p, None)
+            distances = aten._cdist_forward.default(x, y, p, None)
+            add(aten._cdist_backward.default, f(*distances.shape), x, y, p, distances)
+    add(aten._trilinear.default, f(4, 3), f(5, 3, 2), f(4, 2), [1, 3], [0], [1, 2], [2, 3])
+    add(aten._trilinear.default, f(4, 5), f(5, 3, 2), f(4, 2), [2, 3], [0], [1, 2], [0, 1])
     add(aten.addr.default, f(4, 5), f(4), f(5))
 
 
@@ -288,9 +298,11 @@ def _slicing() -> None:
     add(aten.unfold_backward.default, f(4, 3, 3), [4, 5], 1, 3, 1)
     add(aten.slice_scatter.default, f(4, 5), f(4, 2), 1, 1, 3)
     add(aten.select_scatter.default, f(4, 5, 3), f(4, 3), 1, 2)
-    for op in (aten.split.Tensor, aten.split_copy.Tensor):
+    add(aten.diagonal_scatter.default, f(4, 5, 3), f(3, 4), 0, 0, 1)
+    for op in (aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor):
         add(op, f(4, 5), 2, 1)
-    for op in (aten.split_with_sizes.default, aten.split_with_sizes_copy.default):
+    for op in (aten.split_with_sizes.default, aten.split_with_sizes_copy.default,
+               aten.unsafe_split_with_sizes.default):  # fmt: skip
         add(op, f(4, 5), [2, 3], -1)
     for op in (aten.unbind.int, aten.unbind_copy.int):
         add(op, f(4, 5, 3), 1)
@@ -396,6 +408,15 @@ def _loss() -> None:
         add(aten.smooth_l1_loss_backward.default, grad, f(4, 5), f(4, 5), reduction, 1.0)
         add(aten.huber_loss_backward.default, grad, f(4, 5), f(4, 5), reduction, 1.0)
         add(aten.soft_margin_loss_backward.default, grad, f(4, 5), f(4, 5), reduction)
+        for weight in (None, u(5)):
+            add(aten.multi_margin_loss.default, f(4, 5), i(5, 4), 1, 1.0, weight, reduction)
+            for grad_ in [f(4) if reduction == 0 else f()]:
+                add(aten.multi_margin_loss_backward.default, grad_, f(4, 5), i(5, 4), 1, 1.0, weight, reduction)
+        scores, labels = f(4, 5), i(5, 4, 5)
+        add(aten.multilabel_margin_loss_forward.default, scores, labels, reduction)
+        _, is_target = aten.multilabel_margin_loss_forward.default(scores, labels, reduction)
+        grad_ = f(4) if reduction == 0 else f()
+        add(aten.multilabel_margin_loss_backward.default, grad_, scores, labels, reduction, is_target)
         for weight in (None, u(4, 5)):
             add(aten.binary_cross_entropy.default, u(4, 5), u(4, 5), weight, reduction)
             add(aten.binary_cross_entropy_backward.default, grad, u(4, 5), u(4, 5), weight, reduction)
@@ -442,6 +463,16 @@ def _conv_pool() -> None:
         add(getattr(aten, f"upsample_{name}").default, f(4, 3, *[4] * n), [6] * n, *corners)
         add(getattr(aten, f"upsample_{name}").vec, f(4, 3, *[4] * n), [6] * n, *corners, None)
         add(getattr(aten, f"upsample_{name}_backward").default, f(4, 3, *[6] * n), [6] * n, [4, 3, *[4] * n], *corners)
+    for n, pool in ((2, aten.max_pool2d_with_indices), (3, aten.max_pool3d_with_indices)):
+        y, at = pool.default(f(4, 3, *[4] * n), [2] * n)
+        extra = () if n == 2 else ([2] * n, [0] * n)
+        add(getattr(aten, f"max_unpool{n}d").default, y, at, [4] * n, *extra)
+        x, grid = f(4, 3, *[4] * n), u(4, *[2] * n, n)
+        add(getattr(aten, f"grid_sampler_{n}d").default, x, grid, 0, 0, False)
+        tail = (f(4, 3, *[2] * n), x, grid, 0, 0, False)
+        add(getattr(aten, f"grid_sampler_{n}d_backward").default, *tail, [True, True])
+    add(aten.channel_shuffle.default, f(4, 6, 3, 2), 2)
+    add(aten.native_channel_shuffle.default, f(4, 6, 3, 2), 2)
     add(aten.pixel_shuffle.default, f(4, 8, 3, 3), 2)
     add(aten.pixel_unshuffle.default, f(4, 2, 4, 4), 2)
     add(aten.im2col.default, f(4, 3, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1])
@@ -457,7 +488,7 @@ def _creation() -> None:
     add(aten.new_ones.default, f(4, 3), [5, 2])
     add(aten.new_full.default, f(4, 3), [5, 2], 2.0)
     add(aten.new_empty.default, f(4, 3), [5, 2])
-    for op in (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default):
+    for op in (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.zero.default):
         add(op, f(4, 5))
     add(aten.full_like.default, f(4, 5), 2.0)
     add(aten.arange.default, 5)
@@ -485,6 +516,25 @@ def _attention() -> None:
         add(gz.attention_backward.default, grad, q, k, v, out, lse, mask, causal, 0.3)
         add(flash_backward.default, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=0.3)
     add(gz.pin.default, f(4, 5), 0)
+
+
+def _linalg() -> None:
+    x = f(4, 3, 3)
+    positive = x @ x.mT + torch.eye(3, dtype=x.dtype)
+    for op in (aten.linalg_cholesky_ex, aten.linalg_inv_ex, aten._linalg_det, aten._linalg_slogdet, aten._linalg_eigh,
+               aten._linalg_svd, aten.linalg_qr, aten.linalg_lu_factor_ex, aten.linalg_matrix_exp,
+               aten.cholesky_inverse):  # fmt: skip
+        add(op.default, positive)
+    add(aten.cholesky_solve.default, f(4, 3, 2), positive)
+    add(aten.linalg_solve_triangular.default, positive.triu(), f(4, 3, 2), upper=True)
+    factors, pivots, _ = aten.linalg_lu_factor_ex.default(positive)
+    add(aten.linalg_lu_solve.default, factors, pivots, f(4, 3, 2))
+    add(aten.linalg_householder_product.default, f(4, 3, 2), u(4, 2))
+    add(aten._fft_r2c.default, f(4, 5), [1], 0, True)
+    add(aten._fft_c2c.default, torch.complex(f(4, 5), f(4, 5)), [0], 0, True)
+    add(aten._fft_c2r.default, torch.complex(f(4, 5), f(4, 5)), [1], 0, 8)
+    add(aten.diag_embed.default, f(4, 3))
+    add(aten.diag_embed.default, f(4, 3), 1, 0, 1)
 
 
 UNCHECKED_VALUES = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")

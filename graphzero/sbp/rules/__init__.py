@@ -6,6 +6,7 @@ from graphzero.sbp.rules import (
     conv_pool,
     creation,
     index,
+    linalg,
     loss,
     matmul,
     norm,
@@ -17,6 +18,6 @@ from graphzero.sbp.rules import (
 )
 
 __all__ = [
-    "attention", "comparison", "conv_pool", "creation", "index", "loss", "matmul", "norm", "own", "pointwise",
-    "reduce", "slicing", "view",
+    "attention", "comparison", "conv_pool", "creation", "index", "linalg", "loss", "matmul", "norm", "own",
+    "pointwise", "reduce", "slicing", "view",
 ]  # fmt: skip

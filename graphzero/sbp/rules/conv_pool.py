@@ -54,6 +54,20 @@ for _name in _RESAMPLE:
     rule(overloads(f"{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
          sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
 
+rule(overloads("max_unpool2d"), "...__,~...__->...__", nonempty=True)
+rule(overloads("max_unpool3d"), "...___,~...___->...___", nonempty=True)
+rule(overloads("grid_sampler_2d"), "nc__,~nhw_->nchw", nonempty=True)
+rule(overloads("grid_sampler_3d"), "nc___,~ndhw_->ncdhw", nonempty=True)
+rule(overloads("grid_sampler_2d_backward"), "nchw,~nc__,~nhw_->nc__:02,nhw_:012", nonempty=True)
+rule(overloads("grid_sampler_3d_backward"), "ncdhw,~nc___,~ndhw_->nc___:02,ndhw_:012", nonempty=True)
+
+
+@rule(overloads("channel_shuffle", "native_channel_shuffle"), nonempty=True)
+def channel_shuffle(call: Call) -> str:
+    line = f"n_{'abcdef'[: len(call.shape) - 2]}"
+    return f"{line}->{line}"
+
+
 rule(overloads("pixel_shuffle", "pixel_unshuffle"), "...___->...___", nonempty=True)
 rule(overloads("im2col"), "n___->n__", nonempty=True)
 rule(overloads("col2im"), "n__->n___", nonempty=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from graphzero.sbp.registry import Call, rule
 from graphzero.sbp.rules._write import letters, overloads
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, S, Sbp, partial
 
 SIZE = {"size": lambda i, o: o[0]}
 
@@ -15,13 +17,18 @@ def made(call: Call) -> str:
 
 
 @rule(overloads("new_zeros", "new_ones", "new_full", "new_empty"), sizes=SIZE)
-def new(call: Call) -> str:
-    """Of the operand only dtype and device are read."""
-    own = len(call.shape)
-    return f"?{''.join(letters(own))}->{''.join(letters(len(call.out), skip=own))}"
+def new(call: Call) -> list[Signature]:
+    """Of the operand only dtype and device are read: however it stands, any piece can be made."""
+    operand = [B, *_splits(call.shape), *map(partial, ("sum", "max", "min"))]
+    return [Signature((have,), (made,)) for made in (B, *_splits(call.out)) for have in operand]
+
+
+def _splits(shape: tuple[int, ...]) -> list[Sbp]:
+    return [S(i) for i, size in enumerate(shape) if size > 1]
 
 
 rule(overloads("zeros_like", "ones_like", "full_like", "empty_like"), "?...->...")
+rule(overloads("zero"), "?...->...")
 
 B_ONLY = """
     arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m

@@ -32,6 +32,34 @@ def nll_loss_backward(call: Call) -> str:
     return f"{grad},?{scores},~{target},~C,~->{scores}"
 
 
+@rule(overloads("multi_margin_loss"), nonempty=True)
+def multi_margin_loss(call: Call) -> str | None:
+    if len(call.shape) < 2 or call["reduction"] == MEAN:
+        return None
+    return f"~n_,~n,~_->{'n' if call['reduction'] == NONE else ''}"
+
+
+@rule(overloads("multi_margin_loss_backward"), nonempty=True)
+def multi_margin_loss_backward(call: Call) -> str | None:
+    if len(call.tensors[1].shape) < 2 or call["reduction"] == MEAN:
+        return None
+    return f"{'n' if call['reduction'] == NONE else ''},~n_,~n,~_->n_"
+
+
+@rule(overloads("multilabel_margin_loss_forward"), nonempty=True)
+def multilabel_margin_loss(call: Call) -> str | None:
+    if len(call.shape) < 2 or call["reduction"] == MEAN:
+        return None
+    return f"~n_,~n_->{'n' if call['reduction'] == NONE else ''},n_"
+
+
+@rule(overloads("multilabel_margin_loss_backward"), nonempty=True)
+def multilabel_margin_loss_backward(call: Call) -> str | None:
+    if len(call.tensors[1].shape) < 2 or call["reduction"] == MEAN:
+        return None
+    return f"{'n' if call['reduction'] == NONE else ''},~n_,~n_,~n_->n_"
+
+
 LOSSES = """
     mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
 """

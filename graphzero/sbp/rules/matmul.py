@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphzero.sbp.registry import Call, rule
-from graphzero.sbp.rules._write import broadcast, overloads
+from graphzero.sbp.rules._write import broadcast, letters, overloads
 
 PRODUCTS = {
     "mm": "mk,kn->mn",
@@ -22,6 +22,18 @@ ADDED = {
 
 for _name, _line in PRODUCTS.items():
     rule(overloads(f"{_name}.default"), _line)
+
+
+rule(overloads("_cdist_forward"), "~...m_,~...n_->...mn", nonempty=True)
+rule(overloads("_cdist_backward"), "...mn,~...m_,~...n_,~...mn->...m_", nonempty=True)
+
+
+@rule(overloads("_trilinear"))
+def trilinear(call: Call) -> str:
+    """Three factors, each with dims of size one put in where ``expand`` says, and a sum over ``sumdim``."""
+    dims = letters(len(call.shape) + len(call["expand1"]))
+    factors = ("".join(d for i, d in enumerate(dims) if i not in call[f"expand{n}"]) for n in (1, 2, 3))
+    return f"{','.join(factors)}->{''.join(d for i, d in enumerate(dims) if i not in call['sumdim'])}"
 
 
 @rule(overloads(*(f"{name}.default" for name in ADDED)))

@@ -37,9 +37,9 @@ LINEAR = {
 
 # (gradient, anything saved from forward): linear in the gradient alone
 BACKWARDS = """
-    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
-    log_sigmoid_backward logit_backward mish_backward sigmoid_backward silu_backward softplus_backward
-    tanh_backward threshold_backward
+    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward logit_backward mish_backward sigmoid_backward silu_backward
+    softplus_backward softshrink_backward tanh_backward threshold_backward
 """
 
 # never decreasing, and defined everywhere: the log of a value below the maximum may be NaN, which would win

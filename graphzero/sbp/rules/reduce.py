@@ -112,6 +112,13 @@ def softmax_backward(call: Call) -> str:
     return along(call, mark="", operands=2)
 
 
+@rule(overloads("searchsorted.Tensor"))
+def searchsorted(call: Call) -> str:
+    rows = "" if len(call.shape) == 1 else "..."
+    sorter = "" if call["sorter"] is None else f",~{rows}_"
+    return f"~{rows}_,~...{'_' if rows else ''}{sorter}->...{'_' if rows else ''}"
+
+
 @rule(overloads("histc"))
 def histc(call: Call) -> str | None:
     """Counts add up where the bins are given and not taken from the data."""

@@ -63,13 +63,22 @@ def slice_scatter(call: Call) -> str:
     return f"{MOVE}{line}+{line}->{line}"
 
 
+@rule(overloads("diagonal_scatter"))
+def diagonal_scatter(call: Call) -> str:
+    taken = {dim_of(call["dim1"], len(call.shape)), dim_of(call["dim2"], len(call.shape))}
+    dims = ["_" if i in taken else name for i, name in enumerate(letters(len(call.shape)))]
+    line = "".join(dims)
+    return f"{MOVE}{line}+{''.join(d for d in dims if d != '_')}_->{line}"
+
+
 @rule(overloads("select_scatter"))
 def select_scatter(call: Call) -> str:
     dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
     return f"{MOVE}{put(dims, at, '_')}+{put(dims, at, '')}->{put(dims, at, '_')}"
 
 
-@rule(overloads("split.Tensor", "split_copy.Tensor", "split_with_sizes", "split_with_sizes_copy"))
+@rule(overloads("split.Tensor", "split_copy.Tensor", "split_with_sizes", "split_with_sizes_copy", "unsafe_split.Tensor",
+                "unsafe_split_with_sizes"))  # fmt: skip
 def split(call: Call) -> str:
     line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
     return f"{MOVE}{line}->{','.join([line] * len(call.outputs))}"
