@@ -46,8 +46,10 @@ _HOMES = {
     "SbpError": "errors",
     "StepGraph": "ir.graph",
     "VerifyError": "errors",
+    "load": "files",
     "parse": "ir.parse",
     "placement": "sbp.placement",
+    "save": "files",
     "to_global": "convert",
     "to_local": "convert",
 }

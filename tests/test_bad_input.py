@@ -168,6 +168,8 @@ def test_a_refused_capture_leaves_model_and_optimizer_as_they_were():
 def test_what_comes_in_a_later_version_says_so():
     with pytest.raises(gz.ConfigError, match="later"):
         gz.Graph(gz.placement("cpu", [[0, 1], [2, 3]], virtual=True))
+    with pytest.raises(gz.ConfigError, match="later"):
+        gz.save(make(), "file")
     for setting in (
         lambda config: config.enable_amp(),
         lambda config: config.set_gradient_accumulation_steps(2),

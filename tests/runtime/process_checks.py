@@ -221,6 +221,48 @@ def check_a_failure_on_one_rank_raises_on_the_others():
     _raises(gz.CaptureError, "requires grad", lambda: good(x.requires_grad_(rank == 1), y))
 
 
+def check_programs_that_differ_raise_and_show_the_line():
+    rank = dist.get_rank()
+
+    class Differs(Train):
+        def build(self, x, y):
+            return super().build(x * 2 if rank else x, y)
+
+    model = make(0)
+    _raises(gz.CaptureError, r"compiled program[\s\S]*program line", lambda: Differs(model, sgd(model))(*share(0)))
+
+
+def check_hyperparameters_of_rank_0_count_even_where_they_decide_the_program():
+    rank = dist.get_rank()
+    model = make(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.0 if rank else 0.1)
+    Train(model, optimizer)(*share(0))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def check_a_rank_without_values_is_announced():
+    model = make(0)
+    if dist.get_rank() == 1:
+        model.to("meta")
+    _raises(gz.ConfigError, "meta device", lambda: Train(model, sgd(model))(*share(0)))
+
+
+def check_draws_are_those_of_virtual_ranks():
+    class Drop(gz.Graph):
+        def __init__(self, placement=None):
+            super().__init__(placement)
+            self.drop = nn.Dropout(0.5)
+
+        def build(self, x):
+            return self.drop(x)
+
+    torch.manual_seed(5)
+    real, virtual = Drop(), Drop(gz.placement("cpu", range(3), virtual=True))
+    for _ in range(2):
+        whole = virtual(torch.ones(6, 4))
+        assert torch.equal(real(torch.ones(3, 4)), whole.chunk(2)[dist.get_rank()])
+
+
 def check_first_mode_does_not_talk_in_later_calls():
     model = make(0)
     graph = Train(model, sgd(model))
