@@ -20,6 +20,7 @@ from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
 from graphzero.runtime.launch import located
 from graphzero.runtime.shards import check_mesh, wrap
+from graphzero.runtime.world import device_of
 from graphzero.sbp.dtensor import annotate, to_placements
 from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import Placement, as_placement
@@ -140,7 +141,7 @@ def _module_to_global(module: nn.Module, placement: Placement, nd: Nd) -> nn.Mod
         if placement.virtual:
             annotate(found.tensor, placement, here)
             continue
-        tree.to_device(found.tensor, tree.device_of(placement))
+        tree.to_device(found.tensor, device_of(placement))
         tree.from_first_rank(found.tensor, placement)
         tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
     return module

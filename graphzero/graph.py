@@ -328,7 +328,7 @@ class Graph:
     def _world(self) -> World:
         if self._lazy_world is None:
             if self.placement.virtual:
-                self._lazy_world = VirtualWorld(self.placement, modules.device_of(self.placement))
+                self._lazy_world = VirtualWorld(self.placement)
             else:
                 from graphzero.runtime.process import ProcessWorld
 

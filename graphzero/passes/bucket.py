@@ -57,7 +57,7 @@ class Bucket(BuiltinPass):
                 open_[key] = [node]
                 closed.append(open_[key])
         for members in closed:
-            _join(graph, members, early=_is_early(members[0]))
+            _join(graph, members, early=is_early(members[0]))
         return graph
 
 
@@ -78,12 +78,12 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
     if node.target is not ops.all_reduce:
         source = node.all_input_nodes[0]
         rest = (node.args[2], *(sbp.reduction for sbp in value.nd_of(source)))  # what a reduce_scatter completes
-    return (node.target, rest, value.tensor_type(node).dtype, value.phase_of(node), _is_early(node))
+    return (node.target, rest, value.tensor_type(node).dtype, value.phase_of(node), is_early(node))
 
 
-def _is_early(node: fx.Node) -> bool:
+def is_early(node: fx.Node) -> bool:
     """Whether all that a collective reads is there when the step begins."""
-    return node.all_input_nodes[0].op == "placeholder"
+    return all(operand.op == "placeholder" for operand in node.all_input_nodes)
 
 
 def _join(graph: StepGraph, members: list[fx.Node], early: bool) -> None:

@@ -22,6 +22,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of, local_shape
 from graphzero.ir.memory import storage_roots
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.bucket import is_early
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Schedule(BuiltinPass):
         groups: dict[Any, list[fx.Node]] = defaultdict(list)
         for wait in waits:
             launch = _launch_of(wait)
-            groups[launch.args[0], launch.args[-1], value.phase_of(wait), _is_early(launch)].append(wait)
+            groups[launch.args[0], launch.args[-1], value.phase_of(wait), is_early(launch)].append(wait)
         for (_, _, _, early), members in groups.items():
             if early:
                 _prefetch(members)
@@ -60,10 +61,6 @@ def _launch_of(wait: fx.Node) -> fx.Node:
     launch = wait.args[0]
     assert isinstance(launch, fx.Node)
     return launch
-
-
-def _is_early(launch: fx.Node) -> bool:
-    return all(node.op == "placeholder" for node in launch.all_input_nodes)
 
 
 def _prefetch(waits: list[fx.Node]) -> None:

@@ -138,10 +138,3 @@ def from_first_rank(tensor: Tensor, placement: Placement) -> None:
         dist.broadcast(flat, src=first, group=mesh.get_group(axis))
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
-
-
-def device_of(placement: Placement) -> torch.device:
-    """The device of this process' rank."""
-    if placement.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(placement.device_type, torch.cuda.current_device())

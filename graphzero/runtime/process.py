@@ -28,7 +28,7 @@ from torch import Tensor
 
 from graphzero.errors import PlacementError
 from graphzero.runtime.launch import before_tear_down
-from graphzero.runtime.world import Handle, World, fold
+from graphzero.runtime.world import Handle, World, device_of, fold
 from graphzero.sbp.placement import Placement
 
 SHORT = 1 << 15  # bytes up to which an all_reduce on gloo is one round
@@ -62,7 +62,7 @@ class ProcessWorld(World):
         mesh = placement.mesh()
         rank = dist.get_rank()
         flat = placement.ranks.ravel().tolist()
-        super().__init__(placement, device or _own_device(placement.device_type), [flat.index(rank)])
+        super().__init__(placement, device or device_of(placement), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._pairs: dict[str, _Pairs] = {}
         _worlds.add(self)
@@ -226,9 +226,3 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)
-
-
-def _own_device(device_type: str) -> torch.device:
-    return (
-        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
-    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphzero.runtime.world import DONE, Handle, World, fold
+from graphzero.runtime.world import DONE, Handle, World, device_of, fold
 from graphzero.sbp.placement import Placement
 
 
@@ -19,7 +19,7 @@ class VirtualWorld(World):
     """Every rank of ``placement`` lives here, on one device."""
 
     def __init__(self, placement: Placement, device: torch.device | None = None):
-        super().__init__(placement, device or torch.device(placement.device_type), range(placement.size))
+        super().__init__(placement, device or device_of(placement), range(placement.size))
         self._groups: dict[str, list[list[int]]] = {}
 
     def groups(self, axis: str) -> list[list[int]]:

@@ -133,6 +133,13 @@ class World(ABC):
     def _all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle: ...
 
 
+def device_of(placement: Placement) -> torch.device:
+    """The device of this process' ranks."""
+    if placement.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(placement.device_type, torch.cuda.current_device())
+
+
 _REDUCE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
