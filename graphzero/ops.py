@@ -67,6 +67,47 @@ def _attention_backward_cpu(
     return dq, dk, dv
 
 
+def _probabilities(
+    q: Tensor, k: Tensor, logsumexp: Tensor | None, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax of the scores and its logsumexp; a row of which everything is masked has probabilities 0."""
+    scores = (q @ k.mT) * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    found = torch.logsumexp(scores, -1) if logsumexp is None else logsumexp
+    return torch.exp(scores - found.unsqueeze(-1)).masked_fill(found.isneginf().unsqueeze(-1), 0.0), found
+
+
+def _dense(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` in the dtype of ``like``, laid out as the flash kernels do."""
+    return x.transpose(1, 2).to(like.dtype).contiguous().transpose(1, 2)
+
+
+def attention_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention out of matrix products, for devices without a kernel of their own here."""
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    p, logsumexp = _probabilities(q.to(wide), k.to(wide), None, bias, causal, scale)
+    return _dense(p @ v.to(wide), v), logsumexp
+
+
+def attention_backward_by_definition(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Its backward (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B)."""
+    wide = logsumexp.dtype
+    p, _ = _probabilities(q.to(wide), k.to(wide), logsumexp, bias, causal, scale)
+    grad, values = grad.to(wide), v.to(wide)
+    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
+    scores = p * (grad @ values.mT - delta) * scale
+    return _dense(scores @ k.to(wide), q), _dense(scores.mT @ q.to(wide), k), _dense(p.mT @ grad, v)
+
+
 _PRIME_A, _PRIME_B, _MASK = 0x27D4EB2F165667C5, 0x2545F4914F6CDD1D, 0xFFFFFFFF
 
 
@@ -105,6 +146,8 @@ _lib.impl("attention", _attention_meta, "Meta")
 _lib.impl("attention_backward", _attention_backward_meta, "Meta")
 _lib.impl("attention", _attention_cpu, "CPU")
 _lib.impl("attention_backward", _attention_backward_cpu, "CPU")
+_lib.impl("attention", attention_by_definition, "CompositeExplicitAutograd")
+_lib.impl("attention_backward", attention_backward_by_definition, "CompositeExplicitAutograd")
 _lib.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
 _lib.impl("uniform_like", lambda like, key, op, start, total: like.new_empty(like.shape, dtype=torch.float32), "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
