@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "mlp"), default="gpt2")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2)
-    parser.add_argument("--steps", type=int, default=350)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
