@@ -24,6 +24,7 @@ from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime import checkpoint, launch, modules
@@ -101,10 +102,10 @@ class Graph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False):
-            program, inputs, key = self._prepare(args, kwargs, running=True)
+            program, inputs, key, numbers = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._bind(program, key, inputs)
-                return self._run(program, inputs)
+                return self._run(program, inputs, numbers)
 
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
         """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
@@ -115,8 +116,10 @@ class Graph:
             self._prepare(args, kwargs, running=False)
         return self
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> tuple[Compiled, Inputs, Key]:
-        """The program for these arguments, agreed on by all ranks."""
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
+    ) -> tuple[Compiled, Inputs, Key, dict[Role, float]]:
+        """The program for these arguments, agreed on by all ranks, and the numbers that this call feeds it."""
         what = "this call" if running else "compile()"
         failure: Exception | None = None
         inputs: Inputs | None = None
@@ -137,11 +140,12 @@ class Graph:
         assert inputs is not None and key is not None
         if running:  # before the capture, which hyperparameters of rank 0 may decide
             self._state.start(self._schedulers)
-        program = self._programs.find(key, {**hyperparameters(self._optimizers), **inputs.scalars()})
+        numbers = {**hyperparameters(self._optimizers), **inputs.scalars()}
+        program = self._programs.find(key, numbers)
         if program is None:
-            program = self._compile(key, inputs)
+            program = self._compile(key, inputs, numbers)
         self._last = program
-        return program, inputs, key
+        return program, inputs, key, numbers
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
         if type(self).build is Graph.build:
@@ -173,10 +177,10 @@ class Graph:
         known = self._programs.hash_of(key, lambda: compiled.describe(key, inputs, state, self.config))
         return digest(str(known), *map(repr, numbers.values())), describe
 
-    def _compile(self, key: Key, inputs: Inputs) -> Compiled:
+    def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float]) -> Compiled:
         program, failure, state = None, None, self._state
         try:
-            captured = self._programs.find_capture(key, {**hyperparameters(self._optimizers), **inputs.scalars()})
+            captured = self._programs.find_capture(key, numbers)
             step = Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
             program = compiled.make(step, inputs, state, self.config, captured)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
@@ -202,17 +206,18 @@ class Graph:
         # Binding may have split parameters: the same call, made again, must find the same program.
         self._programs.alias(replace(key, placed=compiled.placed_of(inputs, state, state.tensors())), program)
 
-    def _run(self, program: Compiled, inputs: Inputs) -> Any:
+    def _run(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> Any:
         state, world = self._state, self._world
         state.before()
-        results = program.executor(world).run(self._arguments(program, inputs))
+        results = program.executor(world).run(self._arguments(program, inputs, numbers))
         training = program.captured.training
         state.after(training, program.uses_seed)
         if training:
             self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
             self._step_schedulers()
+        as_global = inputs.has_dtensor
         flat = [
-            self._output(node, held, inputs.has_dtensor)
+            self._output(node, held, as_global)
             for node, held in zip(program.graph.outputs, results.outputs, strict=True)
         ]
         return pytree.tree_unflatten(flat, program.captured.out_spec)
@@ -223,11 +228,10 @@ class Graph:
                 vars(spec.optimizer)["_opt_called"] = True  # else torch warns about the order
                 scheduler.step()
 
-    def _arguments(self, program: Compiled, inputs: Inputs) -> dict[str, list[Any]]:
+    def _arguments(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> dict[str, list[Any]]:
         """What the program reads anew in each call, by placeholder."""
         count = len(self._world.local_ranks)
         leaves = {leaf.name: leaf for leaf in inputs.leaves}
-        numbers = hyperparameters(self._optimizers)
         found: dict[str, list[Any]] = {}
         for name, role in program.roles.items():
             if role.kind in ("batch", "scalar"):

@@ -64,38 +64,27 @@ def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 # ---- losses
 
 
-@rule(aten.nll_loss_forward.default)
-def nll_loss(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
-    if reduction != MEAN:
-        return NotImplemented
-    total, count = aten.nll_loss_forward(x, target, weight, SUM, ignore_index)
-    return total / count, count
+def _nll(forward: Any, backward: Any) -> None:
+    """Both directions of a negative log likelihood, of rows or of images; the mean is over what is not ignored."""
+
+    @rule(forward)
+    def loss(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
+        if reduction != MEAN:
+            return NotImplemented
+        total, count = forward(x, target, weight, SUM, ignore_index)
+        return total / count, count
+
+    @rule(backward)
+    def gradient(
+        grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int, count: Tensor
+    ) -> Any:
+        if reduction != MEAN:
+            return NotImplemented
+        return backward(grad / count, x, target, weight, SUM, ignore_index, count)
 
 
-@rule(aten.nll_loss2d_forward.default)
-def nll_loss2d(x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
-    if reduction != MEAN:
-        return NotImplemented
-    total, count = aten.nll_loss2d_forward(x, target, weight, SUM, ignore_index)
-    return total / count, count
-
-
-@rule(aten.nll_loss_backward.default)
-def nll_loss_backward(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int, count: Tensor
-) -> Any:
-    if reduction != MEAN:
-        return NotImplemented
-    return aten.nll_loss_backward(grad / count, x, target, weight, SUM, ignore_index, count)
-
-
-@rule(aten.nll_loss2d_backward.default)
-def nll_loss2d_backward(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore_index: int, count: Tensor
-) -> Any:
-    if reduction != MEAN:
-        return NotImplemented
-    return aten.nll_loss2d_backward(grad / count, x, target, weight, SUM, ignore_index, count)
+_nll(aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+_nll(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
 
 
 @rule(aten.multi_margin_loss.default)

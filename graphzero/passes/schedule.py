@@ -20,7 +20,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of, local_shape
-from graphzero.ir.memory import storage_roots
+from graphzero.ir.memory import Storage, storage_roots
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.bucket import is_early
 
@@ -48,9 +48,9 @@ class Schedule(BuiltinPass):
 
 def _split(graph: StepGraph, bucket: fx.Node) -> fx.Node:
     types, nds = value.type_of(bucket), value.sbp_of(bucket)
-    name = bucket.target.__name__.removeprefix("bucket_")  # type: ignore[union-attr]
+    name = bucket.target.__name__  # type: ignore[union-attr]
     with graph.graph.inserting_before(bucket):
-        launch = graph.call(ops.launch, (f"bucket_{name}", -1, *bucket.args), types, sbp=nds, like=bucket)
+        launch = graph.call(ops.launch, (name, -1, *bucket.args), types, sbp=nds, like=bucket)
         wait = graph.call(ops.wait, (launch,), types, sbp=nds, like=bucket)
     bucket.replace_all_uses_with(wait)
     graph.graph.erase_node(bucket)
@@ -136,22 +136,26 @@ def _assign(graph: StepGraph) -> None:
     """Write each new state over the old, right after the last reader of the old."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    roots = storage_roots(graph)
+    last_reader = _last_readers(nodes[:-1], storage_roots(graph))
     placeholders = {node.name: node for node in graph.placeholders()}
-    last_reader = {node: len(placeholders) - 1 for node in placeholders.values()}
-    for node in nodes[:-1]:
-        for operand in node.all_input_nodes:
-            for storage in roots[operand]:
-                if storage is not None and storage[0] in last_reader:
-                    last_reader[storage[0]] = max(last_reader[storage[0]], position[node])
     updates = {}
     for name, new in graph.updates.items():
         old = placeholders[name]
-        with graph.graph.inserting_after(nodes[max(position[new], last_reader[old])]):
+        after = max(position[new], last_reader.get((old, 0), 0), len(placeholders) - 1)
+        with graph.graph.inserting_after(nodes[after]):
             updates[name] = graph.call(
                 ops.assign, (old, new), value.type_of(old), sbp=value.nd_of(old), phase="update", like=new
             )
     graph.set_output(graph.outputs, graph.aux, updates)
+
+
+def _last_readers(nodes: list[fx.Node], roots: dict[fx.Node, tuple[Storage | None, ...]]) -> dict[Storage | None, int]:
+    """Position of the last node that reads each storage."""
+    last: dict[Storage | None, int] = {}
+    for i, node in enumerate(nodes):
+        for operand in node.all_input_nodes:
+            last.update(dict.fromkeys(roots[operand], i))
+    return last
 
 
 def _give_slots(graph: StepGraph) -> None:
@@ -169,16 +173,12 @@ def _give_slots(graph: StepGraph) -> None:
         elif node.target is ops.launch:
             found = layout_of(graph, node)
             need = found.slot_bytes if found is not None else 0
-            enough = [slot for slot in free if sizes[slot] >= need]
-            slot = (
-                min(enough, key=lambda i: (sizes[i], i))
-                if enough
-                else max(free, key=lambda i: (sizes[i], i), default=-1)
-            )
-            if slot < 0:
-                slot = len(sizes)
+            if not free:
+                free.add(len(sizes))
                 sizes.append(0)
-            free.discard(slot)
+            enough = [(sizes[slot], slot) for slot in free if sizes[slot] >= need]
+            _, slot = min(enough) if enough else max((sizes[slot], slot) for slot in free)
+            free.remove(slot)
             sizes[slot] = max(sizes[slot], need)
             node.args = (node.args[0], slot, *node.args[2:])
         elif node.target is ops.wait and _launch_of(node) not in direct:
@@ -191,13 +191,10 @@ def _direct(graph: StepGraph) -> set[fx.Node]:
     A gather along dim 0 is the pieces one after the other; so is what a reduce-scatter sends if dim 0 divides.  A
     reduction works in its operand's storage, so that must be the op's own, and have no later reader.
     """
-    position = {node: i for i, node in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
     roots = storage_roots(graph)
-    last: dict[Any, int] = {}
-    for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            for storage in roots[operand]:
-                last[storage] = position[node]
+    last = _last_readers(nodes, roots)
     found = set()
     for launch in graph.graph.find_nodes(op="call_function", target=ops.launch):
         layout = layout_of(graph, launch)
