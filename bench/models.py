@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Batch = tuple[Tensor, ...]
 
@@ -47,6 +48,52 @@ class WithLoss(nn.Module):
         scores = self.body(x)
         scores = getattr(scores, "logits", scores)
         return F.cross_entropy(scores.flatten(0, -2), y.flatten())
+
+
+class Tagger(nn.Module):
+    """A recurrent network over embedded tokens, with a class for every token."""
+
+    def __init__(self, kind: type[nn.RNNBase], vocabulary: int = 96, width: int = 16):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.recurrent = kind(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.recurrent(self.embedding(ids))[0]
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Checkpointed(nn.Module):
+    """An ``nn.TransformerEncoder`` whose layers are run again in backward."""
+
+    def __init__(self, layers: int = 2, width: int = 16, vocabulary: int = 96, context: int = 16):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids) + self.positions
+        for layer in self.encoder.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Translator(nn.Module):
+    """An encoder-decoder of the transformers package that computes its own loss."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=x, labels=y).loss
+        return loss
 
 
 def mlp(width: int = 64) -> nn.Module:
@@ -94,6 +141,61 @@ def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96
     )  # fmt: skip
 
 
+def lstm() -> nn.Module:
+    return WithLoss(Tagger(nn.LSTM))
+
+
+def gru() -> nn.Module:
+    return WithLoss(Tagger(nn.GRU))
+
+
+def encoder() -> nn.Module:
+    return WithLoss(Checkpointed())
+
+
+def bert(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96, context: int = 16) -> nn.Module:
+    """BERT of the transformers package with its head for masked tokens, which is tied to the embedding."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return WithLoss(
+        BertForMaskedLM(
+            BertConfig(
+                vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+                intermediate_size=2 * width, max_position_embeddings=context,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )
+    )  # fmt: skip
+
+
+def vit(layers: int = 2, width: int = 32, heads: int = 2) -> nn.Module:
+    """A vision transformer of the transformers package, on images of 8 x 8."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return WithLoss(
+        ViTForImageClassification(
+            ViTConfig(
+                image_size=8, patch_size=4, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+                intermediate_size=2 * width, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )
+    )  # fmt: skip
+
+
+def t5(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96) -> nn.Module:
+    """T5 of the transformers package: relative positions, encoder and decoder, one tied embedding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return Translator(
+        T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=vocabulary, d_model=width, d_kv=width // heads, d_ff=2 * width, num_layers=layers,
+                num_heads=heads, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+            )
+        )
+    )  # fmt: skip
+
+
 def vectors(step: int, size: int, dtype: torch.dtype) -> Batch:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 32, generator=generator, dtype=torch.float64)
@@ -119,6 +221,12 @@ CASES = {
         Case("convnet", convnet, images),
         Case("gpt2", gpt2, tokens),
         Case("llama", llama, tokens),
+        Case("lstm", lstm, tokens),
+        Case("gru", gru, tokens),
+        Case("encoder", encoder, tokens),
+        Case("bert", bert, tokens),
+        Case("vit", vit, images),
+        Case("t5", t5, tokens),
     )
 }
 

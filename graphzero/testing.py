@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -24,28 +23,16 @@ from graphzero import accept
 from graphzero.errors import ConfigError, PlacementError
 from graphzero.graph import Graph
 from graphzero.ir import memory, ops, value
-from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import ScalarType
-from graphzero.passes import (
-    Bucket,
-    DeadCode,
-    InsertBoxing,
-    Localize,
-    LowerBoxing,
-    Pass,
-    Pin,
-    Pipeline,
-    Propagate,
-    Schedule,
-)
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.meter import Measured, MemoryMeter
-from graphzero.runtime.shards import join, piece
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.shards import piece
+from graphzero.runtime.timer import StepTimes, Timer
 from graphzero.runtime.world import Sent
-from graphzero.sbp.placement import Placement, placement
+from graphzero.simulate import Held, lowered, run
 
-__all__ = ["assert_graph", "assert_same_step", "fake_world", "measure_step", "trace_step"]
+__all__ = ["assert_graph", "assert_same_step", "fake_world", "measure_step", "profile_step", "trace_step"]
 
 
 @contextlib.contextmanager
@@ -114,7 +101,7 @@ def assert_same_step(
     if sorted(names[0]) != sorted(names[1]):
         raise ConfigError(f"the two graphs have other inputs: {sorted(set(names[0]) ^ set(names[1]))}")
     inputs = _random_inputs(before, seed)
-    first, second = (_run(_lowered(graph, ranks), inputs) for graph in (before, after))
+    first, second = (_run(lowered(graph, ranks), inputs) for graph in (before, after))
     if first.keys() != second.keys():
         raise AssertionError(f"one of the steps does not give {', '.join(sorted(first.keys() ^ second.keys()))}")
     for name, (old, old_sbp) in first.items():
@@ -163,6 +150,24 @@ def trace_step(graph: Graph, *args: Any, **kwargs: Any) -> list[Sent]:
         world.trace = None
 
 
+def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwargs: Any) -> StepTimes:
+    """Make one call and say where its seconds went, on this process's first rank: compute, copies, communication.
+
+    Every rank calls it.  ``times`` of an earlier call are added to, so that several calls give a mean.
+    On CUDA these are the seconds of the host; for kernels use torch.profiler.
+    """
+    executor = _executor(graph)
+    timer = Timer(graph.program, times)
+    executor.meter = timer
+    timer.start()
+    try:
+        graph(*args, **kwargs)
+    finally:
+        executor.meter = None
+    timer.stop()
+    return timer.times
+
+
 def _executor(graph: Graph) -> Executor:
     if graph._last is None:
         raise ConfigError(f"{graph.name} has not run yet: call it once with such a batch, then measure a call")
@@ -193,60 +198,15 @@ def _random(node: fx.Node, generator: torch.Generator) -> Any:
     return torch.randint(0, 2, type_.shape, generator=generator).to(type_.dtype)
 
 
-def _lowered(graph: StepGraph, ranks: int | None) -> StepGraph:
-    """The graph, run through the built-in passes that it has not seen yet."""
-    graph = graph.clone()
-    own = graph.placement
-    if ranks is not None and ranks != own.size and graph.level != "captured":
-        raise ConfigError(
-            f"the graph is {graph.level} for {own.size} ranks; it cannot run on {ranks}: start from a captured one"
-        )
-    shape = own.hierarchy if ranks is None or ranks == own.size else (ranks,)
-    names = own.names if len(shape) == len(own.names) else ("dp",)
-    grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
-    graph.placement = placement("cpu", grid, names=names, virtual=True)
-    rest: dict[str, list[Pass]] = {
-        "captured": [Pin(), Propagate()], "propagated": [InsertBoxing()], "boxed": [LowerBoxing()],
-        "lowered": [Localize()], "local": [Bucket(), Schedule(), DeadCode()],
-    }  # fmt: skip
-    scheduled = any(node.target is ops.assign for node in graph.nodes)
-    for level in LEVELS[LEVELS.index(graph.level) :]:
-        if not (level == "local" and scheduled):
-            graph = Pipeline(rest[level])(graph)
-    return graph
-
-
 def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """Whole outputs, aux values and new states by name, with their SBP."""
-    world = VirtualWorld(graph.placement)
-    executor = Executor(graph, world)
-    values: dict[str, list[Any]] = {}
-    for node in graph.placeholders():
-        given = inputs[node.name]
-        values[node.name] = [given] * graph.placement.size
-        if isinstance(given, Tensor):
-            nd = value.nd_of(node)
-            cut = (piece(given, nd, graph.placement.hierarchy, rank) for rank in range(graph.placement.size))
-            values[node.name] = [own.clone() for own in cut]
-    persistent = {node.name for node in graph.placeholders("param", "buffer", "state", "constant")}
-    executor.bind({name: x for name, x in values.items() if name in persistent})
-    results = executor.run({name: x for name, x in values.items() if name not in persistent})
-    made = {f"output {i}": (out, results.outputs[i]) for i, out in enumerate(graph.outputs)}
-    made |= {name: (node, results.aux[name]) for name, node in graph.aux.items()}
-    placeholders = {node.name: node for node in graph.placeholders()}
-    made |= {f"new {name}": (placeholders[name], values[name]) for name in graph.updates}
-    return {name: _whole(name, node, held, graph.placement) for name, (node, held) in made.items()}
+    return {name: (_whole(name, held), ", ".join(map(str, held.nd))) for name, held in run(graph, inputs).items()}
 
 
-def _whole(name: str, node: Any, held: Any, place: Placement) -> tuple[Any, str]:
-    """The value that the ranks hold between them, and its SBP; what several ranks hold must be equal."""
-    if not isinstance(node, fx.Node):
-        return node, ""
-    if not value.is_tensor(node):
-        return held[0], ""
-    nd = value.nd_of(node)
-    whole = join(held, nd, place.hierarchy)
-    for position, own in enumerate(held):
-        if not torch.allclose(piece(whole, nd, place.hierarchy, position), own, rtol=0, atol=0, equal_nan=True):
+def _whole(name: str, held: Held) -> Any:
+    """The value that the ranks hold between them; what several ranks hold must be equal."""
+    whole = held.whole()
+    for position, own in enumerate(held.ranks if held.nd else ()):
+        if not torch.allclose(piece(whole, held.nd, held.hierarchy, position), own, rtol=0, atol=0, equal_nan=True):
             raise AssertionError(f"{name}: rank {position} holds other values than the ranks that hold the same part")
-    return whole, ", ".join(map(str, nd))
+    return whole

@@ -22,9 +22,8 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ir.memory import slot_bytes
 from graphzero.ir.text import print_line
-from graphzero.runtime.meter import MemoryMeter
 from graphzero.runtime.program import Program, compile_graph
-from graphzero.runtime.steps import WHERE, Barrier, Env
+from graphzero.runtime.steps import WHERE, Barrier, Env, Meter
 from graphzero.runtime.world import World
 
 
@@ -46,7 +45,7 @@ class Executor:
     Not reentrant: communication slots and collectives under way belong to the executor.
 
     Attributes:
-        meter: measures every run that is not given a meter of its own.
+        meter: watches every run that is not given a meter of its own.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
             ``run``, then kept.
 
@@ -58,7 +57,7 @@ class Executor:
         self.graph, self.world = graph, world
         self.program: Program = compile_graph(graph, world)
         self.slots: dict[int, list[Tensor]] = {}
-        self.meter: MemoryMeter | None = None
+        self.meter: Meter | None = None
         self._count = len(world.local_ranks)
         self._template: list[Env] = []
         self._placeholders = {node.name: node for node in graph.placeholders()}
@@ -122,13 +121,13 @@ class Executor:
 
     # ---- runs
 
-    def run(self, inputs: Mapping[str, Sequence[Any]], meter: MemoryMeter | None = None) -> Results:
+    def run(self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None) -> Results:
         """One step.
 
         Args:
             inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
                 the same on all; the first counts).
-            meter: measures this run's memory on the first local rank.
+            meter: watches this run on the first local rank: a MemoryMeter or a Timer.
 
         Raises:
             GraphZeroError: for a placeholder without a value.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +87,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._node and node != self._node:
             self.timeline.append((self._node, self.live))
         self._node, self._kind = node, kind
+
+    def meet(self, node: fx.Node) -> None:
+        """Collectives run outside of this mode: what a backend allocates is not seen."""
 
     def made(self, x: Any, names: Sequence[Name]) -> None:
         """``x`` is a result of the node, known by the first of ``names`` that has a category."""

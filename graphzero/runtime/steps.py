@@ -14,11 +14,11 @@ ranks share, are ``Barrier``s between segments and see all environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import fx
+from torch import Tensor, fx
 
 from graphzero.ir import ops
 
@@ -26,6 +26,25 @@ Env = list[Any]
 COMMUNICATING: tuple[Any, ...] = (*ops.COLLECTIVES, *ops.BUCKETS, ops.launch, ops.wait)
 GENERATED = "<graphzero program>"
 WHERE = "__nodes_by_line__"  # in the globals of generated code: code object -> node of each line
+
+
+class Meter(Protocol):
+    """What watches a run of the first local rank: ``MemoryMeter`` its bytes, ``Timer`` its seconds."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def register(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """These are there before the run."""
+
+    def enter(self, node: str, kind: str) -> None:
+        """The lines that follow belong to ``node`` ("" at the end); what they do not hand out is of ``kind``."""
+
+    def made(self, x: Any, names: Sequence[Any]) -> None:
+        """``x`` is a result of the node."""
+
+    def meet(self, node: fx.Node) -> None:
+        """All local ranks meet at ``node``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ class Segment:
         for e in envs:
             self.plain(e)
 
-    def metered(self, envs: list[Env], meter: Any) -> None:
+    def metered(self, envs: list[Env], meter: Meter) -> None:
         """The same, told to ``meter`` line by line for the first local rank."""
         if self._metered is None:
             self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
@@ -85,5 +104,6 @@ class Barrier:
     def __call__(self, envs: list[Env]) -> None:
         self.action(envs)
 
-    def metered(self, envs: list[Env], meter: Any) -> None:
+    def metered(self, envs: list[Env], meter: Meter) -> None:
+        meter.meet(self.node)
         self.action(envs)
