@@ -3,7 +3,8 @@
 torch makes state inside the first step, a graph needs it before.  The keys and shapes are learnt from a step on
 fakes (``optimizer.py``), the values here, from a twin: the same class and settings on tiny real parameters.  What the
 twin first puts in its state is the initial value if it is one number; else 0 is tried (SGD's momentum buffer, first a
-copy of the gradient).  Either way the twin must then step from the filled state exactly as it stepped from none.
+copy of the gradient).  Either way the twin must then step from the filled state exactly as it stepped from none; where
+it does not, no number fills the state, and the first step is a program of its own, which makes it (``states.py``).
 """
 
 from __future__ import annotations
@@ -50,12 +51,18 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
-def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float]:
+def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
     """State key -> the number that fills it before the first step, for parameters of ``ndim`` dims in ``group``.
 
-    Raises:
-        CaptureError: where no filling gives torch's first step.
+    None where no numbers give torch's first step, or the twin cannot step.
     """
+    try:
+        return _fill_of_twin(optimizer, group, ndim)
+    except Exception:  # noqa: BLE001 - whatever a tiny parameter alone breaks; the step itself is traced elsewhere
+        return None
+
+
+def _fill_of_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
     first = _run(optimizer, group, ndim, seed=0)
     other = _run(optimizer, group, ndim, seed=1)
     fills = {
@@ -65,9 +72,7 @@ def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dic
     }
     again = _run(optimizer, group, ndim, seed=0, fills=fills, like=first)
     wrong = [key for key, entry in first.state.items() if _differ(entry, again.state.get(key))]
-    if wrong or _differ(first.param, again.param):
-        raise _no_fill(optimizer, wrong)
-    return fills
+    return None if wrong or _differ(first.param, again.param) else fills
 
 
 class _Outcome:
@@ -91,11 +96,8 @@ def _run(
         }
     recorder = _Recorder(start)
     twin.state = defaultdict(dict, {param: recorder})
-    try:
-        with torch.no_grad(), _compat.is_compiling():
-            _compat.unhooked_step(optimizer)(twin)
-    except Exception as error:
-        raise cannot_step(optimizer, error) from error
+    with torch.no_grad(), _compat.is_compiling():
+        _compat.unhooked_step(optimizer)(twin)
     return _Outcome(param.detach(), recorder)
 
 
@@ -145,19 +147,13 @@ def _differ(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) or isinstance(b, Tensor)
 
 
-def _no_fill(optimizer: torch.optim.Optimizer, keys: list[str]) -> CaptureError:
-    name = type(optimizer).__name__
-    named = f" ({', '.join(map(repr, keys))})" if keys else ""
-    reason = "it begins as a copy of a gradient or a parameter, and no constant gives the same first step"
-    if name == "SGD":
-        return problem(
-            f"the first step of SGD with momentum and dampening={optimizer.param_groups[0].get('dampening')} is "
-            f"special: the momentum buffer{named} begins as the undamped gradient",
-            "use dampening=0, or take the first step eagerly (loss.backward(); optimizer.step()) before the first call",
-        )
+def missing(optimizer: torch.optim.Optimizer, path: str, key: str) -> CaptureError:
+    """The state of a parameter is there in part, and no number fills the rest."""
     return problem(
-        f"the state of {name}{named} cannot be filled before the first step: {reason}",
-        "create the state in the optimizer's __init__, or take the first step eagerly before the Graph's first call",
+        f"the state of {type(optimizer).__name__} for {path} lacks {key!r}, and no constant stands for it: it begins "
+        "as a copy of a gradient or a parameter",
+        "load a checkpoint that holds the whole state of this parameter, or drop what is there to begin anew: "
+        "optimizer.state.pop(p)",
     )
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from graphzero import _compat
 from graphzero.capture import decompositions
+from graphzero.capture.host_numbers import HostNumbers
 from graphzero.capture.hyper import Hyper, differs, of_group, with_numbers
 from graphzero.capture.initial_state import cannot_step
 from graphzero.capture.problems import problem
@@ -37,6 +37,7 @@ class Member:
     """A parameter that an optimizer updates.
 
     states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
+    first: it has no state yet, and the step is the one that makes it.
     """
 
     path: str
@@ -45,6 +46,32 @@ class Member:
     kind: Any = None
     states: dict[str, tuple[torch.dtype, Shape] | None] = field(default_factory=dict)
     counters: frozenset[str] = frozenset()
+    first: bool = False
+
+    @property
+    def entering(self) -> dict[str, tuple[torch.dtype, Shape] | None]:
+        """The states that are there before the step."""
+        return {} if self.first else self.states
+
+
+class _Making(dict[str, Any]):
+    """The state of a parameter in its first step; counters are kept in float64 from where they are made."""
+
+    def __init__(self, counters: frozenset[str]) -> None:
+        super().__init__()
+        self.counters = counters
+
+    def __setitem__(self, key: str, entry: Any) -> None:
+        super().__setitem__(key, entry.double() if key in self.counters and isinstance(entry, Tensor) else entry)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, entry in dict(*args, **kwargs).items():
+            self[key] = entry
 
 
 @dataclass
@@ -123,7 +150,8 @@ def _described(optimizer: torch.optim.Optimizer, key: str, entry: Any) -> tuple[
         return None
     if not isinstance(entry, Tensor):
         raise problem(
-            f"{type(optimizer).__name__} keeps a {type(entry).__name__} in state[{key!r}]; a graph would hold it fixed",
+            f"{type(optimizer).__name__} keeps {entry!r} in state[{key!r}], which is no tensor; a graph would hold it "
+            "fixed",
             f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
         )
     return entry.dtype, tuple(entry.shape)
@@ -169,7 +197,7 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
     optimizer.param_groups, optimizer.state = groups, state
     optimizer.defaults = {**optimizer.defaults, "differentiable": False}
     try:
-        with torch.no_grad(), _compat.is_compiling(), _HostNumbers():
+        with torch.no_grad(), _compat.is_compiling(), HostNumbers():
             yield
         changed = [f"self.{k}" for k, v in vars(optimizer).items() if differs(before.get(k), v)]
         for group, old in zip(groups, given, strict=True):
@@ -182,32 +210,6 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)
-
-
-class _HostNumbers(TorchFunctionMode):
-    """Ops that take a host number are written out where an optimizer gives them a 0-d tensor (Adagrad's rate)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.where, Tensor.where):
-            full: Any = torch.full
-            like = next((x.dtype for x in args[1:] if isinstance(x, Tensor)), None)
-            args = tuple(full((), x, dtype=like) if isinstance(x, torch.SymFloat) else x for x in args)
-        factor = kwargs.get("value", kwargs.get("alpha"))
-        if isinstance(factor, Tensor):
-            x, *rest = args
-            if func in (Tensor.addcdiv_, Tensor.addcdiv):
-                change = rest[0] / rest[1] * factor
-            elif func in (Tensor.addcmul_, Tensor.addcmul):
-                change = rest[0] * rest[1] * factor
-            elif func in (Tensor.add_, Tensor.add):
-                change = rest[0] * factor
-            elif func in (Tensor.sub_, Tensor.sub):
-                change = -(rest[0] * factor)
-            else:
-                return func(*args, **kwargs)
-            return x.add_(change) if func.__name__.endswith("_") else x + change
-        return func(*args, **kwargs)
 
 
 def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:
@@ -232,7 +234,7 @@ def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Upda
             for kind in ("param", "grad"):
                 labels.append((kind, member.path, ""))
                 values.append(torch.empty(shape, dtype=dtype))
-            for key, entry in member.states.items():
+            for key, entry in member.entering.items():
                 if entry is not None:
                     labels.append(("state", member.path, key))
                     values.append(torch.empty(entry[1], dtype=entry[0]))
@@ -267,18 +269,16 @@ def _step(
         param = named["param", member.path, ""]
         param.grad = named["grad", member.path, ""]
         param.__dict__.update({k: v for k, v in vars(member.param).items() if not isinstance(v, Tensor)})
-        for key, entry in member.states.items():
-            held: Any = None if entry is None else named["state", member.path, key]
-            state[param][key] = held.double() if key in member.counters else held
+        state[param] = _Making(member.counters)
+        for key, entry in member.entering.items():
+            state[param][key] = None if entry is None else named["state", member.path, key]
         params.append(param)
-    known = {id(param): set(state[param]) for param in params}
     groups = _groups(optimizer, members, params, numbers)
     with _stepping(optimizer, groups, state):
         _compat.unhooked_step(optimizer)(optimizer)
     out = []
     for member, param in zip(members, params, strict=True):
-        if set(state[param]) - known[id(param)]:
-            extra = ", ".join(sorted(set(state[param]) - known[id(param)]))
+        if extra := ", ".join(sorted(set(state[param]) - set(member.states))):
             raise problem(
                 f"{type(optimizer).__name__} makes more state after its first step: {extra}",
                 "make all state in the first step",
@@ -300,6 +300,8 @@ def _read(
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
             graph.erase_node(node)
+        elif node.op == "get_attr":
+            _write_out(module, node)
     inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
     update = Update(members, inputs, {}, {}, symbols, env)
     flat: Any = graph.output_node().args[0]
@@ -309,3 +311,21 @@ def _read(
         else:
             update.states[path, key] = node
     return update
+
+
+def _write_out(module: fx.GraphModule, node: fx.Node) -> None:
+    """A tensor that step makes of Python numbers, as torch.tensor(0.0), becomes an op that makes it."""
+    made: Any = getattr(module, str(node.target))
+    tensor = made.constant if isinstance(made, _compat.FakeTensor) else made
+    if tensor is None or tensor.numel() != 1:
+        raise problem(
+            f"an optimizer's step reads a tensor of shape {list(made.shape)} that is neither its state nor a parameter",
+            "keep it in optimizer.state, or write it as numbers",
+        )
+    with module.graph.inserting_before(node):
+        full = module.graph.call_function(
+            torch.ops.aten.full.default, (list(made.shape), tensor.item()), {"dtype": made.dtype}
+        )
+    full.meta = dict(node.meta, val=made)
+    node.replace_all_uses_with(full)
+    module.graph.erase_node(node)

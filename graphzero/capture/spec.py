@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class StateSpec:
     """One tensor of optimizer state: whose it is, what it looks like, what it is before the first step.
 
     ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
+    ``born``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
     """
 
     optimizer: int
@@ -67,6 +68,32 @@ class StateSpec:
     shape: tuple[int, ...]
     fill: float
     placeholder: str
+    born: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a capture takes for granted about optimizer state, each as (optimizer, path of the parameter).
+
+    absent: there is none, the step makes it.  present: there is some, which no numbers could stand for.  filled: of
+    these it does not matter, but the numbers that fill state which is not there may follow from ``numbers``, the
+    hyperparameters of their groups (Rprop's first step size is its learning rate).
+    """
+
+    absent: frozenset[tuple[int, str]] = frozenset()
+    present: frozenset[tuple[int, str]] = frozenset()
+    filled: frozenset[tuple[int, str]] = frozenset()
+    numbers: Mapping[Role, float] = field(default_factory=dict)
+
+    def __or__(self, other: Entry) -> Entry:
+        sets = (self.absent | other.absent, self.present | other.present, self.filled | other.filled)
+        return Entry(*sets, {**self.numbers, **other.numbers})
+
+    def holds(self, numbers: Mapping[Role, float], has_state: Callable[[int, str], bool]) -> bool:
+        if any(has_state(*x) for x in self.absent) or not all(has_state(*x) for x in self.present):
+            return False
+        same = all(numbers.get(role) == number for role, number in self.numbers.items())
+        return same or all(has_state(*x) for x in self.filled)
 
 
 @dataclass
@@ -79,6 +106,8 @@ class Captured:
     guards: whether this capture still holds for given hyperparameters and float inputs, by role
         (``hyper`` and ``scalar`` roles; a guarded number that is not given counts as changed).
     constants: tensors that build closes over, by placeholder name.
+    entry: which optimizer state must be there, and which must not, for this capture to be the step.
+    attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
     """
 
     graph: StepGraph
@@ -88,3 +117,5 @@ class Captured:
     unused: list[str]
     guards: Callable[[dict[Role, float]], bool]
     constants: dict[str, Tensor]
+    entry: Entry = field(default_factory=Entry)
+    attributes: Mapping[str, Any] = field(default_factory=dict)

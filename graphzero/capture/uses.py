@@ -71,19 +71,15 @@ class _Uses:
         return made
 
     def _outputs(self) -> None:
-        """An output that is a parameter itself, or a view of one, is a copy of how its phase reads it."""
+        """What is a parameter itself: an output is a copy of how forward reads it, a state of how the update does."""
         output = self.graph.output_node()
-
-        def changed(node: fx.Node) -> fx.Node:
-            if not self._of_param(node):
-                return node
-            phase = value.phase_of(node) if node in self.derived else "forward"
-            if node in self.params:
-                node = self._in_phase(node, phase, output)
-            return node
-
         results: Any = output.args[0]
-        output.args = (fx.node.map_arg(results, changed),)
+        outputs, aux, updates, *rest = results
+
+        def read_in(phase: str, x: Any) -> Any:
+            return fx.node.map_arg(x, lambda n: self._in_phase(n, phase, output) if n in self.params else n)
+
+        output.args = ((*read_in("forward", (outputs, aux)), read_in("update", updates), *read_in("forward", rest)),)
 
 
 def _plain(node: fx.Node) -> fx.Node:

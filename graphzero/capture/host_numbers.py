@@ -1,0 +1,35 @@
+"""What torch's optimizers do with numbers on the host, written with 0-d tensors, which a graph can follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class HostNumbers(TorchFunctionMode):
+    """Ops that take a host number are written out where an optimizer gives them a 0-d tensor (Adagrad's rate)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.where, Tensor.where):
+            full: Any = torch.full
+            like = next((x.dtype for x in args[1:] if isinstance(x, Tensor)), None)
+            args = tuple(full((), x, dtype=like) if isinstance(x, torch.SymFloat) else x for x in args)
+        factor = kwargs.get("value", kwargs.get("alpha"))
+        if isinstance(factor, Tensor):
+            x, *rest = args
+            if func in (Tensor.addcdiv_, Tensor.addcdiv):
+                change = rest[0] / rest[1] * factor
+            elif func in (Tensor.addcmul_, Tensor.addcmul):
+                change = rest[0] * rest[1] * factor
+            elif func in (Tensor.add_, Tensor.add):
+                change = rest[0] * factor
+            elif func in (Tensor.sub_, Tensor.sub):
+                change = -(rest[0] * factor)
+            else:
+                return func(*args, **kwargs)
+            return x.add_(change) if func.__name__.endswith("_") else x + change
+        return func(*args, **kwargs)
