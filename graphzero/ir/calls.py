@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -39,11 +40,29 @@ def signatures_of(graph: StepGraph, node: fx.Node, axis: int) -> tuple[Signature
             [meta_of(arg) for arg in node.args],
             {name: meta_of(arg) for name, arg in node.kwargs.items()},
             result_metas(node),
-            ranks=graph.placement.hierarchy[axis],
+            ranks=graph.placement.nesting[axis],
         )
     except SbpError as error:
         source = value.source_of(node)
         raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
+
+
+def nests_evenly(graph: StepGraph, node: fx.Node) -> bool:
+    """Whether dims that several axes split are cut at the same values in all operands and results.
+
+    A rule sees one axis.  Where an op shows the values of a dim in a dim of another size, as a view does, the cuts of
+    nested splits agree if both sizes divide by all ranks.
+    """
+    sizes: dict[tuple[int, ...], set[int]] = {}  # axes that split one dim together -> sizes of such dims
+    for shape, nd in (*operand_pairs(node), *result_pairs(node)):
+        for dim in {sbp.dim for sbp in nd if sbp.is_split}:
+            axes = tuple(i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim)
+            sizes.setdefault(axes, set()).add(shape[dim])
+    hierarchy = graph.placement.hierarchy
+    return all(
+        len(found) == 1 or len(axes) == 1 or not any(size % prod(hierarchy[i] for i in axes) for size in found)
+        for axes, found in sizes.items()
+    )
 
 
 def meta_of(arg: Any) -> Any:

@@ -24,7 +24,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.sbp.boxing import wire_bytes
-from graphzero.sbp.local import chunk
+from graphzero.sbp.local import piece_shape
 from graphzero.sbp.types import Nd
 
 
@@ -142,10 +142,5 @@ def shape_on(graph: StepGraph, type_: TensorType, nd: Nd, rank: int | None = Non
     """Shape that ``type_`` under ``nd`` has on ``rank``, by default the first of the placement."""
     if not any(sbp.is_split for sbp in nd):
         return type_.shape
-    place = graph.placement
-    at = (0,) * len(nd) if rank is None else place.coordinate(rank)
-    shape = list(type_.shape)
-    for sbp, ranks, position in zip(nd, place.hierarchy, at, strict=True):
-        if sbp.is_split:
-            shape[sbp.dim] = chunk(shape[sbp.dim], ranks, position)[1]
-    return tuple(shape)
+    at = (0,) * len(nd) if rank is None else graph.placement.coordinate(rank)
+    return piece_shape(type_.shape, nd, graph.placement.hierarchy, at)

@@ -3,11 +3,15 @@
 Two collectives may join if they are of one kind, axis, dtype and phase, and if either both only read placeholders (a
 gather of parameters; the bucket stands at its first member) or no result of the earlier is read before the later
 starts (reductions of gradients, gathers of updated parameters; the bucket stands at its last member).
+
+On several placement axes a value may be moved along one after the other.  What carries results of one bucket on along
+the next axis joins again, and with nothing else.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,23 +46,35 @@ class Bucket(BuiltinPass):
             raise ConfigError(f"Bucket(nbytes={self.nbytes}): a bucket holds a positive number of bytes")
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        position = {node: i for i, node in enumerate(graph.nodes)}
         limit = self.nbytes or _default_limit(graph)
-        open_: dict[Any, list[fx.Node]] = {}
-        closed: list[list[fx.Node]] = []
-        for node in graph.nodes:
-            if node.target not in BUCKETS or node.op != "call_function":
-                continue
-            key = _key(node)
-            members = open_.get(key)
-            if members is not None and _fits(members, node, position, limit, early=key[-1]):
-                members.append(node)
-            else:
-                open_[key] = [node]
-                closed.append(open_[key])
-        for members in closed:
-            _join(graph, members, early=is_early(members[0]))
+        for nodes in _levels(graph):
+            _join_level(graph, nodes, limit)
         return graph
+
+
+def _levels(graph: StepGraph) -> list[list[fx.Node]]:
+    """The collectives that read no other collective's result, those that read one of these, and so on."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in BUCKETS:
+            depth[node] = depth.get(node.args[0], -1) + 1  # type: ignore[arg-type]
+    return [[node for node, found in depth.items() if found == level] for level in sorted(set(depth.values()))]
+
+
+def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    open_: dict[Any, list[fx.Node]] = {}
+    closed: list[list[fx.Node]] = []
+    for node in sorted(nodes, key=position.__getitem__):
+        key = _key(graph, node)
+        members = open_.get(key)
+        if members is not None and _fits(members, node, position, limit, early=key[-1]):
+            members.append(node)
+        else:
+            open_[key] = [node]
+            closed.append(open_[key])
+    for members in closed:
+        _join(graph, members, position, early=is_early(members[0]))
 
 
 def _default_limit(graph: StepGraph) -> int:
@@ -69,25 +85,47 @@ def _default_limit(graph: StepGraph) -> int:
 def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:
     if sum(value.tensor_type(m).nbytes for m in (*members, node)) > limit:
         return False
-    first_reader = min((position[user] for m in members for user in m.users), default=len(position))
+    first_reader = min((position[user] for m in members for user in _readers(m)), default=len(position))
     return early or first_reader > position[node]
 
 
-def _key(node: fx.Node) -> tuple[Any, ...]:
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who needs the result where it stands: a collective that carries it on along another axis can wait."""
+    for user in node.users:
+        if user.target in BUCKETS:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _key(graph: StepGraph, node: fx.Node) -> tuple[Any, ...]:
+    source = node.all_input_nodes[0]
     rest: tuple[Any, ...] = node.args[1:]
     if node.target is not ops.all_reduce:
-        source = node.all_input_nodes[0]
-        rest = (node.args[2], *(sbp.reduction for sbp in value.nd_of(source)))  # what a reduce_scatter completes
-    return (node.target, rest, value.tensor_type(node).dtype, value.phase_of(node), is_early(node))
+        axis = node.args[2]
+        rest = (axis, value.nd_of(source)[graph.placement.axis(str(axis))].reduction)  # what a reduce_scatter completes
+    dtype = value.tensor_type(node).dtype
+    return (node.target, rest, dtype, value.phase_of(node), made_by(source), is_early(node))
+
+
+def made_by(node: fx.Node) -> fx.Node | None:
+    """The collective (single, bucket or launch) that ``node`` is a result of, or None."""
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is ops.wait:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.target in (*BUCKETS, *BUCKETS.values(), ops.launch) else None
 
 
 def is_early(node: fx.Node) -> bool:
-    """Whether all that a collective reads is there when the step begins."""
-    return all(operand.op == "placeholder" for operand in node.all_input_nodes)
+    """Whether all that a collective reads is there when the step begins, or is gathered from that."""
+    sources = dict.fromkeys(made_by(operand) or operand for operand in node.all_input_nodes)
+    return all(source.op == "placeholder" or (made_by(source) is source and is_early(source)) for source in sources)
 
 
-def _join(graph: StepGraph, members: list[fx.Node], early: bool) -> None:
+def _join(graph: StepGraph, members: list[fx.Node], position: dict[fx.Node, int], early: bool) -> None:
     anchor = members[0] if early else members[-1]
+    carried = [] if early else sorted(_carried_on(members[:-1]), key=position.__getitem__)
     sources = [member.args[0] for member in members]
     dims = [member.args[1] for member in members]
     first = members[0]
@@ -109,3 +147,14 @@ def _join(graph: StepGraph, members: list[fx.Node], early: bool) -> None:
     if early:
         for member in members[:0:-1]:
             anchor.append(member)
+    for node in reversed(carried):
+        if position[node] < position[anchor]:
+            anchor.append(node)
+
+
+def _carried_on(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The collectives that carry results on along other axes, one after the other."""
+    for node in nodes:
+        further = [user for user in node.users if user.target in BUCKETS]
+        yield from further
+        yield from _carried_on(further)

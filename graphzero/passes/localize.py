@@ -19,7 +19,12 @@ from graphzero.sbp.types import Nd
 
 @dataclass(frozen=True)
 class Localize(BuiltinPass):
-    """Types keep global shapes; only arguments change: ``view(x, [8, 16])`` with x S(0) is ``view(x, [8/dp, 16])``."""
+    """Turns sizes in arguments into those of one rank's part, as functions of the rank.
+
+    Types keep global shapes; only arguments change: ``view(x, [8, 16])`` with x S(0) is ``view(x, [8/dp, 16])``.
+
+    With x (S(0), S(0)) it is ``view(x, [8/dp/tp, 16])``: the outer axis cuts first.
+    """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         def local(shape: Sequence[int], nd: Nd) -> list[Any]:
@@ -47,7 +52,7 @@ def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     sizes: list[Any] = list(shape)
     for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
         if sbp.is_split and ranks > 1:
-            sizes[sbp.dim] = LocalSize(shape[sbp.dim], axis)
+            sizes[sbp.dim] = LocalSize(sizes[sbp.dim], axis)
     return sizes
 
 
@@ -59,9 +64,9 @@ def _is_split(node: fx.Node) -> bool:
 def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
     """A random draw is a function of the global index: say where this rank's part begins."""
     like, key, number, _, total = node.args
-    start: list[Any] = [0] * len(total)  # type: ignore[arg-type]
-    nd = value.nd_of(node)
-    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
+    starts: list[Any] = list(total)  # type: ignore[arg-type]
+    for sbp, axis, ranks in zip(value.nd_of(node), graph.placement.names, graph.placement.hierarchy, strict=True):
         if sbp.is_split and ranks > 1:
-            start[sbp.dim] = LocalStart(total[sbp.dim], axis)  # type: ignore[index,arg-type]
+            starts[sbp.dim] = LocalStart(starts[sbp.dim], axis)
+    start: Any = [found if isinstance(found, LocalStart) else 0 for found in starts]
     node.args = (like, key, number, start, total)

@@ -1,4 +1,4 @@
-"""LowerBoxing: each box becomes the collective or the local cut that the boxing table names."""
+"""LowerBoxing: each box becomes the collectives and local cuts, on one placement axis each, that its route names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import fx
 
-from graphzero.errors import SbpError
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
-from graphzero.sbp import boxing
-from graphzero.sbp.types import B, Sbp
+from graphzero.sbp.boxing import Move
+from graphzero.sbp.route import route
+from graphzero.sbp.types import Sbp
+
+# Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.
+SMALL = 1 << 14
 
 # Kind of move -> op and its arguments behind the value: (from, to, axis name).
 LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
@@ -30,7 +33,10 @@ LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
 
 @dataclass(frozen=True)
 class LowerBoxing(BuiltinPass):
-    """Replaces boxes, and drops the ``use`` and ``pin`` nodes that only named an SBP."""
+    """Replaces boxes by collectives and local cuts on one axis each.
+
+    ``use`` and ``pin`` nodes, which only named an SBP, go.
+    """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.nodes):
@@ -47,32 +53,19 @@ class LowerBoxing(BuiltinPass):
 def _lower(graph: StepGraph, box: fx.Node) -> None:
     source = box.args[0]
     assert isinstance(source, fx.Node)
-    changed = [i for i, (a, b) in enumerate(zip(value.nd_of(source), value.nd_of(box), strict=True)) if a is not b]
-    if len(changed) > 1:
-        raise SbpError(
-            f"'{source.name}' would move on {len(changed)} placement axes at once; boxing speaks of one axis so far\n"
-            "  Pin it in between: graph.pin(...) on one axis, then on the next"
-        )
-    if not changed:
-        box.target = ops.relabel
-    for axis in changed:
-        name = graph.placement.names[axis]
-        *before, last = _steps(graph, source, box, axis)
-        for step in before:
-            op, arguments = LOWERINGS[step.kind]
-            nd = value.nd_of(source)
-            with graph.graph.inserting_before(box):
-                args = (source, *arguments(step.src, step.dst, name))
-                nd = (*nd[:axis], step.dst, *nd[axis + 1 :])
-                source = graph.call(op, args, value.tensor_type(source), sbp=nd, like=box)
-        op, arguments = LOWERINGS[last.kind]
-        box.target, box.args = op, (source, *arguments(last.src, last.dst, name))
+    type_, role = value.tensor_type(source), value.role_of(box)
+    is_small = role is None and type_.nbytes < SMALL
+    steps = route(value.nd_of(source), value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small)
+    for axis, step in steps[:-1]:
+        nd = value.nd_of(source)
+        op, args = _call(graph, source, axis, step)
+        with graph.graph.inserting_before(box):
+            source = graph.call(op, args, type_, sbp=(*nd[:axis], step.dst, *nd[axis + 1 :]), like=box)
+        if role is not None:
+            source.meta["role"] = role
+    box.target, box.args = _call(graph, source, *steps[-1]) if steps else (ops.relabel, (source,))
 
 
-def _steps(graph: StepGraph, source: fx.Node, box: fx.Node, axis: int) -> tuple[boxing.Move, ...]:
-    have, want = value.nd_of(source)[axis], value.nd_of(box)[axis]
-    if graph.placement.hierarchy[axis] == 1:
-        return (boxing.Move("same", have, want),)
-    if have.is_partial and have.reduction != "sum" and want.is_split:
-        return boxing.Move("via", have, want, via=(B,)).steps
-    return boxing.move(have, want).steps
+def _call(graph: StepGraph, source: fx.Node, axis: int, step: Move) -> tuple[Any, tuple[Any, ...]]:
+    op, arguments = LOWERINGS[step.kind]
+    return op, (source, *arguments(step.src, step.dst, graph.placement.names[axis]))

@@ -3,7 +3,8 @@
 * A bucketed collective becomes ``launch`` and ``wait``; between them it owns a communication slot.
 * Gathers of parameters are prefetched: the next bucket is launched as soon as the one before it has arrived.
 * Reductions of gradients and gathers of updated parameters are awaited one launch of their kind later, at the
-  latest when backward ends or a result is read; so two of a kind are under way at a time.
+  latest when backward ends or a result is read; so two of a kind are under way at a time.  What carries them on along
+  a further placement axis is launched with the next bucket.
 * ``assign`` writes a new state over the old right after the last reader of the old.
 """
 
@@ -22,7 +23,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of, local_shape
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.bucket import is_early
+from graphzero.passes.bucket import is_early, made_by
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,15 @@ class Schedule(BuiltinPass):
         groups: dict[Any, list[fx.Node]] = defaultdict(list)
         for wait in waits:
             launch = _launch_of(wait)
-            groups[launch.args[0], launch.args[-1], value.phase_of(wait), is_early(launch)].append(wait)
-        for (_, _, _, early), members in groups.items():
+            groups[_kind(launch), value.phase_of(wait), _depth(launch), is_early(launch)].append(wait)
+        for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
+            if depth and not early:
+                _carry_on_late(graph, members)
+        for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
             if early:
-                _prefetch(members)
-            else:
+                _prefetch(graph, members)
+        for (*_, early), members in groups.items():
+            if not early:
                 _await_late(graph, members)
         _copy_old(graph)
         _assign(graph)
@@ -63,10 +68,69 @@ def _launch_of(wait: fx.Node) -> fx.Node:
     return launch
 
 
-def _prefetch(waits: list[fx.Node]) -> None:
-    """Launch each bucket of a phase right behind the arrival of the one before it."""
+def _kind(launch: fx.Node) -> tuple[Any, ...]:
+    """Collective, placement axis and reduction."""
+    return (launch.args[0], *launch.args[3 if launch.args[0] == ops.bucket_all_reduce.__name__ else 4 :])
+
+
+def _continued(launch: fx.Node) -> fx.Node | None:
+    """The launch of the collective whose results this one carries on along another axis."""
+    return made_by(launch.all_input_nodes[0])
+
+
+def _depth(launch: fx.Node) -> int:
+    before = _continued(launch)
+    return 0 if before is None else _depth(before) + 1
+
+
+def _wait_of(launch: fx.Node) -> fx.Node:
+    return next(user for user in launch.users if user.target is ops.wait)
+
+
+def _prefetch(graph: StepGraph, waits: list[fx.Node]) -> None:
+    """Launch each bucket of a phase right behind the arrival of the one before it, with all that it continues."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    moved: set[fx.Node] = set()
     for before, wait in zip(waits[:-1], waits[1:], strict=True):
-        before.append(_launch_of(wait))
+        for node in reversed(_way_to(_launch_of(wait))):
+            if node not in moved and position[node] > position[before]:
+                before.append(node)
+                moved.add(node)
+
+
+def _way_to(launch: fx.Node) -> list[fx.Node]:
+    """A launch, behind the launches and waits of what it continues."""
+    before = _continued(launch)
+    return [launch] if before is None else [*_way_to(before), _wait_of(before), *_wait_of(before).users, launch]
+
+
+def _carry_on_late(graph: StepGraph, waits: list[fx.Node]) -> None:
+    """Carry results on along a further axis when the next bucket is launched: until then they are on their way."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    phase_end = _phase_ends(graph)
+    starts: dict[Any, list[fx.Node]] = defaultdict(list)  # of what stands where that begins, in order
+    for node in graph.nodes:
+        if node.target is ops.launch:
+            starts[_kind(node), value.phase_of(node), _depth(node)].append(node)
+    for launch in map(_launch_of, waits):
+        before = _continued(launch)
+        assert before is not None
+        way = _way_on(launch)
+        alike = starts[_kind(before), value.phase_of(before), _depth(before)]
+        inside = set(way)
+        limits = [user for node in way for user in node.users if user not in inside]
+        limits += [phase_end[value.phase_of(launch)], *alike[alike.index(before) + 1 :][:1]]
+        stop = min(limits, key=position.__getitem__)
+        if position[stop] > position[launch]:
+            for node in way:
+                stop.prepend(node)
+
+
+def _way_on(launch: fx.Node) -> list[fx.Node]:
+    """A launch, its wait and results, and the same of all that carries these on."""
+    wait = _wait_of(launch)
+    further = dict.fromkeys(user for pick in wait.users for user in pick.users if user.target is ops.launch)
+    return [launch, wait, *wait.users, *(node for one in further for node in _way_on(one))]
 
 
 def _await_late(graph: StepGraph, waits: list[fx.Node]) -> None:
@@ -188,8 +252,9 @@ def _give_slots(graph: StepGraph) -> None:
 def _direct(graph: StepGraph) -> set[fx.Node]:
     """Launches of one value that can move between its own storage and its result's.
 
-    A gather along dim 0 is the pieces one after the other; so is what a reduce-scatter sends if dim 0 divides.  A
-    reduction works in its operand's storage, so that must be the op's own, and have no later reader.
+    A gather along dim 0 is the pieces one after the other, if the other axes cut alike; so is what a reduce-scatter
+    sends if dim 0 divides.  A reduction works in its operand's storage, so that must be the op's own, and have no
+    later reader.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -204,7 +269,15 @@ def _direct(graph: StepGraph) -> set[fx.Node]:
         (member,) = layout.members
         storage = roots[member][0]
         own = storage is not None and storage[0].op != "placeholder" and last[storage] == position[launch]
-        even = layout.total * layout.ranks == prod(local_shape(graph, member))
-        if layout.kind == "all_gather" or (own and (even or layout.kind == "all_reduce")):
+        least = prod(local_shape(graph, member, _smallest(graph, layout.axis)))
+        even = least == layout.total * (1 if layout.kind == "all_gather" else layout.ranks)
+        if (layout.kind == "all_gather" and even) or (own and (even or layout.kind == "all_reduce")):
             found.add(launch)
     return found
+
+
+def _smallest(graph: StepGraph, axis: str) -> int:
+    """The rank first along ``axis`` and last on the other axes: of those that are first, it has the smallest pieces."""
+    last = [n - 1 for n in graph.placement.hierarchy]
+    last[graph.placement.axis(axis)] = 0
+    return int(graph.placement.ranks[tuple(last)])

@@ -70,13 +70,19 @@ class Zero(BuiltinPass):
         return graph
 
     def _split(self, graph: StepGraph, node: fx.Node) -> Nd:
-        """The SBP of a sharded parameter or state: its own, with B turned to S over the axes that shard."""
+        """The SBP of a sharded parameter or state: its own, with B turned to S over the axes that shard.
+
+        Over several axes the splits are nested in one dim: one gather and one scatter per axis, as many bytes as over
+        one axis of all ranks.  A dim that another axis splits is taken only where it has to be and where that axis lies
+        outside, so that the new cuts come and go within its own.
+        """
         nd = list(value.nd_of(node))
         shape = value.tensor_type(node).shape
         over = [i for i in self._axes(graph) if nd[i] is B and graph.placement.hierarchy[i] > 1]
         ranks = prod(graph.placement.hierarchy[i] for i in over)
-        taken = {sbp.dim for sbp in nd if sbp.is_split}
+        taken = {sbp.dim: i for i, sbp in enumerate(nd) if sbp.is_split}
         free = [dim for dim in range(len(shape)) if dim not in taken]
+        free = free or [dim for dim, axis in taken.items() if over and axis < over[0]]
         if not over or not free or prod(shape) // ranks < max(self.shard_min_size, 1):
             return tuple(nd)
         dim = split_dim(shape, free, ranks)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.sbp.dtensor import to_placements
-from graphzero.sbp.local import chunk
+from graphzero.sbp.local import bounds, piece_shape
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -36,19 +37,9 @@ def is_whole(nd: Nd) -> bool:
     return all(sbp.is_broadcast for sbp in nd)
 
 
-def bounds(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> list[tuple[int, int]]:
-    """(start, length) per dim of the piece at ``position``; nested splits of one dim cut outermost first."""
-    found = [(0, size) for size in shape]
-    for sbp, ranks, place in zip(nd, hierarchy, coordinates(hierarchy, position), strict=True):
-        if sbp.is_split:
-            start, length = found[sbp.dim]
-            offset, length = chunk(length, ranks, place)
-            found[sbp.dim] = (start + offset, length)
-    return found
-
-
 def local_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> tuple[int, ...]:
-    return tuple(length for _, length in bounds(shape, nd, hierarchy, position))
+    """Shape of the piece at ``position``."""
+    return piece_shape(shape, nd, hierarchy, coordinates(hierarchy, position))
 
 
 def global_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> tuple[int, ...]:
@@ -63,10 +54,11 @@ def global_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> tu
 def piece(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
     """The piece at ``position``: a view of ``whole`` (zeros where a partial's value stands on another rank)."""
     found = whole
-    for dim, (start, length) in enumerate(bounds(whole.shape, nd, hierarchy, position)):
+    at = coordinates(hierarchy, position)
+    for dim, (start, length) in enumerate(bounds(whole.shape, nd, hierarchy, at)):
         if length != found.shape[dim]:
             found = found.narrow(dim, start, length)
-    for sbp, place in zip(nd, coordinates(hierarchy, position), strict=True):
+    for sbp, place in zip(nd, at, strict=True):
         if sbp.is_partial and sbp.reduction == "sum" and place > 0:
             return torch.zeros_like(found)
     return found
@@ -143,4 +135,4 @@ def check_mesh(x: DTensor, placement: Placement, what: str) -> None:
 
 def local_of(x: Tensor) -> Tensor:
     """What this process holds of ``x``: a DTensor's piece, a plain tensor itself; detached, same storage."""
-    return x._local_tensor.detach() if isinstance(x, DTensor) else x.detach()
+    return _compat.local_tensor(x).detach()

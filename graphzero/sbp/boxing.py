@@ -1,7 +1,8 @@
 """How a tensor goes from one SBP to another on one placement axis: the one table, with bytes on the wire.
 
 Bytes are those one rank sends in a ring or pairwise algorithm, in multiples of the whole tensor's bytes T on n
-ranks.  Which collective of which library does a move is for lowering; which moves are worth it, for propagation.
+ranks.  Which collective of which library does a move is for lowering; which moves are worth it, for propagation; in
+which order moves on several axes follow each other is ``route``'s.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def move(src: Sbp, dst: Sbp) -> Move:
-    """The move from ``src`` to ``dst``.  Reductions of a partial source are by its own sum, max or min."""
+    """The move from ``src`` to ``dst`` on one placement axis; there is one for every pair.
+
+    Reductions of a partial source are by its own sum, max or min.
+    """
     if src is dst:
         return Move("same", src, dst)
     if dst.is_partial and dst.reduction != "sum":

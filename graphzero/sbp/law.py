@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from graphzero.errors import SbpError
 from graphzero.sbp.local import chunk
-from graphzero.sbp.registry import local_args, op_name, signatures
+from graphzero.sbp.registry import has_rule, local_args, op_name, overload_of, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, Sbp
 
@@ -29,14 +30,57 @@ def violations(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: in
     ``values=False`` compares shapes and dtypes alone, for ops that leave memory as it is.
     """
     whole = _outputs(op(*args, **kwargs))
-    of_args, of_kwargs = tree_map(lambda x: meta_of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
-    made = [meta_of(x) if x is not None else None for x in whole]
+    metas, made = _metas(args, kwargs, whole)
     found = []
-    for signature in signatures(op, of_args, of_kwargs, made, ranks):
+    for signature in signatures(op, *metas, made, ranks):
         problem = _broken(op, (tuple(args), dict(kwargs)), whole, signature, ranks, values)
         if problem:
             found.append(f"{op_name(op)} on {ranks} ranks, {signature}: {problem}")
     return found
+
+
+def check_rule(op: Op, *samples: Sequence[Any], ranks: Sequence[int] = (2, 3, 4)) -> tuple[Signature, ...]:
+    """Assert that the rule of ``op`` keeps the law on real arguments; a test of a rule is one call of it.
+
+    Each sample is a tuple of the op's positional arguments; a dict at its end holds the keyword ones.  Give float64
+    tensors that differ in every element, one sample per branch of the rule, and sizes that some of ``ranks`` divide
+    and some do not.
+
+    Returns:
+        Every signature that the rule allows on some sample, each proven on it: all-B first.
+
+    Raises:
+        SbpError: the op has no rule, the line does not fit a sample, or there is no sample.
+        AssertionError: the signatures under which ranks do not compute what the op computes, one a line; or the
+            rule allows nothing but all-B.
+    """
+    op = overload_of(op)
+    if not has_rule(op):
+        raise SbpError(f'{op_name(op)} has no rule: give it one, gz.sbp.rule({op_name(op)}, "mk,kn->mn")')
+    if not samples:
+        raise SbpError(f"check_rule({op_name(op)}) needs arguments to try the rule on: check_rule(op, (x, w), ...)")
+    broken: list[str] = []
+    allowed: dict[Signature, None] = {}
+    for sample in samples:
+        *args, last = (*sample, None) if not sample or not isinstance(sample[-1], dict) else sample
+        kwargs = last or {}
+        for count in ranks:
+            broken += violations(op, args, kwargs, count)
+            metas, made = _metas(args, kwargs, _outputs(op(*args, **kwargs)))
+            allowed |= dict.fromkeys(signatures(op, *metas, made, count))
+    if broken:
+        raise AssertionError("the rule breaks the law:\n  " + "\n  ".join(broken))
+    if len(allowed) == 1:
+        raise AssertionError(f"{op_name(op)}: the rule allows nothing but {next(iter(allowed))} on these samples")
+    return tuple(allowed)
+
+
+def _metas(
+    args: Sequence[Any], kwargs: Mapping[str, Any], made: list[Tensor | None]
+) -> tuple[tuple[Any, Any], list[TensorMeta | None]]:
+    """Arguments and outputs with a TensorMeta for each tensor."""
+    of_args, of_kwargs = tree_map(lambda x: meta_of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
+    return (of_args, of_kwargs), [meta_of(x) if x is not None else None for x in made]
 
 
 def meta_of(x: Tensor) -> TensorMeta:

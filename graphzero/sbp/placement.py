@@ -6,6 +6,7 @@ torch.distributed.  How a tensor lies on a placement is ``types``; who runs wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,12 +22,17 @@ _DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
 
 class Placement:
-    """Ranks in a hierarchy with one name per axis.  Made by ``placement``; equal by value; not to be changed."""
+    """Ranks in a hierarchy with one name per axis.  Made by ``placement``; equal by value; not to be changed.
+
+    nesting: per axis, into how many pieces a dim that it splits may be cut in all: batches and what ZeRO shards are
+    split over all data axes, one within the other.
+    """
 
     device_type: str
     ranks: np.ndarray[Any, np.dtype[np.int64]]
     names: tuple[str, ...]
     virtual: bool
+    nesting: tuple[int, ...]
 
     def __init__(self, device_type: str, ranks: np.ndarray[Any, Any], names: tuple[str, ...], virtual: bool) -> None:
         self.device_type = device_type
@@ -35,6 +41,10 @@ class Placement:
         self.virtual = virtual
         self._coordinates: dict[int, tuple[int, ...]] = {}
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the world it was made in
+        over_data = math.prod(n for n, name in zip(self.hierarchy, names, strict=True) if name in self.data_axes)
+        self.nesting = tuple(
+            over_data if name in self.data_axes else n for n, name in zip(self.hierarchy, names, strict=True)
+        )
         ranks.setflags(write=False)
 
     @property
@@ -67,10 +77,7 @@ class Placement:
         return self._coordinates[rank]
 
     def mesh(self) -> DeviceMesh:
-        """The torch DeviceMesh of these ranks, each of which must call it: it makes process groups.
-
-        With more than one axis every rank of the world must.
-        """
+        """The torch DeviceMesh of these ranks, each of which must call it: it makes process groups."""
         if self.virtual:
             raise PlacementError(
                 f"{self!r} is virtual: all its ranks live in this process, so it has no DeviceMesh; "
@@ -96,13 +103,23 @@ class Placement:
         return self._mesh[1]
 
     def _new_mesh(self) -> DeviceMesh:
-        if len(self.names) > 1 or self.size == dist.get_world_size():
+        if self.size == dist.get_world_size():
             return DeviceMesh(self.device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names)
-        # some ranks of the world: their group is made by them alone, the others need not know
-        if self.ranks.tolist() != sorted(self.ranks.tolist()):
-            raise PlacementError(f"{self!r} is a part of the world; name its ranks in ascending order")
-        group = dist.new_group(self.ranks.tolist(), use_local_synchronization=True)
-        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=self.names)
+        # some ranks of the world: their groups are made by them alone, the others need not know
+        lines = [self.ranks[self._line(axis, dist.get_rank())].tolist() for axis in range(len(self.names))]
+        if any(line != sorted(line) for line in lines):
+            raise PlacementError(f"{self!r} is a part of the world; name its ranks in ascending order along each axis")
+        groups = [dist.new_group(line, use_local_synchronization=True) for line in lines]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=self.names)
+        return DeviceMesh.from_group(
+            groups, self.device_type, mesh=torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names
+        )
+
+    def _line(self, axis: int, rank: int) -> tuple[Any, ...]:
+        """The index of all ranks that ``rank`` meets along ``axis``."""
+        at = self.coordinate(rank)
+        return (*at[:axis], slice(None), *at[axis + 1 :])
 
     def _key(self) -> tuple[Any, ...]:
         return self.device_type, self.hierarchy, tuple(self.ranks.ravel().tolist()), self.names, self.virtual
@@ -127,7 +144,8 @@ def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, 
 
     ``names`` gives one name per axis, by default ``("dp",)`` or ``("dp", "tp")``; a batch is split over
     the axes whose name begins with ``dp``.  With ``virtual=True`` all ranks live in this one process.
-    Raises PlacementError.
+    Raises PlacementError for another device type, ranks that repeat or are no whole numbers, and names that do not
+    fit the hierarchy.
     """
     if device_type not in DEVICE_TYPES:
         raise PlacementError(f"unknown device type {device_type!r}; write one of {', '.join(DEVICE_TYPES)}")

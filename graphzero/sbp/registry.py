@@ -21,6 +21,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from graphzero import _compat
 from graphzero.errors import SbpError
 from graphzero.sbp.factors import NUMBER, Factors, Given, derive, parse
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
@@ -135,8 +136,23 @@ def rule(
     if isinstance(written, str):
         parse(written)
     for op in ops if isinstance(ops, Sequence) else (ops,):
-        _register(op, _Entry(written, dict(sizes or {}), nonempty))
+        _register(overload_of(op), _Entry(written, dict(sizes or {}), nonempty))
     return None
+
+
+def overload_of(op: Any) -> Op:
+    """The op as it stands in graphs: the only overload of ``torch.ops.lib.op``, or of a ``torch.library.custom_op``.
+
+    Raises SbpError where there are several.
+    """
+    op = _compat.overload_of_custom_op(op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        if len(names) != 1:
+            known = ", ".join(f"{op}.{name}" for name in names)
+            raise SbpError(f"{op} has {len(names)} overloads, and a rule is for one of them: {known}")
+        op = getattr(op, names[0])
+    return op  # type: ignore[no-any-return]
 
 
 def _register(op: Op, entry: _Entry) -> None:

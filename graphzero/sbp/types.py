@@ -27,14 +27,17 @@ class Sbp:
 
     @property
     def is_broadcast(self) -> bool:
+        """Whether it is ``B``."""
         return self.kind == "B"
 
     @property
     def is_split(self) -> bool:
+        """Whether it is ``S(dim)``."""
         return self.kind == "S"
 
     @property
     def is_partial(self) -> bool:
+        """Whether it is ``P``, ``P(max)`` or ``P(min)``."""
         return self.kind == "P"
 
     def __str__(self) -> str:
@@ -61,7 +64,10 @@ B = Sbp("B")
 
 @cache
 def S(dim: int) -> Sbp:
-    """Split along tensor dim ``dim`` (not negative: a rule for any rank of tensor needs one name per dim)."""
+    """Split along tensor dim ``dim``, cut as ``torch.chunk`` cuts.
+
+    Raises SbpError for a negative dim: a rule for any rank of tensor needs one name per dim.
+    """
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
         raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
     return Sbp("S", dim)
@@ -71,7 +77,7 @@ _PARTIALS = {reduction: Sbp("P", reduction=reduction) for reduction in ("sum", "
 
 
 def partial(reduction: str = "sum") -> Sbp:
-    """Partial under ``reduction``: "sum", "max" or "min"."""
+    """Partial under ``reduction``: "sum", "max" or "min".  Raises SbpError for another."""
     if reduction not in _PARTIALS:
         raise SbpError(f"P({reduction}): the partial values of ranks combine by sum, max or min")
     return _PARTIALS[reduction]
@@ -81,7 +87,7 @@ P = partial()
 
 
 def parse_sbp(text: str) -> Sbp:
-    """Read what ``str`` prints: ``B``, ``S(1)``, ``P``, ``P(max)``."""
+    """Read what ``str`` prints: ``B``, ``S(1)``, ``P``, ``P(max)``.  Raises SbpError for anything else."""
     if text == "B":
         return B
     if text == "P":

@@ -8,7 +8,6 @@ import pytest
 import torch
 from toys import STAGES, history, lines, lower, run
 
-from graphzero.errors import SbpError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.passes import InsertBoxing, Pin, Pipeline, Propagate, Zero
@@ -198,13 +197,6 @@ def history_of(text: str) -> StepGraph:
 )
 def test_each_transition_becomes_the_move_of_the_table(src: str, dst: str, move: str) -> None:
     assert lines(history_of(transition(src, dst, 2, "4, 4")), move)
-
-
-def test_a_box_on_two_axes_at_once_is_refused_or_right() -> None:
-    text = "graph g(dp=2, tp=2) boxed\n  x = batch() : f32[8, 4]  (S(0), S(1))\nforward:\n"
-    text += "  y = box(x) : f32[8, 4]  (B, B)\n  return y\n"
-    with pytest.raises(SbpError, match="2 placement axes at once"):
-        history_of(text)
 
 
 def test_insert_boxing_asks_for_propagation_first() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.shards import bounds, join, piece
+from graphzero.runtime.shards import join, piece
 from graphzero.sbp import B, P, S
 
 
@@ -93,8 +93,3 @@ def test_pieces_join_to_the_whole(nd):
     whole = torch.randn(7, 5)
     pieces = [piece(whole, nd, (2, 3), position) for position in range(6)]
     torch.testing.assert_close(join(pieces, nd, (2, 3)), whole)
-
-
-def test_nested_splits_cut_outermost_first():
-    assert [bounds((8,), (S(0), S(0)), (2, 2), i)[0] for i in range(4)] == [(0, 2), (2, 2), (4, 2), (6, 2)]
-    assert [bounds((5,), (S(0),), (4,), i)[0] for i in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]

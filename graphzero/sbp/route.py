@@ -1,0 +1,123 @@
+"""How a tensor goes from one SBP to another on several placement axes: a shortest path of one-axis moves.
+
+A move on one axis works within groups of ranks that differ on that axis alone.  Each holds a piece as the axes
+outside have cut it, so a split of a dim may come or go on an axis only while no axis inside splits the same dim:
+
+    (S(0), S(0)) -> (B, B)     gathers inside first, then outside
+    (B, B) -> (S(0), S(0))     cuts outside first, then inside
+    (B, S(0)) -> (S(0), S(0))  is no cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
+
+Partial values complete inside first where the axes combine by different reductions.  An axis of one rank cuts
+nothing and completes nothing, whatever it says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import prod
+
+from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
+from graphzero.sbp.types import B, Nd, S, Sbp
+
+Step = tuple[int, Move]  # placement axis, and what happens on it
+
+
+def route(
+    src: Nd, dst: Nd, hierarchy: tuple[int, ...], shape: Sequence[int], *, is_small: bool = False
+) -> tuple[Step, ...]:
+    """The moves that take a tensor of global ``shape`` from ``src`` to ``dst``, in order.
+
+    It is the way with the fewest bytes on the wire, or, if ``is_small``, with the fewest collectives; between equals,
+    the one with fewer bytes on the outer axes, which are the slower ones.  The same on every rank.
+    """
+    changed = [axis for axis, (a, b) in enumerate(zip(src, dst, strict=True)) if a is not b]
+    if len(changed) == 1 and hierarchy[changed[0]] > 1:
+        steps = tuple((changed[0], step) for step in move(src[changed[0]], dst[changed[0]]).steps)
+        if all(is_possible(src, axis, step.src, step.dst, hierarchy) for axis, step in steps):
+            return steps
+    return _shortest(src, dst, hierarchy, () if is_small else _even_dims(shape, prod(hierarchy)), is_small)
+
+
+def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
+    """Bytes that one rank sends when a tensor of ``nbytes`` in all takes these steps from ``src``, padding apart."""
+    nd, total = src, 0.0
+    for axis, step in steps:
+        total += wire_bytes(step.kind, nbytes, hierarchy[axis]) / _cuts(nd, hierarchy, axis)
+        nd = _put(nd, axis, step.dst)
+    return total
+
+
+def is_possible(nd: Nd, axis: int, src: Sbp, dst: Sbp, hierarchy: Sequence[int]) -> bool:
+    """Whether one move on ``axis`` takes a value from ``src`` to ``dst`` while it stays on the others as in ``nd``."""
+    if src is dst or hierarchy[axis] == 1:
+        return True
+    inside = [sbp for sbp, ranks in zip(nd[axis + 1 :], hierarchy[axis + 1 :], strict=True) if ranks > 1]
+    if any(s.is_split and s in (src, dst) for s in inside):
+        return False
+    return not (src.is_partial and any(s.is_partial and s is not src for s in inside))
+
+
+def _even_dims(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Two dims, if there are as many, that a value may be split along on the way without padding."""
+    return tuple(dim for dim, size in enumerate(shape) if size and size % ranks == 0)[:2]
+
+
+@cache
+def _shortest(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...], is_small: bool) -> tuple[Step, ...]:
+    """Dijkstra's way through the SBPs that the moves of the table join."""
+    options = _options(src, dst, hierarchy, spare)
+    count = itertools.count(1)  # what was found first wins between equals
+    queue: list[tuple[tuple[int, ...], int, Nd, tuple[Step, ...]]] = [((0,) * (len(src) + 3), 0, src, ())]
+    done: set[Nd] = set()
+    while queue:
+        cost, _, nd, steps = heapq.heappop(queue)
+        if nd == dst:
+            return steps
+        if nd in done:
+            continue
+        done.add(nd)
+        for axis, step in _moves(nd, options, hierarchy):
+            further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, hierarchy, is_small), strict=True))
+            heapq.heappush(queue, (further, next(count), _put(nd, axis, step.dst), (*steps, (axis, step))))
+    raise AssertionError(f"no moves lead from {src} to {dst} on {hierarchy}")
+
+
+def _options(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...]) -> list[list[Sbp]]:
+    """Per axis, what a value may be there on the way.  It becomes partial only if that is where it goes."""
+    splits = [S(dim) for dim in sorted({*spare, *(sbp.dim for sbp in (*src, *dst) if sbp.is_split)})]
+    return [
+        list(dict.fromkeys((b, B, *splits, a))) if ranks > 1 else [a, b]
+        for a, b, ranks in zip(src, dst, hierarchy, strict=True)
+    ]
+
+
+def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iterator[Step]:
+    for axis, sbps in enumerate(options):
+        for sbp in sbps:
+            if sbp is nd[axis]:
+                continue
+            if hierarchy[axis] == 1:
+                yield axis, Move("same", nd[axis], sbp)
+            elif not move(nd[axis], sbp).via and is_possible(nd, axis, nd[axis], sbp, hierarchy):
+                yield axis, move(nd[axis], sbp)
+
+
+def _cost(nd: Nd, axis: int, step: Move, hierarchy: tuple[int, ...], is_small: bool) -> tuple[int, ...]:
+    """What a step adds, in the order in which it counts; exact, so that equals are equal."""
+    whole = prod(hierarchy) ** 2
+    nbytes = round(wire_bytes(step.kind, whole, hierarchy[axis]) / _cuts(nd, hierarchy, axis))
+    talks = int(step.kind in COLLECTIVES)
+    by_axis = [nbytes if i == axis else 0 for i in range(len(hierarchy))]
+    return (talks, nbytes, *by_axis, 1) if is_small else (nbytes, talks, *by_axis, 1)
+
+
+def _cuts(nd: Nd, hierarchy: tuple[int, ...], axis: int) -> int:
+    """Into how many pieces the axes other than ``axis`` cut a value."""
+    return prod(ranks for i, (sbp, ranks) in enumerate(zip(nd, hierarchy, strict=True)) if i != axis and sbp.is_split)
+
+
+def _put(nd: Nd, axis: int, sbp: Sbp) -> Nd:
+    return (*nd[:axis], sbp, *nd[axis + 1 :])
