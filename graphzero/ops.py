@@ -1,9 +1,10 @@
 """The tensor ops that graphzero adds to ATen.
 
 * ``attention`` and ``attention_backward``: scaled dot product attention as one op, so that a plan made on a
-  laptop holds for a GPU; each device lowers it to its own kernel.
+  laptop holds for a GPU; ``attention`` has the kernels of each device.
 * ``uniform_like``: random numbers that are a function of (key, op, global index of the element), so that a
   draw does not depend on placement, stage or world.
+* ``adam``, and ``adam_`` in place: the update of a parameter by AdamW; ``fused`` has the kernel.
 * ``pin``: the identity; it marks a value whose SBP is fixed.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphzero import attention, fused
+
 _lib: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
 _lib.define(
@@ -21,22 +24,30 @@ _lib.define(
     "Tensor? bias, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 _lib.define("uniform_like(Tensor like, Tensor key, int op, int[] start, int[] total) -> Tensor")
+_lib.define(
+    "adam(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay) -> (Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay) -> ()"
+)
 _lib.define("pin(Tensor x, int id) -> Tensor")
 
 ATTENTION = torch.ops.graphzero.attention.default
 ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
 UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
+ADAM = torch.ops.graphzero.adam.default
+ADAM_ = torch.ops.graphzero.adam_.default
 PIN = torch.ops.graphzero.pin.default
 
 
 def _attention_meta(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # The CPU and CUDA flash kernels lay out their result as [batch, length, heads, dim], seen transposed.
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    return out, q.new_empty((batch, heads, length), dtype=wide)
+    return out, q.new_empty((batch, heads, length), dtype=attention.wide(q.dtype))
 
 
 def _attention_backward_meta(
@@ -48,64 +59,6 @@ def _attention_backward_meta(
         return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
     return like(q), like(k), like(v)
-
-
-def _attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, logsumexp = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    return out, logsumexp
-
-
-def _attention_backward_cpu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = flash(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
-    return dq, dk, dv
-
-
-def _probabilities(
-    q: Tensor, k: Tensor, logsumexp: Tensor | None, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Softmax of the scores and its logsumexp; a row of which everything is masked has probabilities 0."""
-    scores = (q @ k.mT) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    found = torch.logsumexp(scores, -1) if logsumexp is None else logsumexp
-    return torch.exp(scores - found.unsqueeze(-1)).masked_fill(found.isneginf().unsqueeze(-1), 0.0), found
-
-
-def _dense(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` in the dtype of ``like``, laid out as the flash kernels do."""
-    return x.transpose(1, 2).to(like.dtype).contiguous().transpose(1, 2)
-
-
-def attention_by_definition(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention out of matrix products, for devices without a kernel of their own here."""
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    p, logsumexp = _probabilities(q.to(wide), k.to(wide), None, bias, causal, scale)
-    return _dense(p @ v.to(wide), v), logsumexp
-
-
-def attention_backward_by_definition(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Its backward (Dao et al., "FlashAttention", arXiv 2205.14135, appendix B)."""
-    wide = logsumexp.dtype
-    p, _ = _probabilities(q.to(wide), k.to(wide), logsumexp, bias, causal, scale)
-    grad, values = grad.to(wide), v.to(wide)
-    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-    scores = p * (grad @ values.mT - delta) * scale
-    return _dense(scores @ k.to(wide), q), _dense(scores.mT @ q.to(wide), k), _dense(p.mT @ grad, v)
 
 
 _PRIME_A, _PRIME_B, _MASK = 0x27D4EB2F165667C5, 0x2545F4914F6CDD1D, 0xFFFFFFFF
@@ -144,12 +97,14 @@ def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: l
 
 _lib.impl("attention", _attention_meta, "Meta")
 _lib.impl("attention_backward", _attention_backward_meta, "Meta")
-_lib.impl("attention", _attention_cpu, "CPU")
-_lib.impl("attention_backward", _attention_backward_cpu, "CPU")
-_lib.impl("attention", attention_by_definition, "CompositeExplicitAutograd")
-_lib.impl("attention_backward", attention_backward_by_definition, "CompositeExplicitAutograd")
+_lib.impl("attention", attention.forward, "CompositeExplicitAutograd")
+_lib.impl("attention_backward", attention.backward, "CompositeExplicitAutograd")
 _lib.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
 _lib.impl("uniform_like", lambda like, key, op, start, total: like.new_empty(like.shape, dtype=torch.float32), "Meta")
+_lib.impl("adam", fused.adam, "CompositeExplicitAutograd")
+_lib.impl("adam_", fused.adam_, "CompositeExplicitAutograd")
+_lib.impl("adam", lambda p, g, m, v, *rest: (p.new_empty(p.shape), m.new_empty(m.shape), v.new_empty(v.shape)), "Meta")
+_lib.impl("adam_", lambda *args: None, "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
 
 

@@ -58,6 +58,7 @@ class StepGraph:
 
     @property
     def nodes(self) -> Iterable[Node]:
+        """All nodes in the order in which they run: placeholders, ops, the output."""
         return self.graph.nodes
 
     @property
@@ -97,7 +98,7 @@ class StepGraph:
                 yield node
 
     def node(self, name: str) -> Node:
-        """The node that prints as ``name``."""
+        """The node that prints as ``name``.  Raises VerifyError where there is none."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -122,6 +123,7 @@ class StepGraph:
         return StepGraph(self.name, self.placement, graph, self.level)
 
     def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
+        """Say what the step hands out: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""
         self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
 
     def call(
@@ -136,7 +138,11 @@ class StepGraph:
         like: Node | None = None,
         name: str | None = None,
     ) -> Node:
-        """Add an op at the current insert point; phase and source come from ``like`` unless said."""
+        """Add an op at the insert point of ``graph``; phase and source come from ``like`` unless said.
+
+        type_: of the result, with its global shape: a TensorType, a ScalarType, or a tuple for several results.
+        sbp: one per placement axis; None before ``propagate``.
+        """
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         node.meta["type"] = type_
         node.meta["sbp"] = sbp
@@ -174,14 +180,18 @@ class StepGraph:
         return pinned
 
     def _check_pin(self, node: Node, axis: str, sbp: Sbp) -> None:
+        if not isinstance(sbp, Sbp):
+            raise SbpError(f"cannot pin '{node.name}' to {sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
         type_ = value.type_of(node)
         if not isinstance(type_, TensorType):
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
         if sbp.is_split and sbp.dim >= len(type_.shape):
+            dims = len(type_.shape)
             raise SbpError(
-                f"cannot pin '{node.name}' : {type_} to {sbp} on axis {axis}: it has {len(type_.shape)} dims; "
-                f"split one of 0..{len(type_.shape) - 1}, or pin it to B"
+                f"cannot pin '{node.name}' : {type_} to {sbp} on axis {axis}: it has {dims} dims; "
+                + (f"split one of 0..{dims - 1}, or pin it to B" if dims else "pin it to B")
             )
 
     def set_role(self, node: Node, role: Role) -> None:
+        """Say what a value is for the step, ``Role("gradient", "model.weight")``."""
         node.meta["role"] = role

@@ -1,7 +1,8 @@
 """Which storage each value lives in, how long it lives, and what it is for.
 
-The model of the eager executor that the plan counts by: an op allocates its results densely, a view allocates
-nothing, a value dies after its last reader, a storage with its last view.  Operator workspaces are not modelled.
+The model of the eager executor that the plan counts by: an op allocates its results densely, unless it is told where
+to put them (``inplace``), a view allocates nothing, a value dies after its last reader, a storage with its last view.
+Operator workspaces are not modelled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero.ir import layout, ops, value
+from graphzero.ir import inplace, layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.ops import PIN
@@ -24,7 +25,10 @@ Storage = tuple[fx.Node, int]  # the node that makes it, and the number of the r
 ALIASES = (ops.use, PIN, ops.box, ops.relabel, ops.slice_shard, ops.assign)
 RESIDENT = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
 # ATen marks these as making a new tensor, but they return a view of their operand's storage.
-UNMARKED_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+UNMARKED_VIEWS = (
+    torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default, torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default, torch.ops.aten.unsafe_chunk.default,
+)  # fmt: skip
 
 
 @cache
@@ -56,13 +60,19 @@ def _roots(node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]) -> t
         return (_direct_root(node, roots),) if ops.is_direct(node) else (None,) * len(types)
     if node.target is ops.wait and ops.is_direct(node.args[0]):
         return roots[node.args[0]]  # type: ignore[index]
+    if inplace.outs_of(node):
+        rooms = enumerate(inplace.outs_of(node))
+        return tuple((node, i) if room is None else roots[room][0] for i, room in rooms)
     if node.op == "call_function" and is_view(node.target):
         return (roots[node.args[0]][0],) * len(types)  # type: ignore[index]
     return tuple((node, i) if isinstance(t, TensorType) else None for i, t in enumerate(types))
 
 
 def _direct_root(node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]) -> Storage | None:
-    """An all-reduce works in its operand's storage, the others make their result's when they begin."""
+    """An all-reduce works in its operand's storage, others make their result's as they begin, if not told where."""
+    room = inplace.out_of(node)
+    if room is not None:
+        return roots[room][0]
     in_place = node.args[0] == ops.bucket_all_reduce.__name__
     return roots[node.args[2][0]][0] if in_place else (node, 0)  # type: ignore[index]
 
@@ -90,7 +100,7 @@ def lives(graph: StepGraph, rank: int | None = None) -> list[Life]:
     ends: dict[Storage, int] = {}
     for node, results in roots.items():
         readers = [position[user] for user in node.users]
-        readers += [position[next(iter(user.users))] for user in node.users if _reads_until_awaited(user)]
+        readers += [position[next(iter(user.users))] for user in node.users if reads_until_awaited(user)]
         last = max(readers, default=position[node])
         for storage in results:
             if storage is not None:
@@ -104,7 +114,7 @@ def lives(graph: StepGraph, rank: int | None = None) -> list[Life]:
     return found
 
 
-def _reads_until_awaited(node: fx.Node) -> bool:
+def reads_until_awaited(node: fx.Node) -> bool:
     return ops.is_direct(node) and node.args[0] == ops.bucket_reduce_scatter.__name__
 
 

@@ -39,6 +39,8 @@ def parse(text: str, place: Placement | None = None) -> StepGraph:
     Raises:
         ParseError: with the number of the line and what was expected.
     """
+    if not isinstance(text, str):
+        raise ParseError(f"parse reads the text of a graph, what str(graph) gives, not {text!r:.40}")
     return _Parser(text, place).graph()
 
 
@@ -166,10 +168,10 @@ class _Parser:
                 return tuple(self._read(item) for item in x.elts)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name(id="inf" | "nan")):
                 return -self._read(x.operand)
-            case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.Div(), right=ast.Name(id=axis)):
-                return LocalSize(size, self._axis(axis))
-            case ast.BinOp(left=ast.Constant(value=int(size)), op=ast.MatMult(), right=ast.Name(id=axis)):
-                return LocalStart(size, self._axis(axis))
+            case ast.BinOp(left=size, op=ast.Div(), right=ast.Name(id=axis)):
+                return LocalSize(self._size(size, LocalSize), self._axis(axis))
+            case ast.BinOp(left=size, op=ast.MatMult(), right=ast.Name(id=axis)):
+                return LocalStart(self._size(size, LocalStart), self._axis(axis))
             case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=complex())):
                 return ast.literal_eval(x)
             case ast.Call(func=ast.Name(id="device"), args=[], keywords=words):
@@ -177,6 +179,13 @@ class _Parser:
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if hasattr(torch, name):
                 return getattr(torch, name)
         raise self.fail(f"cannot read the argument {ast.unparse(x)!r}")
+
+    def _size(self, x: ast.expr, kind: type) -> Any:
+        """What an axis cuts: a number, or what axes outside it have cut."""
+        found = self._read(x)
+        if isinstance(found, (int, kind)):
+            return found
+        raise self.fail(f"{ast.unparse(x)!r} is no size that an axis cuts")
 
     def _axis(self, name: str) -> str:
         if name not in self.result.placement.names:

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from graphzero.errors import VerifyError
-from graphzero.ir import calls, ops, value
+from graphzero.ir import calls, inplace, ops, value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.ir.text import op_name, print_line
 from graphzero.ir.value import TensorType
+from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.route import is_possible
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 
@@ -135,9 +138,12 @@ def _check_sbp(
 
 def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
     for node in graph.nodes:
-        if node.op == "call_function" and calls.is_op(node) and graph.level != "local":
+        if node.op == "call_function" and calls.is_op(node) and not _is_beyond_rules(node):
             for axis in range(len(graph.placement.names)):
                 _check_op(graph, node, axis, where, boxed)
+            if boxed and len(graph.placement.names) > 1 and not calls.nests_evenly(graph, node):
+                problem = f"'{node.name}' would cut one dim over several axes at other values than its operand's"
+                raise _fail(graph, node, where, problem, "Pin the value to B on one of the axes before this op")
         elif boxed and node.target in calls.IDENTITIES:
             _check_identity(graph, node, where)
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -145,6 +151,14 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
             if source is not None and source[node.args[1]] != value.sbp_of(node):
                 problem = f"'{node.name}' is not in the SBP of the result that it picks"
                 raise _fail(graph, node, where, problem, f"'{node.args[0].name}' makes {source[node.args[1]]}")
+
+
+def _is_beyond_rules(node: fx.Node) -> bool:
+    """Whether late passes have made it a call that no rule is written for: sizes that are functions of the rank, a
+    place for the result.  What rules say of it was checked before."""
+    return "out" in node.kwargs or any(
+        isinstance(arg, (LocalSize, LocalStart)) for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    )
 
 
 def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool) -> None:
@@ -244,10 +258,11 @@ def _check_bucket(graph: StepGraph, node: fx.Node, where: str) -> None:
 def _check_move(
     graph: StepGraph, node: fx.Node, where: str, have: Nd, made: Nd, move: Any, args: tuple[Any, ...]
 ) -> None:
-    """A lowered box makes on its axis what its name says, and changes no other axis."""
+    """A lowered box makes on its axis what its name says, where axes inside allow it, and changes no other axis."""
     for i, (src, dst) in enumerate(zip(have, made, strict=True)):
         on_axis = move is not ops.relabel and graph.placement.names[i] == _axis(move, args)
-        good = _moves(move, args, src, dst) if on_axis else src is dst
+        possible = is_possible(have, i, src, dst, graph.placement.hierarchy)
+        good = possible and _moves(move, args, src, dst) if on_axis else src is dst
         if move is ops.relabel:
             good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
         if not good:
@@ -278,20 +293,27 @@ def _check_storage(graph: StepGraph, where: str) -> None:
     roots = storage_roots(graph)
     written: dict[Storage | None, fx.Node] = {}
     held: dict[Storage | None, list[fx.Node]] = {}  # values by storage, so far
-    spent: dict[fx.Node, fx.Node] = {}  # values whose storage a reduction without a slot works in
+    spent: dict[fx.Node, fx.Node] = {}  # values in whose storage another result, or a reduction, is put
     busy: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "output":
-            continue
         for operand, root in _read_roots(node, roots):
-            if root in written and operand is not written[root] and node.target is not operator.getitem:
+            if (
+                node.op != "output"
+                and root in written
+                and operand is not written[root]
+                and node.target is not operator.getitem
+            ):
                 problem = f"'{node.name}' reads '{operand.name}' after '{written[root].name}' wrote over it"
                 raise _fail(graph, node, where, problem, f"Move '{written[root].name}' below its last reader")
             if operand in spent and spent[operand] is not node:
-                problem = f"'{node.name}' reads '{operand.name}', in whose storage '{spent[operand].name}' reduces"
-                raise _fail(graph, node, where, problem, f"Give '{spent[operand].name}' a slot, or launch it later")
-        for root in roots[node]:
+                problem = f"'{node.name}' reads '{operand.name}', in whose storage '{spent[operand].name}' writes"
+                raise _fail(graph, node, where, problem, f"Put '{spent[operand].name}' elsewhere, or make it later")
+        for root in roots.get(node, ()):
             held.setdefault(root, []).append(node)
+        for i, room in enumerate(inplace.outs_of(node)):
+            if room is not None:
+                _check_room(graph, node, i, room, roots, where)
+                spent.update((one, node) for one in held[roots[node][i]] if one is not node)
         if node.target is ops.assign:
             written[roots[node.args[0]][0]] = node  # type: ignore[index]
         elif node.target is ops.launch:
@@ -308,10 +330,42 @@ def _check_storage(graph: StepGraph, where: str) -> None:
         raise _fail(graph, launch, where, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too")
 
 
+def _check_room(
+    graph: StepGraph, node: fx.Node, i: int, room: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]], where: str
+) -> None:
+    """A result may be put where its op can put it: over a value of its form that the step owns, or its old state."""
+    if node.target is ops.launch:
+        dense = ops.is_direct(node) and node.args[0] == ops.bucket_all_gather.__name__
+        good = dense and inplace.arrives_dense(graph, node) and value.type_of(node) == (value.type_of(room),)
+    elif node.target in inplace.OVER_OPERANDS:
+        same = (value.type_of(node)[i], value.sbp_of(node)[i]) == (value.type_of(room), value.sbp_of(room))
+        good = same and node.args[inplace.OVER_OPERANDS[node.target][1][i]] is room
+    else:
+        kernel = inplace.writing(node.target) or inplace.over_first(node.target)
+        good = kernel is not None and inplace.same_form(node, room)
+    if not good:
+        problem = f"'{node.name}' cannot be put in the storage of '{room.name}'"
+        raise _fail(
+            graph, node, where, problem, "out= takes a value of the same type and SBP, and an op with an out form"
+        )
+    storage = roots[room][0]
+    sharing = [o for o in value.tensor_operands(node) if roots[o][0] == storage and o is not room]
+    reads = room in value.flat_nodes((node.args, inplace.plain_kwargs(node)))
+    if node.target is ops.launch and inplace.is_own_piece(node, room):
+        sharing = []
+    if sharing or (reads and not inplace.may_overwrite(node, room, graph.placement.device_type)):
+        problem = f"'{node.name}' writes over '{(sharing or [room])[0].name}' while it reads it"
+        raise _fail(graph, node, where, problem, "Only ops that work element by element may write over an operand")
+    if storage is not None and storage[0].op == "placeholder" and storage[0].name not in graph.updates:
+        problem = f"'{node.name}' writes over '{storage[0].name}', which the step does not change"
+        raise _fail(graph, node, where, problem, "Only what has a new value in the graph's updates may be written over")
+
+
 def _read_roots(
     node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]
 ) -> Iterator[tuple[fx.Node, Storage | None]]:
-    for operand in node.all_input_nodes:
-        if not (node.target is ops.assign and operand is node.args[0]):
-            for root in roots.get(operand, ()):
-                yield operand, root
+    """What a node reads, each with its storage; what it is only told to write over is not read."""
+    args = node.args[1:] if node.target is ops.assign else node.args
+    for operand in dict.fromkeys(value.flat_nodes((args, inplace.plain_kwargs(node)))):
+        for root in roots.get(operand, ()):
+            yield operand, root

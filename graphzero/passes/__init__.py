@@ -6,11 +6,13 @@ A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and
 from graphzero.passes.base import BuiltinPass, Pass, Pipeline, Record, pass_name
 from graphzero.passes.bucket import Bucket
 from graphzero.passes.dead_code import DeadCode
+from graphzero.passes.fuse import Fuse
 from graphzero.passes.insert_boxing import InsertBoxing
 from graphzero.passes.localize import Localize
 from graphzero.passes.lower_boxing import LowerBoxing
 from graphzero.passes.pin import Pin
 from graphzero.passes.propagate import Propagate
+from graphzero.passes.reuse import Reuse
 from graphzero.passes.schedule import Schedule
 from graphzero.passes.zero import Zero
 
@@ -18,6 +20,7 @@ __all__ = [
     "Bucket",
     "BuiltinPass",
     "DeadCode",
+    "Fuse",
     "InsertBoxing",
     "Localize",
     "LowerBoxing",
@@ -26,13 +29,17 @@ __all__ = [
     "Pipeline",
     "Propagate",
     "Record",
+    "Reuse",
     "Schedule",
     "Zero",
     "default_passes",
     "pass_name",
 ]
 
-NAMES = ("pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "bucket", "schedule", "dead_code")
+NAMES = (
+    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "bucket", "schedule", "dead_code",
+    "reuse",
+)  # fmt: skip
 
 
 def default_passes(pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None) -> list[Pass]:
@@ -43,8 +50,10 @@ def default_passes(pin: Pin | None = None, zero: Zero | None = None, bucket: Buc
         InsertBoxing(),
         LowerBoxing(),
         Localize(),
+        Fuse(),
         bucket or Bucket(),
         Schedule(),
         DeadCode(),
+        Reuse(),
     ]
     return first + rest

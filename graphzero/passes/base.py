@@ -35,6 +35,7 @@ class BuiltinPass:
 
     @property
     def name(self) -> str:
+        """The class's name in snake case: what ``history`` and ``config.add_pass`` call it."""
         return snake_case(type(self).__name__)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
@@ -121,11 +122,24 @@ def _checked(before: StepGraph, after: object, name: str) -> StepGraph:
             f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
             "signature of the step\n  Leave a placeholder that nobody reads where it is"
         )
+    known = {node.name for node in before.placeholders()}
+    added = sorted(kept - known)
+    if added:
+        raise VerifyError(
+            f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: nobody would say "
+            "what it is in a call\n  Make values from the inputs that are there; a constant is a call, such as "
+            "graph.call(torch.ops.aten.full.default, ...)"
+        )
     if len(after.outputs) != len(before.outputs):
         raise VerifyError(
             f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {len(before.outputs)}\n"
             "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
         )
-    if LEVELS.index(after.level) < LEVELS.index(before.level):
-        raise VerifyError(f"pass {name} took the graph from level {before.level!r} back to {after.level!r}")
+    steps = LEVELS.index(after.level) - LEVELS.index(before.level)
+    if not 0 <= steps <= 1:
+        raise VerifyError(
+            f"pass {name} took the graph from level {before.level!r} {'back ' if steps < 0 else ''}to {after.level!r}\n"
+            f"  A pass keeps the level or takes it one further; they are {', '.join(LEVELS)}. Return the graph that "
+            "the pass was given, not another one"
+        )
     return after

@@ -10,7 +10,10 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class DeadCode(BuiltinPass):
-    """Every op is pure but ``assign``, whose reader is the step's end; inputs stay, they are the signature."""
+    """Drops ops that nobody reads.
+
+    Every op is pure but ``assign``, whose reader is the step's end; inputs stay, they are the signature.
+    """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in reversed(list(graph.nodes)):

@@ -24,7 +24,10 @@ from graphzero.sbp.types import B, Nd, Sbp
 
 @dataclass(frozen=True)
 class InsertBoxing(BuiltinPass):
-    """After it, every op reads its operands in an SBP that its rule allows."""
+    """Puts a ``box`` wherever a value is read in another SBP than it has, once per value and SBP.
+
+    After it, every op reads its operands in an SBP that its rule allows.
+    """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         boxes = _Boxes(graph)

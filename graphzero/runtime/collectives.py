@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import Layout, shape_on
-from graphzero.runtime.world import Handle, World
+from graphzero.runtime.world import Handle, World, same_place
 from graphzero.sbp.local import chunk
 
 Shape = tuple[int, ...]
@@ -102,9 +102,19 @@ class Exchange:
         lines = self.layout.ranks if self.layout.kind == "all_gather" else 1
         return torch.empty(lines * self.layout.total, dtype=self.dtype, device=self.device)
 
+    def storage_of(self, home: Tensor) -> Tensor | None:
+        """For ``Direct``: the room in ``home``, which the result replaces, if it lies in one piece; see ``settle``."""
+        return home.view(-1) if home.is_contiguous() else self.result_storage()
+
     def within(self, slot: Tensor) -> Packed:
         """In a slot's bytes."""
         return Packed(self, slot[: self.layout.slot_bytes].view(self.dtype))
+
+
+def settle(home: Tensor, arrived: Tensor) -> None:
+    """``home`` becomes what has arrived, which may have arrived in it."""
+    if not same_place(home, arrived):
+        home.copy_(arrived)
 
 
 class Direct:
@@ -125,7 +135,9 @@ class Direct:
             self.sent = made[exchange.sent]
             for begin, end in exchange.padding:
                 made[begin:end].zero_()
-            self.sent[: x.numel()].view(x.shape).copy_(x)
+            own = self.sent[: x.numel()].view(x.shape)
+            if own.data_ptr() != x.data_ptr():
+                own.copy_(x)
         else:
             self.sent = x.reshape(-1)
         shapes = [shape for _, shape in exchange.taken[0]]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphzero.ir import ops, value
+from graphzero import _compat
+from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ops import PIN
@@ -51,9 +52,18 @@ def kernel(target: Any) -> Callable[..., Any]:
     if target in BINDINGS:
         return BINDINGS[target]
     if isinstance(target, torch._ops.OpOverload):
-        direct: Callable[..., Any] = getattr(target, "_op", target)  # spares the Python frame of OpOverload.__call__
-        return direct
+        return _compat.direct(target)
     return target  # type: ignore[no-any-return]
+
+
+def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str, fx.Node]]:
+    """What to call for a node whose result is put into ``room``, and the keyword that says so."""
+    over_first = inplace.over_first(node.target) if node.args and node.args[0] is room else None
+    if over_first is not None:
+        return _compat.direct(over_first), {}
+    found = inplace.writing(node.target)
+    assert found is not None
+    return _compat.direct(found[0]), {found[1]: room}
 
 
 def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:

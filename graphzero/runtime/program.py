@@ -16,13 +16,13 @@ from typing import Any
 from torch import fx
 
 from graphzero.errors import VerifyError
-from graphzero.ir import layout, ops, value
+from graphzero.ir import inplace, layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import storage_roots
-from graphzero.runtime import kernels
+from graphzero.runtime import collectives, kernels
 from graphzero.runtime.collectives import Direct, Exchange, starter
 from graphzero.runtime.steps import COMMUNICATING, Barrier, Env, Line, Segment
-from graphzero.runtime.world import Handle, World
+from graphzero.runtime.world import Handle, World, place_of
 from graphzero.sbp.local import LocalSize, LocalStart
 
 PERSISTENT = ("param", "buffer", "state", "constant")
@@ -34,16 +34,17 @@ LOCAL_MOVES = (ops.slice_shard, ops.keep_first, ops.place_shard)
 class Program:
     """A compiled graph.
 
-    steps: segments and barriers, in order; host: host numbers, computed once for all ranks.
+    steps: segments and barriers, in order; first_write: number of the first that writes a state, -1
+        for none; host: host numbers, computed once for all ranks.
     size: places of an environment; constants: per local rank, what stands in which place from the start.
     slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
     persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
-    writers: shared placeholder -> local ranks that write it, known when tensors are bound.
     outputs, aux: place, or a literal wrapped in a 1-tuple; pending: collectives under way.
     names: the globals of generated code; places: of every value by name.
     """
 
     steps: list[Segment | Barrier] = field(default_factory=list)
+    first_write: int = -1
     host: Segment | None = None
     host_places: list[int] = field(default_factory=list)
     size: int = 0
@@ -51,7 +52,6 @@ class Program:
     slotted: list[tuple[int, int, list[Exchange]]] = field(default_factory=list)
     persistent: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
-    writers: dict[str, list[int]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     aux: dict[str, Any] = field(default_factory=dict)
     pending: dict[int, Handle] = field(default_factory=dict)
@@ -77,6 +77,7 @@ class _Compiler:
         self.called: dict[Any, str] = {}
         self.roots = storage_roots(graph)
         self.written = {node.args[0].name for node in graph.nodes if node.target is ops.assign}  # type: ignore[union-attr]
+        self.written |= {name for name, new in graph.updates.items() if self._home(new).name == name}
 
     def compile(self) -> Program:
         self._place_all()
@@ -107,12 +108,21 @@ class _Compiler:
                 self._placeholder(node)
             elif node.target in kernels.SAME or node.target is ops.assign:
                 self.places[node] = self.places[source]  # type: ignore[index]
+            elif self._is_put(node):
+                self.places[node] = self.places[inplace.out_of(node)]  # type: ignore[index]
             elif node.target is operator.getitem and source in self.results:
                 self.places[node] = self.results[source][node.args[1]]  # type: ignore[index]
             else:
                 self.places[node] = self._new()
                 if value.is_multi(node) and node.target is not ops.launch and _only_picked(node):
-                    self.results[node] = [self._new() for _ in value.type_of(node)]
+                    self.results[node] = self._result_places(node)
+
+    def _result_places(self, node: fx.Node) -> list[int]:
+        places = [self._new() for _ in value.type_of(node)]
+        for i, room in enumerate(inplace.outs_of(node)):
+            if room is not None:
+                places[i] = self.places[room]
+        return places
 
     def _placeholder(self, node: fx.Node) -> None:
         role = value.role_of(node)
@@ -159,6 +169,9 @@ class _Compiler:
 
     def _save(self, at: fx.Node, name: str | None = None) -> None:
         """Copy what would change when ``name`` (None: anything) is written."""
+        if name is not None and self.program.first_write < 0:
+            self._cut()
+            self.program.first_write = len(self.program.steps)
         for node, roots in list(self.safe.items()):
             if name is None or name in roots:
                 del self.safe[node]
@@ -183,10 +196,76 @@ class _Compiler:
         elif target in LOCAL_MOVES:
             moves = [kernels.local_move(self.graph, node, self.world, local) for local in self.locals]
             self._line(node, f"{self._per_rank(moves)}({self._text(node.args[0])})")
+        elif inplace.out_of(node) is not None:
+            self._write(node, inplace.out_of(node))  # type: ignore[arg-type]
+        elif target in inplace.OVER_OPERANDS and node in self.results:
+            self._write_over_operands(node)
         else:
-            words = [self._text(arg) for arg in node.args]
-            words += [f"{k}={self._text(v)}" for k, v in kernels.keywords(node, self.world.device).items()]
-            self._line(node, f"{self._name(kernels.kernel(target))}({', '.join(words)})")
+            self._line(node, self._call(node, kernels.kernel(target), kernels.keywords(node, self.world.device)))
+
+    def _call(self, node: fx.Node, kernel: Callable[..., Any], kwargs: dict[str, Any]) -> str:
+        words = [*map(self._text, node.args), *(f"{k}={self._text(v)}" for k, v in kwargs.items())]
+        return f"{self._name(kernel)}({', '.join(words)})"
+
+    def _write(self, node: fx.Node, room: fx.Node) -> None:
+        """A result that is put into the storage of ``room``."""
+        kernel, told = kernels.writing(node, room)
+        call = self._call(node, kernel, inplace.plain_kwargs(node) | told)
+        self._write_once(node, call, [self._home(node)], [self.places[room]])
+
+    def _write_over_operands(self, node: fx.Node) -> None:
+        """An op that works in its operands' storage: where a result has another, the operand is copied there first."""
+        form, numbers = inplace.OVER_OPERANDS[node.target]
+        words, homes = [*map(self._text, node.args)], []
+        picks = {user.args[1]: user for user in node.users}
+        outs = inplace.outs_of(node) or (None,) * len(numbers)
+        for i, (at, room, place) in enumerate(zip(numbers, outs, self.results[node], strict=True)):
+            homes.append(self._home(node, i))
+            if room is None:
+                names = tuple(filter(None, (picks[i].name if i in picks else None, (node.name, i))))
+                self.lines.append(Line(f"e[{place}] = {words[at]}.clone()", node, ((place, names),)))
+                words[at] = f"e[{place}]"
+        call = f"{self._name(kernels.kernel(form))}({', '.join(words)})"
+        self._write_once(node, call, homes, self.results[node])
+
+    def _write_once(self, node: fx.Node, call: str, homes: list[fx.Node], places: list[int]) -> None:
+        """A call that writes into ``places``, which live in ``homes``: for each tensor once, if ranks share it."""
+        for home in homes:
+            if home.name in self.program.persistent:
+                self._save(node, home.name)
+        if not any(map(self._is_shared, homes)):
+            self.lines.append(Line(call, node))
+            return
+        segment = Segment([Line(call, node)], self.program.names)
+
+        def write(envs: list[Env]) -> None:
+            written: dict[Any, Env] = {}
+            for e in envs:
+                found = [place_of(e[place]) for place in places]
+                first = next((written[one] for one in found if one in written), None)
+                if first is None:
+                    segment.plain(e)
+                    written.update(dict.fromkeys(found, e))
+                else:  # this rank's piece is that of the first: what it holds apart becomes the same
+                    for one, place in zip(found, places, strict=True):
+                        if one not in written:
+                            e[place].copy_(first[place])
+
+        self._barrier(node, write)
+
+    def _is_put(self, node: fx.Node) -> bool:
+        """Whether an op's result stands in the place of the value that it is written over."""
+        return node.target is not ops.launch and inplace.out_of(node) is not None
+
+    def _home(self, node: fx.Node, result: int = 0) -> fx.Node:
+        """The node in whose storage a result lives."""
+        root = self.roots[node][result]
+        return root[0] if root is not None else node
+
+    def _is_shared(self, old: fx.Node) -> bool:
+        """Whether local ranks may hold one tensor between them, which one of them must not write while others read."""
+        split = value.is_tensor(old) and all(sbp.is_split for sbp in value.nd_of(old))
+        return old.op == "placeholder" and len(self.locals) > 1 and not split
 
     def _line(self, node: fx.Node, call: str, listed: bool = False) -> None:
         """``call`` fills the places of the node's results; ``listed``: it returns a list, of one too."""
@@ -209,19 +288,9 @@ class _Compiler:
         self.lines.append(Line(text, node, makes))
 
     def _assign(self, at: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        self._save(at, old.name)
-        target, source, writers = self.places[old], self.saved.get(new, self.places[new]), self.program.writers
-        nd = value.sbp_of(old)
-        if len(self.locals) == 1 or (nd is not None and all(sbp.is_split for sbp in nd)):
-            self.lines.append(Line(f"e[{target}].copy_(e[{source}])", at))
-            return
-
-        def write(envs: list[Env]) -> None:
-            for local in writers[old.name]:
-                envs[local][target].copy_(envs[local][source])
-
-        writers[old.name] = []
-        self._barrier(at, write)
+        self._save(at, old.name)  # which may save ``new``
+        target, source = self.places[old], self.saved.get(new, self.places[new])
+        self._write_once(at, f"e[{target}].copy_(e[{source}])", [old], [target])
 
     def _collective(self, node: fx.Node) -> None:
         found = layout.layout_of(self.graph, node)
@@ -232,9 +301,8 @@ class _Compiler:
         pending = self.program.pending
         if ops.is_direct(node):
             place, made = self.places[node], self._new()
-            rooms = self._per_rank([exchange.result_storage for exchange in exchanges])
             begins = self._per_rank([partial(Direct, exchange) for exchange in exchanges])
-            self.lines.append(Line(f"e[{made}] = {rooms}()", node, ((made, ((node.name, 0),)),)))
+            self._arrival(node, made, exchanges)
             self.lines.append(Line(f"e[{place}] = {begins}({members[1:-1]}, e[{made}])", node))
             self._free(node, made)
             self._barrier(node, lambda envs: pending.__setitem__(place, begin([e[place] for e in envs])))
@@ -252,10 +320,34 @@ class _Compiler:
         self._line(node, f"e[{place}].unpack()", listed=True)
         self._free(node, place)
 
+    def _arrival(self, launch: fx.Node, made: int, exchanges: list[Exchange]) -> None:
+        """Fill place ``made`` with the storage in which a collective without a slot arrives."""
+        home = self._home_of_arrival(launch)
+        if home is not None:
+            self._save(launch, home.name)
+            if self._is_shared(home):
+                self._barrier(launch, lambda envs: None)  # no rank writes while another has lines before this to run
+            rooms, given = self._per_rank([exchange.storage_of for exchange in exchanges]), f"e[{self.places[home]}]"
+        else:
+            rooms, given = self._per_rank([exchange.result_storage for exchange in exchanges]), ""
+        self.lines.append(Line(f"e[{made}] = {rooms}({given})", launch, ((made, ((launch.name, 0),)),)))
+
+    def _home_of_arrival(self, launch: fx.Node) -> fx.Node | None:
+        """The state that the result of a launch becomes as it arrives."""
+        room = inplace.out_of(launch)
+        return None if room is None else self._home(room)
+
     def _wait(self, node: fx.Node) -> None:
-        place, pending = self.places[node.args[0]], self.program.pending  # type: ignore[index]
+        (launch,) = node.args
+        assert isinstance(launch, fx.Node)
+        place, pending = self.places[launch], self.program.pending
         self._barrier(node, lambda envs: pending.pop(place).wait())
         self._line(node, f"e[{place}].unpack()", listed=True)
+        home = self._home_of_arrival(launch)
+        if home is not None:
+            (pick,) = node.users
+            settle = self._name(collectives.settle)
+            self.lines.append(Line(f"{settle}(e[{self.places[home]}], e[{self.places[pick]}])", node))
 
     # ---- steps
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import fx
-from toys import STAGES, history, lower, step
+from toys import STAGES, history, step
 
 from graphzero.errors import VerifyError
 from graphzero.ir import ops
@@ -16,6 +16,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.ir.value import TensorType
 from graphzero.ir.verify import verify
+from graphzero.passes import Pipeline, default_passes
 from graphzero.sbp.types import B, P, S
 
 RELU_OF_SUM = """
@@ -310,7 +311,7 @@ def test_what_is_launched_is_awaited() -> None:
 
 
 def test_a_reader_of_something_else_does_not_hide_a_bad_write() -> None:
-    graph = lower(step(optimizer="momentum"))
+    graph = Pipeline(default_passes()[:-1])(parse(step(optimizer="momentum")))  # without Reuse
     assign = next(node for node in graph.nodes if node.target is ops.assign)
     first = next(node for node in graph.nodes if node.op == "call_function")
     old = assign.args[0]

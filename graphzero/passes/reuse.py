@@ -1,0 +1,191 @@
+"""Reuse: a result takes the storage of an operand that nobody reads again, or of the state that it replaces.
+
+    y = mul(x, 0.9, out=x)          x had its last reader
+    m1 = lerp(m, g, 0.1, out=m)     m1 is the new m, and nobody reads the old one any more
+    l = launch('bucket_all_gather', None, [v], [0], 'dp', out=w)      the new w arrives where the old one was
+
+All save the memory of a result, and the time to map it; the last two save the copy of ``assign`` too.  It is the last
+pass: what a value is computed from can no longer be told from the names alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import inplace, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import Storage, reads_until_awaited, storage_roots
+from graphzero.ops import PIN
+from graphzero.passes.base import BuiltinPass
+
+aten = torch.ops.aten
+# A view of these kinds covers the whole of what it views, in its order.
+COVERING = (
+    ops.use, ops.relabel, PIN, aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reuse(BuiltinPass):
+    """Changes no value, only where results are put."""
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        storages = _Storages(graph)
+        for node in list(graph.nodes):
+            if node.target in inplace.OVER_OPERANDS:
+                storages.write_over_operands(node)
+            elif node.target is ops.launch:
+                storages.receive(node)
+            elif node.op == "call_function" and storages.can_be_told(node):
+                storages.write_over_one(node)
+        return graph
+
+
+class _Storages:
+    """Who reads which storage last, while results move in with others."""
+
+    def __init__(self, graph: StepGraph):
+        self.graph = graph
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.roots = storage_roots(graph)
+        self.moved: dict[Storage, Storage] = {}
+        self.assigns = {node.args[0]: node for node in graph.graph.find_nodes(op="call_function", target=ops.assign)}
+        self.replaced: dict[Any, list[fx.Node]] = defaultdict(list)  # new value -> the states that it becomes
+        for old, assign in self.assigns.items():
+            self.replaced[assign.args[1]].append(old)  # type: ignore[arg-type]
+        self.last: dict[Storage, int] = {}
+        for node, results in self.roots.items():
+            readers = [self.position[user] for user in _readers(node)] if node.target is not ops.assign else []
+            for storage in results:
+                if storage is not None:
+                    self.last[storage] = max(self.last.get(storage, -1), *readers, -1)
+
+    def of(self, node: fx.Node) -> Storage | None:
+        """Where a tensor lives by now."""
+        storage = self.roots[node][0]
+        return self.moved.get(storage, storage) if storage is not None else None
+
+    def can_be_told(self, node: fx.Node) -> bool:
+        """Whether the op has a form that writes its result where it is told."""
+        makes = value.is_tensor(node) and self.roots[node] == ((node, 0),) and bool(value.tensor_type(node).shape)
+        return makes and (inplace.writing(node.target) or inplace.over_first(node.target)) is not None
+
+    def write_over_one(self, node: fx.Node) -> None:
+        """Put the result over the state that it replaces, else over an operand."""
+        replaced = [old for old in self.replaced[node] if self._is_kept(node)]
+        operands = dict.fromkeys(value.tensor_operands(node))
+        first = [operand for operand in operands if self.of(operand) in [(old, 0) for old in replaced]]
+        for room in (*first, *replaced, *operands):
+            if self._may_take(node, room, (node, 0)) and self._fits(node, room):
+                node.kwargs = {**node.kwargs, inplace.OUT: room}
+                self._move((node, 0), node, room)
+                return
+
+    def write_over_operands(self, node: fx.Node) -> None:
+        """Put all of several results over the operands that the op's form in place writes over, or none."""
+        rooms = [node.args[at] for at in inplace.OVER_OPERANDS[node.target][1]]
+        picks = {pick.args[1]: pick for pick in node.users if pick.target is operator.getitem}
+        for i, room in enumerate(rooms):
+            assert isinstance(room, fx.Node)
+            free = i in picks and self._may_take(picks[i], room, (node, i))
+            if not free or not self._reads_alone(node, room):
+                return
+        node.kwargs = {**node.kwargs, inplace.OUT: rooms}
+        for i, room in enumerate(rooms):
+            self._move((node, i), picks[i], room)  # type: ignore[arg-type]
+
+    def _is_kept(self, new: fx.Node) -> bool:
+        """Whether a new state is nothing else as well: another state, or what build returns."""
+        storage = self.roots[new][0]
+        return len(self.replaced[new]) == 1 and storage is not None and self.last[storage] < len(self.position) - 1
+
+    def _may_take(self, made: fx.Node, room: fx.Node, own: Storage) -> bool:
+        """Whether the storage of ``room`` is free for ``made``, a result that would have a storage of its ``own``."""
+        storage = self.of(room)
+        if storage is None or self.last[storage] > self.position[own[0]] or not inplace.same_form(made, room):
+            return False
+        if storage[0].op == "placeholder":
+            assign = self.assigns.get(storage[0])
+            is_new = storage[0] in self.replaced[made] and self._is_kept(made)
+            if assign is None or not (is_new or self.last[own] < self.position[assign]):
+                return False
+        return self._covers(room, storage)
+
+    def _covers(self, operand: fx.Node, storage: Storage) -> bool:
+        """Whether a value is all of its storage, or this rank's piece of a state, which stays whatever lives in it."""
+        stays = storage[0].op == "placeholder"
+        while operand is not storage[0]:
+            room = inplace.room_of(operand)
+            if room is not None:
+                operand = room
+            elif (
+                operand.target in COVERING or _picks(operand, storage) or (stays and operand.target is ops.slice_shard)
+            ):
+                operand = operand.args[0]  # type: ignore[assignment]
+            else:
+                return False
+        return True
+
+    def _reads_alone(self, node: fx.Node, room: fx.Node) -> bool:
+        """Whether all that ``node`` reads of the storage of ``room`` is ``room``."""
+        storage = self.of(room)
+        return all(operand is room for operand in value.tensor_operands(node) if self.of(operand) == storage)
+
+    def _fits(self, node: fx.Node, room: fx.Node) -> bool:
+        """Whether ``node`` may write over ``room``, which it may also read, and has a kernel for that."""
+        reads = room in value.tensor_operands(node)
+        if not self._reads_alone(node, room):
+            return False
+        if reads and not inplace.may_overwrite(node, room, self.graph.placement.device_type):
+            return False
+        first = bool(node.args) and node.args[0] is room
+        return (first and inplace.over_first(node.target) is not None) or inplace.writing(node.target) is not None
+
+    def _move(self, own: Storage, made: fx.Node, room: fx.Node) -> None:
+        """``made`` lives in the storage of ``room`` from now on."""
+        storage = self.of(room)
+        assert storage is not None
+        self.moved[own] = storage
+        self.last[storage] = self.last[own]
+        if storage[0] in self.replaced[made]:
+            self._drop(storage[0], made)
+
+    def receive(self, launch: fx.Node) -> None:
+        """A gather without a slot may arrive in the storage of the parameter whose new value it brings."""
+        if not ops.is_direct(launch) or launch.args[0] != ops.bucket_all_gather.__name__:
+            return
+        (wait,) = launch.users
+        picks, sent = list(wait.users), launch.all_input_nodes[0]
+        if len(picks) != 1 or not inplace.arrives_dense(self.graph, launch):
+            return
+        for old in list(self.replaced[picks[0]]):
+            is_new = set(picks[0].users) == {self.assigns[old]}
+            is_free = self.last[old, 0] <= self.position[launch]
+            is_free &= self.of(sent) != (old, 0) or inplace.is_own_piece(launch, old)
+            if is_new and is_free and inplace.same_form(picks[0], old):
+                launch.kwargs = {inplace.OUT: old}
+                self._drop(old, picks[0])
+
+    def _drop(self, old: fx.Node, new: fx.Node) -> None:
+        """``new`` is where ``old`` was: nothing is left to assign."""
+        assign = self.assigns.pop(old)
+        self.replaced[new].remove(old)
+        assign.replace_all_uses_with(new)
+        self.graph.graph.erase_node(assign)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Who reads a value, and who has read it only when a transfer that works in its storage is over."""
+    readers = {user for user in node.users if user.target is not ops.assign or user.args[1] is node}
+    return readers | {next(iter(user.users)) for user in readers if reads_until_awaited(user)}
+
+
+def _picks(node: fx.Node, storage: Storage) -> bool:
+    """Whether ``node`` is the result that lives in ``storage``, of an op with several."""
+    return bool(node.args) and node.args[0] is storage[0] and node.args[1:] == (storage[1],)
