@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-fast test-slow lint clean
+.PHONY: train test test-fast test-slow test-cuda test-torch lint clean
 
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
@@ -29,10 +29,27 @@ test-fast: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 -m slow
 
+# On a machine with a GPU, in any environment that has graphzero's requirements and pytest: PYTHON=... chooses it.
+test-cuda:
+	$(PYTHON) -m pytest -m cuda -rs tests/cuda
+
+# The fast tests on another torch, in a virtual environment of its own: make test-torch TORCH=2.11.0.  An index has
+# CPU wheels only of some versions; from PyPI torch comes with CUDA, which is gigabytes.  No GPU is needed.
+TORCH ?= 2.11.0
+test-torch: .venv-torch-$(TORCH)/.ready
+	.venv-torch-$(TORCH)/bin/python -m pytest -p no:cacheprovider -n 2 -m "not slow"
+
+.venv-torch-%/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	grep -v '^torch==' constraints.txt > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch-$*/constraints.txt \
+		-e ".[examples,dev]" torch==$*
+	@touch $@
+
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,dev]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

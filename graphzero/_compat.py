@@ -12,8 +12,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
@@ -26,6 +28,8 @@ __all__ = [
     "ShapeEnv",
     "annotate",
     "compile_guards",
+    "decomposition_table",
+    "compiled_functions_inline",
     "has_step_hooks",
     "is_compiling",
     "make_fx",
@@ -84,6 +88,13 @@ def is_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextmanager
+def compiled_functions_inline() -> Iterator[None]:
+    """What ``torch.compile`` has wrapped is traced as the plain function that it is."""
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # type: ignore[no-untyped-call]
+        yield
+
+
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """``step`` of the optimizer's class, without the wrapper that runs hooks and the profiler."""
     step: Any = type(optimizer).step
@@ -96,8 +107,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def sequence_number() -> int:
-    """Running number of the autograd node made last."""
+def sequence_number(node: Any = None) -> int:
+    """Running number of an autograd node, by default of the one made last."""
+    if node is not None:
+        return int(node._sequence_nr())
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
@@ -109,3 +122,65 @@ def gradient_hooks(x: Tensor) -> dict[Any, Any]:
 def has_accumulation_hooks(x: Tensor) -> bool:
     """Whether ``x.register_post_accumulate_grad_hook`` was called."""
     return bool(getattr(x, "_post_accumulate_grad_hooks", None))
+
+
+def below_autograd() -> Any:
+    """Context manager: ops go straight to their kernels, past the dispatch of autograd."""
+    return _BELOW_AUTOGRAD()
+
+
+_BELOW_AUTOGRAD: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+
+
+def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What calling ``op`` calls, without the Python frame around it."""
+    found: Callable[..., Any] = getattr(op, "_op", op)
+    return found
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that tensors share if, and only if, they share storage; fakes have one too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """What this process holds of a DTensor: its own piece, not a view of it; a plain tensor itself."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def has_own_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether ``op`` is written for the CPU, not made up by torch from another op."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))  # type: ignore[no-untyped-call]
+
+
+def functions() -> Any:
+    """The namespace through which ``torch.nn.functional`` reaches ops that have no other Python name."""
+    return torch._VF
+
+
+def overload_of_custom_op(op: Any) -> Any:
+    """The overload behind a ``torch.library.custom_op``; anything else as it is."""
+    return op._opoverload if isinstance(op, torch._library.custom_ops.CustomOpDef) else op
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer`` pass for one that has stepped, else its scheduler warns about their order."""
+    vars(optimizer)["_opt_called"] = True
+
+
+def fake_store() -> Any:
+    """The store of a process group that exists in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """CPU tensors are computed without oneDNN; ``torch.backends.mkldnn`` cannot be set once its flags are frozen."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -40,22 +40,32 @@ class Ranks:
     def active(self) -> bool:
         return not self.placement.virtual and self.placement.size > 1 and not has_fake_world()
 
-    def agree(self, what: str, value: int, parts: Callable[[], Mapping[str, str]], failure: Exception | None) -> None:
-        """Check that ``value`` is the same on every rank and that none has failed; raises on all of them if not.
+    def agree(
+        self, what: str, value: int, parts: Callable[[], Mapping[str, str]], failure: Exception | None,
+        wish: bool = False,
+    ) -> bool:  # fmt: skip
+        """The first rank's ``wish``, on every rank.
+
+        Check that ``value`` is the same on every rank and that none has failed; raises on all of them if not.
 
         what: names the thing in the message.  parts: the facts behind ``value`` by name, called only to explain.
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
-            mine = torch.tensor([value, -value, failure is not None], dtype=torch.int64)
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group())
-            highest, lowest, failed = mine.tolist()
+            wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
+            mine = torch.tensor([value, -value, failure is not None, wish], dtype=torch.int64)
+            try:
+                dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group())
+            except RuntimeError as error:
+                raise self._gone(what, error) from error
+            highest, lowest, failed, wish = mine.tolist()
             if failed:
                 raise self._first_failure(what, failure)
             if highest != -lowest:
                 raise self._difference(what, parts())
         if failure is not None:
             raise failure
+        return bool(wish)
 
     def share(self, make: Callable[[], Any]) -> Any:
         """The first rank's value of ``make()``, on every rank."""
@@ -65,6 +75,13 @@ class Ranks:
         box = [make() if dist.get_rank() == first else None]
         dist.broadcast_object_list(box, src=first, group=self._group())
         return box[0]
+
+    def _gone(self, what: str, error: RuntimeError) -> GraphZeroError:
+        return GraphZeroError(
+            f"rank {dist.get_rank()} waited for the other ranks to agree on {what}, and the connection to one of them "
+            f"is gone: {str(error).strip().splitlines()[-1][:200]}\n  It has ended, by an exception of its own (its "
+            "output says which) or because it makes fewer calls; every rank must call a Graph equally often"
+        )
 
     def _first_failure(self, what: str, failure: Exception | None) -> Exception:
         mine = None if failure is None else (type(failure).__name__, str(failure))

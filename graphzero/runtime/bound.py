@@ -30,6 +30,8 @@ class Spec(Protocol):
     def fill(self) -> float: ...
     @property
     def placeholder(self) -> str: ...
+    @property
+    def born(self) -> bool: ...
 
 
 @dataclass
@@ -40,19 +42,21 @@ class Counter:
     members: list[Tensor]
 
     def flush(self) -> None:
-        torch._foreach_copy_(self.members, [self.tensor.to(self.members[0].device)] * len(self.members))
+        torch._foreach_copy_(self.members, [self.tensor] * len(self.members))
 
 
 @dataclass
 class Bound:
     """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
 
-    states: (optimizer, parameter, its dict in optimizer.state, keys bound).
+    states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
+    optimizer's state of which parameter under which key.
     """
 
     counters: list[Counter] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
+    births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
     found: Mapping[str, Found] | None = None
     watched: list[int] = field(default_factory=list)
 

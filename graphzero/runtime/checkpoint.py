@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from graphzero.errors import CheckpointError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.runtime.modules import Found
+from graphzero.runtime.modules import Found, group_paths
 from graphzero.runtime.shards import as_dtensor, is_whole
 from graphzero.runtime.state import State
 from graphzero.runtime.storage import filled
@@ -38,7 +38,8 @@ def state_dict(
     state: State, schedulers: Sequence[Any], graph: StepGraph | None, specs: Sequence[Any]
 ) -> dict[str, Any]:
     """What there is.  States that a compiled program will begin with, but that do not exist yet, are made as they will
-    be (graph and specs: of that program), so that a checkpoint can be loaded into them."""
+    be (graph and specs: of that program), so that a checkpoint can be loaded into them; but not those that only the
+    first step can make, whose values nobody knows before it."""
     found = state.tensors()
     names = {id(entry.tensor): path for path, entry in found.items()}
     nds = {node.name: value.nd_of(node) for node in graph.placeholders("state")} if graph is not None else {}
@@ -46,16 +47,17 @@ def state_dict(
     for i, optimizer in enumerate(state.optimizers):
         held = {names.get(id(p), ""): dict(x) for p, x in optimizer.state.items() if x}
         for spec in specs:
-            if spec.optimizer == i and not isinstance(held.get(spec.param, {}).get(spec.key), Tensor):
+            if spec.optimizer == i and not spec.born and not isinstance(held.get(spec.param, {}).get(spec.key), Tensor):
                 held.setdefault(spec.param, {})[spec.key] = _initial(spec, nds.get(spec.placeholder, ()), state)
-        groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        paths = group_paths(optimizer, names, i)
+        groups = [{**g, "params": list(held)} for g, held in zip(optimizer.param_groups, paths, strict=True)]
         order = [name for group in groups for name in group["params"]]
         optimizers.append({"state": {name: held[name] for name in order if name in held}, "param_groups": groups})
     return {
         "modules": {name: module.state_dict() for name, module in state.modules.items()},
         "optimizers": optimizers,
         "schedulers": [None if s is None else s.state_dict() for s in schedulers],
-        "random": {"seed": state.current_seed, "step": state.step},
+        "random": {"seed": state.random.seed, "step": state.random.step},
     }
 
 
@@ -87,6 +89,7 @@ def _map(x: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 def load(sd: Mapping[str, Any], state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
     """See ``Graph.load_state_dict``.  nds: (optimizer, path, key) -> SBP of states to come, where it is known."""
+    _check_outline(sd)
     found = state.tensors()
     optimizers = [_named(entry, i, state, found) for i, entry in enumerate(sd.get("optimizers", ()))]
     _check(sd, optimizers, state, schedulers, found, strict)
@@ -100,8 +103,40 @@ def load(sd: Mapping[str, Any], state: State, schedulers: Sequence[Any], strict:
         if scheduler is not None and entry is not None:
             scheduler.load_state_dict(entry)
     if "random" in sd:
-        state.seed, state.step = int(sd["random"]["seed"]), int(sd["random"]["step"])
+        state.random.set(sd["random"]["seed"], sd["random"]["step"])
     state.invalidate()
+
+
+def _check_outline(sd: Any) -> None:
+    """Raise CheckpointError for what is no state dict of a Graph at all."""
+    wrong = []
+
+    def expect(what: str, x: Any, kind: type, called: str) -> bool:
+        if not isinstance(x, kind):
+            wrong.append(f"{what} is a {type(x).__name__}, not {called}")
+        return isinstance(x, kind)
+
+    if expect("it", sd, Mapping, "a dict"):
+        parts = sd.get("modules", {})
+        if expect("modules", parts, Mapping, "a dict of the modules' state dicts by attribute"):
+            for name, part in parts.items():
+                expect(f"modules.{name}", part, Mapping, "a state dict")
+        for part, called in (("optimizers", "one per optimizer"), ("schedulers", "one per optimizer")):
+            expect(part, sd.get(part, []), (list, tuple), f"a list, {called}")  # type: ignore[arg-type]
+        for i, entry in enumerate(sd.get("optimizers", []) if not wrong else []):
+            if expect(f"optimizers.{i}", entry, Mapping, "a dict"):
+                if expect(f"optimizers.{i}.state", entry.get("state"), Mapping, "a dict by parameter"):
+                    for name, held in entry["state"].items():
+                        expect(f"optimizers.{i}.state.{name}", held, Mapping, "a dict of states by key")
+                expect(f"optimizers.{i}.param_groups", entry.get("param_groups"), (list, tuple), "a list")  # type: ignore[arg-type]
+        if "random" in sd and not (isinstance(sd["random"], Mapping) and {"seed", "step"} <= sd["random"].keys()):
+            wrong.append("random has no seed and step")
+    if wrong:
+        shown = "".join(f"\n  {line}" for line in wrong[:_SHOWN])
+        raise CheckpointError(
+            f"this is no state dict of a Graph; nothing was loaded{shown}\n  give what graph.state_dict() or "
+            'full_state_dict() gave; a plain module\'s goes in as {"modules": {attribute: sd}}, with strict=False'
+        )
 
 
 def _named(entry: Mapping[str, Any], index: int, state: State, found: Mapping[str, Found]) -> dict[str, Any]:
@@ -110,7 +145,7 @@ def _named(entry: Mapping[str, Any], index: int, state: State, found: Mapping[st
     if index >= len(state.optimizers) or not numbers or not all(isinstance(n, int) for n in numbers):
         return dict(entry)
     names = {id(e.tensor): path for path, e in found.items()}
-    order = [names[id(p)] for group in state.optimizers[index].param_groups for p in group["params"]]
+    order = [path for group in group_paths(state.optimizers[index], names, index) for path in group]
     if len(order) != len(numbers):
         return dict(entry)
     name_of = dict(zip(numbers, order, strict=True))
@@ -127,7 +162,11 @@ class _Problems:
         self.wrong: list[str] = []
 
     def shapes(self, what: str, have: Any, given: Any) -> None:
-        if isinstance(have, Tensor) and isinstance(given, Tensor):
+        if isinstance(have, Tensor) and not isinstance(given, Tensor):
+            self.wrong.append(f"{what} is a tensor here, {type(given).__name__} in the state dict")
+        elif isinstance(given, Tensor) and given.is_meta:
+            self.wrong.append(f"{what} has no values in the state dict (meta device)")
+        elif isinstance(have, Tensor) and isinstance(given, Tensor):
             if have.is_meta:
                 self.wrong.append(f"{what} is on the meta device here, module.to_empty(...) first")
             elif have.shape != given.shape:
@@ -155,6 +194,7 @@ def _check(
 ) -> None:  # fmt: skip
     problems = _Problems()
     problems.missing += [part for part in ("modules", "optimizers", "schedulers", "random") if part not in sd]
+    problems.unexpected += [str(part) for part in sd if part not in ("modules", "optimizers", "schedulers", "random")]
     modules = sd.get("modules", {})
     problems.unexpected += [f"modules.{name}" for name in modules if name not in state.modules]
     for name, module in state.modules.items():
@@ -164,10 +204,10 @@ def _check(
             continue
         problems.missing += [f"modules.{name}.{key}" for key in have if key not in given]
         problems.unexpected += [f"modules.{name}.{key}" for key in given if key not in have]
-        for key in have.keys() & given.keys():
+        for key in (key for key in have if key in given):
             problems.shapes(f"modules.{name}.{key}", have[key], given[key])
     for part, have_count, given_count in (
-        ("optimizers", len(state.optimizers), len(optimizers)),
+        ("optimizers", len(state.optimizers), len(sd.get("optimizers", state.optimizers))),
         ("schedulers", len(schedulers), len(sd.get("schedulers", schedulers))),
     ):
         if have_count != given_count:
@@ -182,7 +222,7 @@ def _check_optimizer(
 ) -> None:  # fmt: skip
     optimizer, what = state.optimizers[index], f"optimizers.{index}"
     names = {id(e.tensor): path for path, e in found.items()}
-    have = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    have = list(map(set, group_paths(optimizer, names, index)))
     given = [set(group["params"]) for group in entry["param_groups"]]
     if len(have) != len(given):
         problems.wrong.append(f"{what}.param_groups: {len(have)} here, {len(given)} in the state dict")

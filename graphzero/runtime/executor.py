@@ -7,7 +7,7 @@ caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphzero import _compat
 from graphzero.errors import GraphZeroError, SbpError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
@@ -46,6 +47,7 @@ class Executor:
 
     Attributes:
         meter: watches every run that is not given a meter of its own.
+        stopped: the step in which the last run failed or was interrupted, by number; None after a whole run.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
             ``run``, then kept.
 
@@ -58,6 +60,7 @@ class Executor:
         self.program: Program = compile_graph(graph, world)
         self.slots: dict[int, list[Tensor]] = {}
         self.meter: Meter | None = None
+        self.stopped: int | None = None
         self._count = len(world.local_ranks)
         self._template: list[Env] = []
         self._placeholders = {node.name: node for node in graph.placeholders()}
@@ -80,9 +83,6 @@ class Executor:
             held = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
             for template, tensor in zip(self._template, held, strict=True):
                 template[place] = tensor
-            if name in self.program.writers:
-                first = {(t.data_ptr(), t.numel()): local for local, t in reversed(list(enumerate(held)))}
-                self.program.writers[name][:] = sorted(first.values())
             self._bound[name] = held
             self._missing.discard(name)
 
@@ -137,22 +137,37 @@ class Executor:
         self._allocate()
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)
-        self.program.pending.clear()
+        self._drain()
+        at, self.stopped = 0, None
         with _plain_mode(self.world.device):
             try:
                 self._host(envs)
                 if meter is None:
                     for step in self.program.steps:
                         step(envs)
+                        at += 1
                 else:
                     meter.register("communication", [slots[0] for slots in self.slots.values()])
                     for step in self.program.steps:
                         step.metered(envs, meter)
+                        at += 1
                     meter.enter("", "")
-            except Exception as error:
-                self._explain(error, envs)
+            except BaseException as error:
+                self.stopped = at
+                if isinstance(error, Exception):
+                    self._explain(error, envs)
                 raise
         return self._results(envs)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the last run stopped after it had begun to write new states."""
+        return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
+
+    def _drain(self) -> None:
+        """Let what a stopped run has begun to send and receive end; every rank has stopped at the same place."""
+        while self.program.pending:
+            self.program.pending.popitem()[1].wait()
 
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
         if self._missing:
@@ -227,16 +242,13 @@ def _some(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-_below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
-
-
 @contextmanager
 def _plain_mode(device: torch.device) -> Iterator[None]:
     """No autograd, not even its dispatch; no autocast: the graph holds its casts."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_below_autograd())
+        stack.enter_context(_compat.below_autograd())
         for kind in {device.type, "cpu"}:
-            if torch.is_autocast_enabled(kind):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

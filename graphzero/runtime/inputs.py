@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
+from graphzero.ir import tree
 from graphzero.ir.value import Role
 from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.shards import check_mesh, global_shape, join, piece, wrap
@@ -89,13 +91,11 @@ class Reader:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Mapping[str, Nd]) -> Inputs:
         """Flatten and place.  Raises TypeError, ConfigError, CaptureError or PlacementError; says which input."""
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat, spec = tree.flatten((args, kwargs))
         names = self._names.get(spec)
         if names is None:
             self._signature.bind(*args, **kwargs)
-            names = self._names[spec] = tuple(
-                self._name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
-            )
+            names = self._names[spec] = tuple(map(self._name, tree.paths((args, kwargs))))
         unknown = [name for name in wanted if name not in names and not self._may_be(name)]
         if unknown:
             raise ConfigError(
@@ -134,8 +134,7 @@ class Reader:
                 f"input {name} ({tensor_text(raw)}) requires grad; a Graph computes gradients of parameters only. Pass "
                 f"{name}.detach(), or make it an nn.Parameter of a module on the Graph"
             )
-        if raw.layout is not torch.strided or raw.is_nested:
-            raise CaptureError(f"input {name} is a {raw.layout} tensor; a Graph takes dense ones: {name}.to_dense()")
+        _check_kind(name, raw)
         nd = self._nd(name, raw, wanted)
         placement = self.placement
         shape = tuple(raw.shape)
@@ -173,15 +172,70 @@ def _checked_object(name: str, raw: Any) -> Any:
     """A leaf that is baked into the program: it must be a constant, and hold no tensors that the graph cannot see."""
     if isinstance(raw, (float, *_PLAIN)):
         return raw
-    hidden = [key for key, held in getattr(raw, "__dict__", {}).items() if isinstance(held, Tensor)]
+    if isinstance(raw, Iterator):
+        raise CaptureError(
+            f"input {name} is a {type(raw).__name__}, which the first call alone would read; take the next item "
+            f"outside: graph(next({name}))"
+        )
+    hidden = _tensor_inside(raw)
     if hidden or type(raw).__hash__ is None:
         kind = type(raw).__name__
         raise CaptureError(
-            f"input {name} is a {kind}, which a Graph cannot look into{f' (it holds {hidden[0]})' if hidden else ''}; "
-            f"pass tensors in dicts, lists and tuples ({'torch.as_tensor(x)' if kind == 'ndarray' else 'dict(x)'}), or "
+            f"input {name} is a {kind}, which a Graph cannot look into"
+            f"{f' (it holds a tensor in {hidden})' if hidden else ''}; "
+            "pass tensors in dicts, lists, tuples and dataclasses "
+            f"({'torch.as_tensor(x)' if kind == 'ndarray' else 'dict(x)'}), or "
             f"register {kind} with torch.utils._pytree.register_pytree_node"
         )
     return raw
+
+
+def _check_kind(name: str, raw: Tensor) -> None:
+    """Refuse what is not a dense tensor of numbers."""
+    if raw.is_nested:
+        raise CaptureError(
+            f"input {name} is a nested tensor, whose rows differ in length; a Graph takes dense ones: pad it "
+            f"(torch.nested.to_padded_tensor({name}, 0.0)) and pass a mask"
+        )
+    if raw.layout is not torch.strided:
+        raise CaptureError(f"input {name} is a {raw.layout} tensor; a Graph takes dense ones: {name}.to_dense()")
+    if raw.is_quantized:
+        raise CaptureError(f"input {name} is quantized ({raw.dtype}); a Graph takes numbers: {name}.dequantize()")
+    if type(raw).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(raw, DTensor):
+        raise CaptureError(
+            f"input {name} is a {type(raw).__name__}, which computes by its own rules; a Graph takes plain tensors "
+            "and DTensors: pass the tensors that it is made of"
+        )
+
+
+def check_values(inputs: Inputs) -> None:
+    """Refuse a call with tensors that have none.  Raises ConfigError."""
+    for leaf in inputs.leaves:
+        if leaf.is_tensor and leaf.raw.is_meta:
+            raise ConfigError(
+                f"input {leaf.name} ({tensor_text(leaf.raw)}) is on the meta device: compile() takes it, a call does "
+                "not. Pass a tensor with values"
+            )
+
+
+def _tensor_inside(x: Any, depth: int = 3) -> str:
+    """Where an object holds a tensor, as ``.batch[0]``, or ""; looks into attributes, slots and plain containers."""
+    if isinstance(x, Mapping):
+        parts = [(f"[{key!r}]", held) for key, held in x.items()]
+    elif isinstance(x, (list, tuple, set, frozenset)):
+        parts = [(f"[{i}]", held) for i, held in enumerate(x)]
+    else:
+        slots = [slot for kind in type(x).__mro__ for slot in vars(kind).get("__slots__", ())]
+        names = [*getattr(x, "__dict__", {}), *(slot for slot in slots if hasattr(x, slot))]
+        parts = [(f".{name}", getattr(x, name)) for name in names]
+    for where, held in parts:
+        if isinstance(held, Tensor):
+            return where
+        if depth and not isinstance(held, _PLAIN):
+            inside = _tensor_inside(held, depth - 1)
+            if inside:
+                return where + inside
+    return ""
 
 
 def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement) -> None:
@@ -199,11 +253,14 @@ def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placeme
 
 
 def rank_values(leaf: Input, world: World) -> list[Any]:
-    """What each local rank is given of a leaf, on its device."""
+    """What each local rank is given of a leaf, on its device.
+
+    A copy to a GPU is under way when this returns: a tensor in pinned memory must not be written to until then.
+    """
     if not leaf.is_tensor:
         return [leaf.raw] * len(world.local_ranks)
-    raw = leaf.raw._local_tensor if isinstance(leaf.raw, DTensor) else leaf.raw
-    raw = raw.detach().to(world.device, non_blocking=True)
+    raw = _compat.local_tensor(leaf.raw).detach()
+    raw = raw.to(world.device, non_blocking=world.device.type != "cpu")  # to the CPU it would not wait for the values
     if not world.placement.virtual:
         return [raw]
     return [piece(raw, leaf.nd, world.placement.hierarchy, position) for position in world.local_ranks]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphzero.errors import ConfigError, PlacementError
+from graphzero.errors import PlacementError
 from graphzero.sbp.placement import Placement, as_placement, placement
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +39,7 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
 
     None is all ranks of the world.  One process without launcher and group is a world of one, which is a
     virtual placement of one rank: it needs no group and computes the same.
-    Raises PlacementError where the ranks do not exist, ConfigError for more than one axis.
+    Raises PlacementError where the ranks do not exist.
     """
     if wanted is None:
         if not has_world() and not has_launcher():
@@ -47,13 +47,7 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
         ensure_world(None)
         size = dist.get_world_size()
         return placement(_device_type(size), range(size))
-    found = as_placement(wanted)
-    if len(found.hierarchy) > 1:
-        raise ConfigError(
-            f"{found!r} has {len(found.hierarchy)} axes; more than one axis comes in a later version. Use one axis: "
-            f'gz.placement("{found.device_type}", range({found.size}))'
-        )
-    return located(found)
+    return located(wanted)
 
 
 def located(wanted: Placement | DeviceMesh) -> Placement:
@@ -89,9 +83,22 @@ def ensure_world(device_type: str | None) -> None:
         return
     kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        _take_gpu()
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     atexit.register(_tear_down, dist.group.WORLD)
+
+
+def _take_gpu() -> None:
+    """Make this rank's GPU the current one: NCCL wants one for each.  Raises PlacementError where there are fewer."""
+    local, ranks = (int(os.environ.get(name, least)) for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    gpus = torch.cuda.device_count()
+    if max(local + 1, ranks) > gpus:
+        raise PlacementError(
+            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and NCCL wants one for each; start fewer "
+            "processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
+            'gz.placement("cuda", ranks, virtual=True)'
+        )
+    torch.cuda.set_device(local)
 
 
 _before_tear_down: list[Callable[[], None]] = []

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphzero import _compat
+
 if TYPE_CHECKING:
     from graphzero.runtime.executor import Executor
 
@@ -94,7 +96,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def made(self, x: Any, names: Sequence[Name]) -> None:
         """``x`` is a result of the node, known by the first of ``names`` that has a category."""
         if isinstance(x, Tensor):
-            found = self._alive.get(x.untyped_storage()._cdata)
+            found = self._alive.get(_compat.storage_id(x))
             if found is not None and found.maker == self._node:
                 found.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")
 
@@ -111,8 +113,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see(self, tensor: Tensor, category: str, maker: str, nbytes: int | None = None) -> bool:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), _compat.storage_id(tensor)
         if key in self._alive:
             return False
         nbytes = storage.nbytes() if nbytes is None else nbytes

@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
+from graphzero import _compat
+from graphzero.errors import CaptureError, ConfigError
+from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
@@ -61,9 +65,30 @@ def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
     return found
 
 
+def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[tuple[str, ...], ...]:
+    """Paths of the parameters of its groups.  Raises ConfigError for one that no module has.
+
+    names: id of a parameter -> its path.
+    """
+    for j, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer {index} ({type(optimizer).__name__}) holds in group {j} a parameter "
+                    f"{tensor_text(param)} of no module of the Graph; assign its module to an attribute (self.model = "
+                    "model) before calling, and make the optimizer after the module is final"
+                )
+    return tuple(tuple(names[id(param)] for param in group["params"]) for group in optimizer.param_groups)
+
+
 def mode(module: nn.Module) -> tuple[Any, ...]:
     """What a capture of a module's forward depends on beside its tensors."""
-    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    back_before, back_after = module._backward_pre_hooks, module._backward_hooks
+    forward = vars(module).get("forward")  # put over the class's own
+    if before or after or back_before or back_after:
+        return module.training, forward, tuple(before), tuple(after), tuple(back_before), tuple(back_after)
+    return module.training, forward
 
 
 def snapshot(modules: Mapping[str, nn.Module]) -> list[Any]:
@@ -77,14 +102,24 @@ def snapshot(modules: Mapping[str, nn.Module]) -> list[Any]:
         module = stack.pop()
         found.append((id(module), *mode(module)))
         for held in (module._parameters, module._buffers):
-            found.extend([(id(x), storage(x), x.requires_grad) for x in held.values() if x is not None])
+            found.extend([(id(x), storage(x), x.requires_grad, hooks(x)) for x in held.values() if x is not None])
         stack.extend([child for child in module._modules.values() if child is not None])
     return found
 
 
+def hooks(x: Tensor) -> tuple[int, ...]:
+    """Of ``register_hook``; each has a number of its own."""
+    return tuple(x._backward_hooks) if x._backward_hooks else ()
+
+
 def storage(x: Tensor) -> int:
-    """Where this process' values of ``x`` begin."""
-    return (x._local_tensor if isinstance(x, DTensor) else x).data_ptr()
+    """Where this process' values of ``x`` begin.  Raises CaptureError for one of a lazy module, without shape yet."""
+    if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+        raise CaptureError(
+            "a lazy module (nn.LazyLinear or the like) has parameters without a shape yet; run it once on an example "
+            "before the Graph's first call, and before it is given to an optimizer: model(x)"
+        )
+    return _compat.local_tensor(x).data_ptr()
 
 
 def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
@@ -113,7 +148,7 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
         whole = None if isinstance(old, DTensor) else old.untyped_storage()
         nbytes = old.numel() * old.element_size()
         old.data = old.detach().new_empty(0)
-        kept = (new._local_tensor if isinstance(new, DTensor) else new).untyped_storage().data_ptr()
+        kept = _compat.local_tensor(new).untyped_storage().data_ptr()
         if whole is not None and whole.nbytes() == nbytes and whole.data_ptr() != kept:
             whole.resize_(0)  # what else still names it, an earlier program say, then holds no memory
     found.tensor = new

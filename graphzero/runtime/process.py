@@ -28,7 +28,7 @@ from torch import Tensor
 
 from graphzero.errors import PlacementError
 from graphzero.runtime.launch import before_tear_down
-from graphzero.runtime.world import Handle, World, device_of, fold
+from graphzero.runtime.world import Handle, World, device_of, fold, same_place
 from graphzero.sbp.placement import Placement
 
 SHORT = 1 << 15  # bytes up to which an all_reduce on gloo is one round
@@ -160,7 +160,7 @@ class _Pairs:
 
     def all_gather(self, out: Tensor, sent: Tensor) -> Handle:
         lines = out.chunk(self.ranks)
-        if lines[self.rank].data_ptr() != sent.data_ptr():
+        if not same_place(lines[self.rank], sent):
             lines[self.rank].copy_(sent)
         return self.exchange([sent] * self.ranks, lines)
 

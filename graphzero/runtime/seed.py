@@ -1,10 +1,14 @@
-"""The key of a step's random draws.
+"""The random draws of a Graph: a stream of keys, one a step.
 
 A draw is a function of (key, op, global index of the element), see ``graphzero.ops``; the key is a function of
-(seed, step).  Nothing here has state: the Graph counts steps.
+(seed, step).  The seed is itself drawn from torch's generator when the first step wants it, so that
+``torch.manual_seed`` before it decides everything, and two Graphs do not draw the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,4 +32,51 @@ def step_key(seed: int, step: int) -> int:
 
 def key_tensor(seed: int, step: int, device: torch.device | None = None) -> Tensor:
     """The 0-d int64 tensor that a placeholder of role seed takes."""
-    return torch.tensor(step_key(seed, step), dtype=torch.int64, device=device)
+    return torch.full((), step_key(seed, step), dtype=torch.int64, device=device)  # on CUDA torch.tensor would wait
+
+
+class Stream:
+    """The draws of one Graph.
+
+    seed: None until a step draws, or a checkpoint has said it.  step: counts those that trained or drew.
+    """
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self.step = 0
+        self._seen: tuple[int, bool] = (0, False)
+
+    def set(self, seed: int | None, step: int) -> None:
+        self.seed, self.step = seed, step
+        self._seen = _generator()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether torch.manual_seed has been called since: with another seed, or with the same and nothing else has
+        been drawn yet."""
+        if self.seed is None:
+            return False
+        now = _generator()
+        return now[0] != self._seen[0] or now[1] and not self._seen[1]
+
+    def begin(self, share: Callable[[Callable[[], Any]], Any]) -> None:
+        """Have a seed.  share: gives every rank the first one's; each draws, so that their generators stay alike."""
+        if self.seed is None:
+            drawn = int(torch.randint(1 << 62, (), device="cpu"))
+            self.set(int(share(lambda: drawn)), self.step)
+
+    def key(self, device: torch.device) -> Tensor:
+        assert self.seed is not None
+        return key_tensor(self.seed, self.step, device)
+
+
+_begun: dict[int, Tensor] = {}  # the generator's state right after manual_seed, of the last seed
+
+
+def _generator() -> tuple[int, bool]:
+    """The seed of torch's generator, and whether nothing has been drawn from it."""
+    seed = torch.initial_seed()
+    if seed not in _begun:
+        _begun.clear()
+        _begun[seed] = torch.Generator().manual_seed(seed).get_state()
+    return seed, torch.equal(torch.get_rng_state(), _begun[seed])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from graphzero.runtime import modules as tree
 from graphzero.runtime.agree import Ranks
 from graphzero.runtime.bound import Bound, Counter, Spec
 from graphzero.runtime.modules import Found
+from graphzero.runtime.seed import Stream
 from graphzero.runtime.storage import check_real, filled, lay_out
-from graphzero.runtime.world import World
+from graphzero.runtime.world import World, check_device
 from graphzero.sbp.dtensor import annotation, annotation_count, nd_of_dtensor
 from graphzero.sbp.types import B, Nd
 
@@ -34,13 +36,13 @@ class State:
     """The tensors of one Graph.
 
     modules: attribute -> module.  optimizers: as add_optimizer was called.
-    seed, step: of the random draws; seed is None until the first call or a loaded checkpoint.
+    random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
     """
 
     def __init__(self, world: World, ranks: Ranks, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]):
         self.world, self.ranks, self.modules, self.optimizers = world, ranks, modules, optimizers
-        self.seed: int | None = None
-        self.step = 0
+        self.random = Stream()
+        self.moved: dict[str, Moved] = {}  # by path
         self._bound: Bound | None = None
         self._synced: dict[str, weakref.ref[Tensor] | None] = {}  # what has rank 0's values, and in which tensor
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
@@ -65,36 +67,38 @@ class State:
             return known[1]
         return (B,) * len(self.world.placement.names)
 
+    def given(self, entry: Found) -> Nd:
+        """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
+        nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
+        return moved.before if moved is not None and moved.tensor() is entry.tensor and moved.after == nd else nd
+
     def nds(self, found: Mapping[str, Found]) -> tuple[Nd, ...]:
-        """``nd_of`` every parameter and buffer; looked up anew when a tensor, or an annotation, has changed."""
+        """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""
         now = (found, annotation_count())
         if self._nds is None or self._nds[0][0] is not found or self._nds[0][1] != now[1]:
-            self._nds = (now, tuple(self.nd_of(entry.tensor) for entry in found.values()))
+            self._nds = (now, tuple(map(self.given, found.values())))
         return self._nds[1]
 
     def placed(self, found: Mapping[str, Found], specs: Sequence[Spec]) -> dict[Role, Nd]:
         """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""
-        placed = {Role(entry.kind, path): self.nd_of(entry.tensor) for path, entry in found.items()}
+        placed = {Role(entry.kind, path): self.given(entry) for path, entry in found.items()}
         for spec in specs:
             param = found[spec.param]
             if spec.shape and spec.shape == tuple(param.tensor.shape):
                 placed[Role("state", spec.param, spec.key)] = placed[Role("param", spec.param)]
         return placed
 
-    @property
-    def current_seed(self) -> int:
-        """What random draws follow from: torch's own seed unless a checkpoint has said another."""
-        return self.seed if self.seed is not None else torch.initial_seed() & (2**63 - 1)
-
     # ---- the first call
 
     def check_real(self) -> None:
-        """Raise ConfigError for a parameter or buffer without values."""
+        """Raise ConfigError for a parameter or buffer without values, PlacementError for a device that is not there."""
+        check_device(self.world.placement)
         for entry in self.tensors().values():
             check_real(entry.tensor, f"{entry.kind} {entry.path}")
 
     def start(self, schedulers: Sequence[Any] = ()) -> None:
-        """Once per Graph: hyperparameters, seed and the list of existing states are rank 0's.  Every rank calls it.
+        """Once per Graph: hyperparameters, a loaded seed and the list of existing states are rank 0's.  Every rank
+        calls it.
 
         So are the numbers that schedulers go by, ``base_lrs`` and ``last_epoch``.
         """
@@ -102,7 +106,7 @@ class State:
             return
         names = {id(entry.tensor): path for path, entry in self.tensors().items()}
         theirs = self.ranks.share(lambda: self._facts(names, schedulers))
-        self.seed, self.step = theirs["random"]
+        self.random.set(*theirs["random"])
         self.is_started = True
         if not self.ranks.active:
             return
@@ -117,7 +121,6 @@ class State:
                 _match_states(optimizer, param, theirs["states"].get((i, names[id(param)]), {}))
 
     def _facts(self, names: Mapping[int, str], schedulers: Sequence[Any]) -> dict[str, Any]:
-        seed = self.current_seed
         groups = [
             [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -132,7 +135,12 @@ class State:
                         if isinstance(x, Tensor)
                     }
         counts = [{k: v for k, v in vars(s).items() if _is_plain(v)} if s is not None else {} for s in schedulers]
-        return {"random": (seed, self.step), "groups": groups, "states": states, "schedulers": counts}
+        return {
+            "random": (self.random.seed, self.random.step),
+            "groups": groups,
+            "states": states,
+            "schedulers": counts,
+        }
 
     # ---- binding
 
@@ -181,15 +189,23 @@ class State:
         check_real(entry.tensor, f"{entry.kind} {entry.path}")
         if not isinstance(entry.tensor, DTensor):
             self._take(entry.tensor, entry.path)
-        laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path)
+        before, now, known = self.given(entry), self.nd_of(entry.tensor), self.moved.get(entry.path)
+        was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
+        laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
         if laid.kept is not entry.tensor:
             tree.replace(entry, laid.kept, self.optimizers)
+        self.moved[entry.path] = Moved(weakref.ref(entry.tensor), was_plain, before, value.nd_of(node))
         bound.copies += laid.copies
         return laid.ranks
 
     def _bind_state(self, node: fx.Node, spec: Spec, found: Mapping[str, Found], bound: Bound) -> list[Tensor]:
         what, nd = f"state {spec.param}/{spec.key}", value.nd_of(node)
         param = found[spec.param].tensor
+        if spec.born:
+            laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
+            bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
+            bound.copies += laid.copies
+            return laid.ranks
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
         if tensor is None:
@@ -197,7 +213,10 @@ class State:
         elif tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             tensor = tensor.to(spec.dtype)
             if tuple(tensor.shape) != spec.shape:
-                raise ConfigError(f"{what} has shape {list(tensor.shape)}, the program's is {list(spec.shape)}")
+                raise ConfigError(
+                    f"{what} has shape {list(tensor.shape)}, the program's is {list(spec.shape)}; where a parameter "
+                    "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
+                )
         if spec.key in state and not isinstance(tensor, DTensor):
             self._take(tensor, what)
         laid = lay_out(tensor, nd, self.world, what, plain=True)
@@ -210,10 +229,16 @@ class State:
         held: list[Tensor] = []
         for spec in specs:
             optimizer, param = self.optimizers[spec.optimizer], found[spec.param].tensor
+            if spec.born:
+                held.append(torch.zeros((), dtype=spec.dtype, device=param.device))
+                bound.births.append((optimizer, param, spec.key, held[-1]))
+                continue
             state = optimizer.state[param]
             if not isinstance(state.get(spec.key), Tensor):
                 start = spec.fill if state.get(spec.key) is None else float(state[spec.key])
-                state[spec.key] = torch.full((), start, dtype=spec.dtype, device=_counter_device(optimizer, param))
+                state[spec.key] = torch.full((), start, dtype=spec.dtype, device=param.device)
+            # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
+            tree.to_device(state[spec.key], self.world.device)
             held.append(state[spec.key])
             bound.add(spec, param, state)
         if len({float(x) for x in held}) > 1:
@@ -252,16 +277,34 @@ class State:
         """Make the user's tensors true: pieces written back, counters, gradients gone; count the step."""
         assert self._bound is not None
         if training:
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    for param in group["params"]:
-                        param.grad = None
+            for entry in (self._bound.found or {}).values():
+                entry.tensor.grad = None
             for counter in self._bound.counters:
                 counter.flush()
         if self._bound.copies:
             torch._foreach_copy_([place for place, _ in self._bound.copies], [own for _, own in self._bound.copies])
         self._bound.watched = self._bound.watch(self.optimizers)
-        self.step += training or drew
+        for optimizer, param, key, made in self._bound.births:
+            optimizer.state[param][key] = made
+        if self._bound.births:
+            self.invalidate()  # the next step is another: it finds this state
+        self.random.step += training or drew
+
+    def has_state(self, optimizer: int, path: str) -> bool:
+        """Whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
+        held = self.optimizers[optimizer].state.get(self._seen[1][path].tensor, {})
+        return any(isinstance(x, Tensor) and not x.is_meta for x in held.values())
+
+    def stateless(self) -> str:
+        """The parameters for which an optimizer holds no state: ranks must agree on them."""
+        names = {id(entry.tensor): path for path, entry in self._seen[1].items()}
+        held = [
+            (i, names.get(id(p), ""))
+            for i, o in enumerate(self.optimizers)
+            for g in o.param_groups
+            for p in g["params"]
+        ]
+        return ", ".join(f"optimizer {i}: {path}" for i, path in held if path and not self.has_state(i, path))
 
     def counter_layout(self, names: Mapping[int, str]) -> tuple[Any, ...]:
         """Which parameters' 0-d states differ inside a group; () while all are equal.  Capture depends on it."""
@@ -280,6 +323,16 @@ class State:
         return tuple(odd)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """tensor: what the user holds now, which lies as ``after`` says; it was a plain tensor, or none, ``before``."""
+
+    tensor: weakref.ref[Tensor]
+    was_plain: bool
+    before: Nd
+    after: Nd
+
+
 def _role(node: fx.Node) -> Role:
     role = value.role_of(node)
     assert role is not None
@@ -295,12 +348,6 @@ def _is_plain(x: Any) -> bool:
 def _is_counter(param: Tensor, spec: Spec) -> bool:
     """Whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
-
-
-def _counter_device(optimizer: Optimizer, param: Tensor) -> torch.device:
-    """Where torch's own optimizers keep a step counter."""
-    on_device = optimizer.defaults.get("capturable") or optimizer.defaults.get("fused")
-    return param.device if on_device else torch.device("cpu")
 
 
 def _match_states(

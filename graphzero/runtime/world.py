@@ -8,6 +8,7 @@ of a real one.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphzero import _compat
+from graphzero.errors import PlacementError
 from graphzero.sbp.boxing import wire_bytes
-from graphzero.sbp.local import LocalSize, LocalStart, chunk
+from graphzero.sbp.local import LocalSize, LocalStart, resolve
 from graphzero.sbp.placement import Placement
 
 
@@ -81,9 +84,10 @@ class World(ABC):
         """``x``, a ``LocalSize`` or ``LocalStart`` replaced by the number that it is on a local rank."""
         if not isinstance(x, (LocalSize, LocalStart)):
             return x
-        index = self.placement.axis(x.axis)
-        start, length = chunk(x.size, self.placement.hierarchy[index], self.coordinate(local)[index])
-        return start if isinstance(x, LocalStart) else length
+        at = dict(
+            zip(self.placement.names, zip(self.placement.hierarchy, self.coordinate(local), strict=True), strict=True)
+        )
+        return resolve(x, at.__getitem__)
 
     def all_gather(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
         """``outs[r]`` becomes the ``ins`` of all peers, joined; ``ins[r]`` may be its own place in ``outs[r]``."""
@@ -134,10 +138,36 @@ class World(ABC):
 
 
 def device_of(placement: Placement) -> torch.device:
-    """The device of this process' ranks."""
+    """The device of this process' ranks: on CUDA the current one, or, while nobody has used any, LOCAL_RANK's.
+
+    Where there is no GPU it is the first one there would be: programs and plans need none.
+    """
     if placement.device_type == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device(placement.device_type, 0)
+    if not placement.virtual and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device(placement.device_type, torch.cuda.current_device())
+
+
+def check_device(placement: Placement) -> None:
+    """Raise PlacementError where the devices of ``placement`` are not there."""
+    if placement.device_type == "cuda" and not torch.cuda.is_available():
+        raise PlacementError(
+            f"{placement!r} is on GPUs, but torch {torch.__version__} finds none; compile() works without, a call does "
+            'not. Place on the CPU: gz.placement("cpu", ...), or check the driver and that torch is built for CUDA'
+        )
+
+
+def place_of(x: Tensor) -> tuple[int, int, int]:
+    """Storage, offset and number of elements: equal for tensors of one dtype and layout that are one in memory."""
+    return _compat.storage_id(x), int(x.storage_offset()), x.numel()
+
+
+def same_place(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one dtype begin at the same place of the same storage."""
+    return place_of(x)[:2] == place_of(y)[:2]
 
 
 _REDUCE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -232,6 +232,83 @@ def check_programs_that_differ_raise_and_show_the_line():
     _raises(gz.CaptureError, r"compiled program[\s\S]*program line", lambda: Differs(model, sgd(model))(*share(0)))
 
 
+def check_what_one_rank_changes_alone_raises_on_all():
+    """Were it to compile alone, it would wait for the others for ever."""
+    rank = dist.get_rank()
+
+    def another_module(graph):
+        graph.model.last = copy.deepcopy(graph.model.last)
+        graph._optimizers[0].optimizer.param_groups[0]["params"] = list(graph.model.parameters())
+
+    def a_hook(graph):
+        graph.model.last.register_forward_hook(lambda module, args, out: 2 * out)
+
+    def another_rate(graph):
+        graph._optimizers[0].optimizer.param_groups[0]["lr"] = 0.7
+
+    def a_pass(graph):
+        graph.config.add_pass(lambda g: g)
+
+    def other_flags(graph):
+        graph.model.first.weight.requires_grad_(False)
+
+    for change, text in (
+        (another_module, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
+        (a_hook, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
+        (another_rate, "lr: rank 0: 0.1; rank 1: 0.7"),
+        (a_pass, "configuration: rank 0: .*; rank 1: .*lambda"),
+        (other_flags, "no grad"),
+    ):
+        model = make(0)
+        graph = Train(model, sgd(model))
+        graph(*share(0))
+        if rank == 1:
+            change(graph)
+        _raises(gz.CaptureError, text, lambda graph=graph: graph(*share(0)))
+
+
+def check_another_model_structure_or_passes_on_one_rank_raise_on_all():
+    rank = dist.get_rank()
+    x, y = share(0)
+    for model in (nn.Linear(6, 3).double(), nn.Linear(6, 3, bias=rank == 0).double()):
+        if rank == 1 and model.bias is not None:
+            model = nn.Sequential(model)
+        _raises(gz.CaptureError, "tensor model", lambda model=model: Train(model)(x, y))
+    model = make(0)
+    _raises(gz.CaptureError, "input structure", lambda: Train(model)(x, y=y) if rank else Train(model)(x, y))
+
+    def breaks(graph):
+        raise KeyError("of this rank")
+
+    graph = Train(model)
+    graph.config.add_pass(breaks if rank else (lambda graph: graph), after="pin")
+    _raises(gz.CaptureError, "configuration", lambda: graph(x, y))
+
+    def same_name(graph):
+        if rank == 1:
+            raise KeyError("of this rank")
+        return graph
+
+    graph = Train(model)
+    graph.config.add_pass(same_name, after="pin")
+    _raises(Exception, "of this rank" if rank else "rank 1 could not prepare.*KeyError", lambda: graph(x, y))
+
+
+def check_losses_that_are_not_finite_pass_through():
+    for stage in range(4):
+        model, twin = make(0), make(0)
+        graph = Train(model, None, stage)
+        graph.add_optimizer(sgd(model), clip_grad_norm=1.0)
+        x, y = batch(0)
+        x[0, 0] = float("inf")
+        twin_loss = nn.functional.mse_loss(twin(x), y)
+        twin_loss.backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        graph.build = lambda x, y, graph=graph: nn.functional.mse_loss(graph.model(x), y).backward()
+        graph(*(t.chunk(2)[dist.get_rank()] for t in (x, y)))
+        torch.testing.assert_close(graph.grad_norm, norm, equal_nan=True)
+
+
 def check_hyperparameters_of_rank_0_count_even_where_they_decide_the_program():
     rank = dist.get_rank()
     model = make(0)
@@ -256,11 +333,12 @@ def check_draws_are_those_of_virtual_ranks():
         def build(self, x):
             return self.drop(x)
 
-    torch.manual_seed(5)
-    real, virtual = Drop(), Drop(gz.placement("cpu", range(3), virtual=True))
-    for _ in range(2):
-        whole = virtual(torch.ones(6, 4))
-        assert torch.equal(real(torch.ones(3, 4)), whole.chunk(2)[dist.get_rank()])
+    found = []
+    for graph, size in (Drop(), 3), (Drop(gz.placement("cpu", range(3), virtual=True)), 6):
+        torch.manual_seed(5)
+        found.append([graph(torch.ones(size, 4)) for _ in range(2)])
+    for real, whole in zip(*found, strict=True):
+        assert torch.equal(real, whole.chunk(2)[dist.get_rank()])
 
 
 def check_first_mode_does_not_talk_in_later_calls():
@@ -312,6 +390,131 @@ def check_eager_optimizer_loads_are_seen():
     again, _ = trained(1)
     torch.testing.assert_close(graph(*share(4)), again(*share(4)))
     assert isinstance(optimizer.state[graph.model.last.weight]["momentum_buffer"], DTensor)
+
+
+def check_a_first_step_makes_the_state_and_ranks_agree_on_what_there_is():
+    def dampened(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    plain = make(0)
+    other = dampened(plain)
+    for step in range(3):
+        other.zero_grad()
+        x, y = batch(step)
+        nn.functional.mse_loss(plain(x), y).backward()
+        other.step()
+    for stage in range(4):
+        model = make(dist.get_rank())
+        optimizer = dampened(model)
+        if dist.get_rank() == 1:  # rank 0 has none, and it decides
+            optimizer.state[model.last.bias]["momentum_buffer"] = torch.ones(3, dtype=torch.float64)
+        graph = Train(model, optimizer, stage)
+        for step in range(3):
+            graph(*share(step))
+        full = graph.full_state_dict()
+        torch.testing.assert_close(full["modules"]["model"], plain.state_dict())
+        for name, p in plain.named_parameters():
+            held = full["optimizers"][0]["state"][f"model.{name}"]["momentum_buffer"]
+            torch.testing.assert_close(held, other.state[p]["momentum_buffer"])
+    if dist.get_rank() == 1:
+        optimizer.state.pop(model.last.bias)
+    _raises(gz.CaptureError, "parameters without optimizer state", lambda: graph(*share(3)))
+
+
+def check_parameters_come_back_whole_when_the_stage_no_longer_splits_them():
+    graph, _ = trained(3, steps=1)
+    model, optimizer = graph.model, graph._optimizers[0].optimizer
+    for step, stage in enumerate((0, 3, 2, 3), 1):
+        graph.config.enable_zero(bool(stage), stage=stage or 2)
+        graph(*share(step))
+        for p in model.parameters():
+            assert isinstance(p, DTensor) == (stage == 3) and isinstance(p, nn.Parameter)
+            assert isinstance(optimizer.state[p]["momentum_buffer"], DTensor) == (stage > 0)
+        assert model.first.weight is model.second.weight
+        assert {id(p) for p in model.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
+        same(graph.full_state_dict()["modules"]["model"], eager(step + 1)[0].state_dict())
+    placed = gz.to_global(make(0), graph.placement, gz.sbp.B)  # the user's own DTensors stay such
+    theirs = Train(placed, sgd(placed), 3)
+    theirs(*share(0))
+    theirs.config.enable_zero(False)
+    theirs(*share(1))
+    assert all(isinstance(p, DTensor) and p.placements == (Replicate(),) for p in placed.parameters())
+
+
+def _failing(graph, at, error):
+    """Let the next run end with ``error`` in step number ``at`` of the program, after what that step does."""
+    steps = graph._last.executor(graph._world).program.steps
+    step = steps[at]
+
+    def fail(envs):
+        steps[at] = step
+        step(envs)
+        raise error
+
+    steps[at] = fail
+
+
+def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
+    graph, _ = trained(2, steps=1)
+    program = graph._last.executor(graph._world).program
+    for at in range(program.first_write):  # with transfers under way in some
+        _failing(graph, at, RuntimeError("odd"))
+        _raises(RuntimeError, "odd", lambda: graph(*share(9)))
+    graph(*share(1))
+    saved = copy.deepcopy(graph.full_state_dict())
+    same(saved["modules"]["model"], eager(2)[0].state_dict())
+    for at in (program.first_write, len(program.steps) - 1):
+        _failing(graph, at, KeyboardInterrupt())
+        _raises(KeyboardInterrupt, "", lambda: graph(*share(2)))
+        _raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
+        graph.load_state_dict(saved)
+    graph._stopped = dist.get_rank()
+    _raises(gz.CaptureError, "the last call stopped in step: rank 0: 0; rank 1: 1", lambda: graph(*share(2)))
+    graph._stopped = None
+    graph(*share(2))
+    same(graph.full_state_dict()["modules"]["model"], eager(3)[0].state_dict())
+
+
+def check_an_attribute_that_build_reads_is_agreed_on():
+    class Scaled(Train):
+        factor = 1.0
+
+        def build(self, x, y):
+            return self.model(x) * self.factor
+
+    graph = Scaled(make(0))
+    graph(*share(0))
+    graph.factor = 1.0 + dist.get_rank()
+    _raises(gz.CaptureError, "attribute factor: rank 0: 1.0; rank 1: 2.0", lambda: graph(*share(0)))
+    graph.factor = 2.0
+    found, wanted = graph(*share(0)), make(0)(batch(0)[0]) * 2
+    torch.testing.assert_close(found, wanted.detach().chunk(2)[dist.get_rank()])
+
+
+def check_a_seed_set_on_rank_0_restarts_the_draws():
+    class Drop(gz.Graph):
+        def build(self, x):
+            return nn.functional.dropout(x, 0.5)
+
+    torch.manual_seed(dist.get_rank())
+    graph = Drop()
+    first, second = graph(torch.ones(3, 4)), graph(torch.ones(3, 4))
+    assert not torch.equal(first, second)
+    torch.manual_seed(7 + dist.get_rank())
+    other = graph(torch.ones(3, 4))
+    torch.manual_seed(dist.get_rank())
+    assert torch.equal(graph(torch.ones(3, 4)), first) and not torch.equal(other, first)
+    if dist.get_rank() == 1:  # rank 0 decides
+        torch.manual_seed(8)
+    assert torch.equal(graph(torch.ones(3, 4)), second)
+
+
+def check_random_sequences_are_those_of_plain_pytorch():
+    from test_sequences import follow, sequence
+
+    for seed, kind, stage in ((1, "sgd", 3), (3, "adamw", 1)):
+        steps = [("train", *step[1:]) if step[0] == "eager" else step for step in sequence(seed)]
+        follow(steps, kind, stage, gz.placement("cpu", range(2)))
 
 
 def check_dtensor_inputs_give_dtensor_outputs():

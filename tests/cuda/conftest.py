@@ -1,0 +1,42 @@
+"""What all tests on a GPU share: they are marked ``cuda``, skip with a reason where there is none, and round as the
+CPU does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason=f"needs a GPU; torch {torch.__version__} finds none")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cuda)
+            if not torch.cuda.is_available():
+                item.add_marker(missing)
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    """float32 products in float32, not in TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""A rank that ends while the others go on: they raise, and do not wait for it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import graphzero as gz
+
+
+class Train(gz.Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(4, 3)
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x):
+        self.model(x).square().mean().backward()
+
+
+def work(rank, path, found):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    graph = Train()
+    try:
+        for _ in range(1 + (rank == 0)):  # rank 1 makes fewer calls
+            graph(torch.ones(2, 4))
+    except gz.GraphZeroError as error:
+        found[rank] = str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_path):
+    with mp.Manager() as manager:
+        found = manager.dict()
+        mp.spawn(work, (str(tmp_path / "store"), found), nprocs=2)
+        assert list(found) == [0]
+        assert "rank 0 waited" in found[0] and "fewer calls" in found[0]

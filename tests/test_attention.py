@@ -1,0 +1,246 @@
+"""Attention: which kernel computes it, and that each one gives what the op promises."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphzero import attention
+from graphzero.attention import KERNELS, Case, backward_by_definition, by_definition, choose
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
+
+MASKS = [(None, False), (None, True), ("whole", False), ("rows", True), ("masked row", False)]
+CUDA = {kernel.name: kernel for kernel in KERNELS["cuda"]}
+
+
+def sample(bias, dtype=torch.float64, dim=4, queries=5, keys=7):
+    q, k, v = (torch.randn(2, 3, n, dim, dtype=dtype) for n in (queries, keys, keys))
+    mask = {
+        None: None,
+        "whole": torch.randn(2, 3, queries, keys),
+        "rows": torch.randn(1, 1, queries, keys),
+        "keys": torch.randn(2, 1, 1, keys),
+        "one": torch.randn(2, 3, queries, 1),
+        "masked row": torch.zeros(queries, keys),
+    }[bias]
+    if bias == "masked row":
+        mask[2] = float("-inf")
+        mask = mask[None, None]
+    return q, k, v, None if mask is None else mask.to(dtype)
+
+
+# ---- by definition
+
+
+@pytest.mark.parametrize(("bias", "causal"), MASKS)
+def test_attention_by_definition_is_the_kernel_of_the_cpu(bias, causal):
+    q, k, v, mask = sample(bias)
+    for found, expected in zip(
+        by_definition(q, k, v, mask, causal, 0.3), ATTENTION(q, k, v, mask, causal, 0.3), strict=True
+    ):
+        rows = [0, 1, 3, 4] if bias == "masked row" else slice(None)  # what a kernel gives for such a row is its own
+        torch.testing.assert_close(found[:, :, rows], expected[:, :, rows])
+
+
+@pytest.mark.parametrize(("bias", "causal"), MASKS[:4])
+def test_its_backward_is_autograds_and_the_kernels(bias, causal):
+    q, k, v, mask = sample(bias)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    merged = mask
+    if mask is not None and causal:
+        merged = mask.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), float("-inf"))
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=merged, is_causal=causal and merged is None, scale=0.3)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, grad)
+    made, logsumexp = by_definition(q, k, v, mask, causal, 0.3)
+    found = backward_by_definition(grad, q, k, v, made, logsumexp, mask, causal, 0.3)
+    kernel = ATTENTION_BACKWARD(grad, q, k, v, *ATTENTION(q, k, v, mask, causal, 0.3), mask, causal, 0.3)
+    for one, other, own in zip(found, expected, kernel, strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, own)
+        assert one.stride() == own.stride()
+
+
+def test_half_precision_is_computed_in_float32():
+    q, k, v, _ = sample(None)
+    half = [x.bfloat16() for x in (q, k, v)]
+    out, logsumexp = by_definition(*half, None, True, 0.3)
+    assert (out.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)
+    exact, _ = by_definition(*[x.double() for x in half], None, True, 0.3)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+# ---- choosing
+
+
+def case(dtype=torch.bfloat16, capability=(9, 0), dim=64, queries=128, keys=128, bias=False, causal=True, **more):
+    return Case("cuda", capability, dtype, dim, queries, keys, bias, causal, **more)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (case(), "flash"),
+        (case(dtype=torch.float16, capability=(8, 0)), "flash"),
+        (case(dim=80), "flash"),
+        (case(dim=61), "flash"),  # padded to 64
+        (case(dim=249), "flash"),
+        (case(dim=257), "efficient"),
+        (case(bias=True), "efficient"),
+        (case(queries=64, causal=True), "efficient"),  # flash would align the mask to the last key
+        (case(queries=64, causal=False), "flash"),
+        (case(dtype=torch.float32), "efficient"),
+        (case(dtype=torch.float64), "definition"),
+        (case(capability=(7, 5), dtype=torch.float16), "efficient"),
+        (case(capability=(7, 5)), "definition"),  # bfloat16 came with 8.0
+        (case(capability=(8, 6), dim=200), "flash"),
+        (case(capability=(8, 6), dim=200, backward=True), "efficient"),
+        (case(capability=(8, 6), dim=225, backward=True), "flash"),
+        (case(capability=(9, 0), dim=200, backward=True), "flash"),
+        (case(capability=(12, 0), dim=200, backward=True), "efficient"),
+        (case(capability=(13, 0)), "definition"),
+        (case(keys=0, causal=False), "definition"),
+        (Case("cpu", (0, 0), torch.float32, 64, 8, 8, True, True), "flash_cpu"),
+        (Case("mps", (0, 0), torch.float32, 64, 8, 8, True, True), "definition"),
+    ],
+)
+def test_the_first_kernel_that_fits_is_chosen(wanted, expected):
+    assert choose(wanted).name == expected
+
+
+def test_kernels_that_torch_has_switched_off_are_passed_over(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
+        assert choose(case()).name == "cudnn"
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert choose(case()).name == "efficient"
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        assert choose(case()).name == "definition"
+
+
+# ---- kernels that are not here: stand-ins that refuse what the real ones refuse
+
+
+def _check_rows(*tensors, multiple=8):
+    for x in tensors:
+        step = 16 // x.element_size()
+        assert x.shape[-1] % multiple == 0, "a head dim that the kernel does not know"
+        assert x.stride(-1) == 1 and not any(s % step for s in (x.storage_offset(), *x.stride()[:-1]))
+
+
+def _check_bias(bias, q, k):
+    if bias is not None:
+        assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.stride(-1) == 1 and bias.dtype == q.dtype
+        assert not any(s % 16 for s in (bias.storage_offset(), *bias.stride()[:-1]))
+
+
+def _exact(*args):
+    out, logsumexp = by_definition(*args)
+    return out, logsumexp.to(attention.wide(out.dtype))
+
+
+def _efficient(q, k, v, bias, compute, dropout, causal, *, scale):
+    _check_rows(q, k, v)
+    _check_bias(bias, q, k)
+    out, logsumexp = _exact(q, k, v, bias, causal, scale)
+    return out, F.pad(logsumexp, (0, -q.shape[2] % 32), value=float("inf")), torch.empty(()), torch.empty(())
+
+
+def _efficient_backward(grad, q, k, v, bias, out, logsumexp, seed, offset, dropout, wanted, causal, *, scale):
+    _check_rows(grad, q, k, v, out)
+    _check_bias(bias, q, k)
+    assert logsumexp.stride(0) % 8 == logsumexp.stride(1) % 8 == 0, "LSE is not correctly aligned"
+    assert logsumexp.shape[-1] % 32 == 0 and bool(logsumexp[..., q.shape[2] :].isposinf().all())
+    return (*backward_by_definition(grad, q, k, v, out, logsumexp[..., : q.shape[2]], bias, causal, scale), None)
+
+
+def _flash(q, k, v, dropout, causal, *, scale):
+    _check_rows(q, k, v)
+    out, logsumexp = _exact(q, k, v, None, causal, scale)
+    return out, logsumexp, None, None, q.shape[2], k.shape[2], torch.empty(2), torch.empty(()), torch.empty(0)
+
+
+def _flash_backward(grad, q, k, v, out, logsumexp, cq, ck, mq, mk, dropout, causal, seed, offset, *, scale):
+    _check_rows(grad, q, k, v, out)
+    assert logsumexp.is_contiguous() and logsumexp.shape == q.shape[:3] and (mq, mk) == (q.shape[2], k.shape[2])
+    return backward_by_definition(grad, q, k, v, out, logsumexp, None, causal, scale)
+
+
+def _cudnn(q, k, v, bias, compute, dropout, causal, *, scale):
+    out, logsumexp, *rest = _flash(q, k, v, dropout, causal, scale=scale)
+    return out.contiguous(), logsumexp.transpose(1, 2).contiguous().transpose(1, 2).unsqueeze(-1), *rest
+
+
+def _cudnn_backward(grad, q, k, v, out, stats, seed, offset, bias, cq, ck, mq, mk, dropout, causal, *, scale):
+    assert stats.dim() == 4 and stats.stride(1) == 1, "not the statistics that forward gave"
+    return _flash_backward(grad, q, k, v, out, stats[..., 0].contiguous(), cq, ck, mq, mk, 0, causal, 0, 0, scale=scale)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    made = SimpleNamespace(
+        _scaled_dot_product_efficient_attention=_efficient,
+        _scaled_dot_product_efficient_attention_backward=_efficient_backward,
+        _scaled_dot_product_flash_attention=_flash,
+        _scaled_dot_product_flash_attention_backward=_flash_backward,
+        _scaled_dot_product_cudnn_attention=_cudnn,
+        _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
+    )
+    monkeypatch.setattr(attention, "aten", made)
+
+
+@pytest.mark.parametrize("dim", [4, 8, 13])
+@pytest.mark.parametrize(
+    ("name", "bias", "causal"),
+    [
+        ("flash", None, False),
+        ("cudnn", None, False),
+        ("efficient", None, True),
+        ("efficient", "whole", False),
+        ("efficient", "rows", True),
+        ("efficient", "keys", False),
+        ("efficient", "one", False),
+    ],
+)
+@pytest.mark.usefixtures("stand_ins")
+def test_what_a_kernel_pads_is_not_seen_outside(name, bias, causal, dim):
+    q, k, v, mask = sample(bias, dim=dim)
+    grad = torch.randn_like(q)
+    expected, sums = by_definition(q, k, v, mask, causal, 0.3)
+    out, logsumexp = CUDA[name].forward(q, k, v, mask, causal, 0.3)
+    found = CUDA[name].backward(grad, q, k, v, out, logsumexp, mask, causal, 0.3)
+    torch.testing.assert_close((out, logsumexp), (expected, sums))
+    assert out.stride() == expected.stride() and logsumexp.is_contiguous()
+    wanted = backward_by_definition(grad, q, k, v, expected, sums, mask, causal, 0.3)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
+        assert one.untyped_storage().nbytes() == one.numel() * one.element_size()
+
+
+@pytest.mark.parametrize("queries", [31, 32, 33])
+@pytest.mark.usefixtures("stand_ins")
+def test_logsumexp_of_the_efficient_kernel_is_cut_and_padded(queries):
+    q, k, v, _ = sample(None, dtype=torch.float32, dim=8, queries=queries)
+    out, logsumexp = CUDA["efficient"].forward(q, k, v, None, False, 0.3)
+    assert logsumexp.shape == (2, 3, queries) and logsumexp.untyped_storage().nbytes() == 2 * 3 * queries * 4
+    CUDA["efficient"].backward(out, q, k, v, out, logsumexp, None, False, 0.3)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_inputs_that_lie_unaligned_are_copied():
+    wide = torch.randn(3, 2, 3, 5, 9)
+    q, k, v = wide[..., 1:].unbind()
+    out, _ = CUDA["flash"].forward(q, k, v, None, False, 0.3)
+    torch.testing.assert_close(out, by_definition(q, k, v, None, False, 0.3)[0])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_kernels_keep_one_contract_so_that_backward_may_be_another_one():
+    q, k, v, _ = sample(None, dtype=torch.float32)
+    expected = backward_by_definition(q, q, k, v, *by_definition(q, k, v, None, False, 0.3), None, False, 0.3)
+    out, logsumexp = CUDA["cudnn"].forward(q, k, v, None, False, 0.3)
+    for name in ("flash", "efficient", "cudnn"):
+        found = CUDA[name].backward(q, q, k, v, out, logsumexp, None, False, 0.3)
+        torch.testing.assert_close(found, expected)

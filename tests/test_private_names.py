@@ -1,0 +1,83 @@
+"""Private names of torch stand in ``_compat`` alone, where a new version of torch is met."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+import graphzero
+
+ROOT = pathlib.Path(graphzero.__file__).parent
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+# Attributes with an underscore that torch's documentation, or code everywhere, treats as public.
+KNOWN = {
+    "_schema", "_overloadname", "_opname",  # of an op: how docs of custom ops and dispatch modes look at one
+    "_parameters", "_buffers", "_modules",  # of a module: what its setattr and state_dict are made of
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_metadata", "_apply",
+    "_BatchNorm",  # the base of all batch norms
+    "_version",  # of a tensor: notes on in-place correctness
+    "_ops",  # torch._ops.OpOverload, the type of an op
+    "_foreach_copy_", "_fused_adamw_",  # bindings of ATen's ops, which have no other name
+    "_asdict", "_getframe",  # Python's own
+}  # fmt: skip
+MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch")  # as "Extending PyTorch" imports them
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """What graphzero itself defines or assigns."""
+    found: set[str] = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                found.add(node.attr)
+    return found
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of every private name that is not graphzero's own; ATen's ops are named as they are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if any(map(is_private, name.split("."))) and not name.startswith(MODULES):
+                    yield node.lineno, name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch.") and any(map(is_private, alias.name.split("."))):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_self(node.value):
+            base = ast.unparse(node.value)
+            if base != "aten" and not base.startswith("torch.ops") and node.attr not in own | KNOWN:
+                yield node.lineno, f"{base}.{node.attr}"
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_compat_reads_private_names_of_torch(path: pathlib.Path) -> None:
+    if path.name != "_compat.py":
+        found = [f"{path.name}:{line} reads {name}" for line, name in private_names(TREES[path], own_names())]
+        assert not found, "put these into graphzero/_compat.py, with a plain name:\n" + "\n".join(found)
+
+
+def test_the_check_sees_what_it_is_to_find() -> None:
+    text = (
+        "import torch._dynamo\nfrom torch._C import _x\nfrom torch.utils._pytree import tree_map\n"
+        "x._local_tensor\nself._own\ntorch._C._set(1)\ntorch.ops.aten._to_copy\naten._softmax\nx._version\nx._ours\n"
+    )
+    found = {name for _, name in private_names(ast.parse(text), {"_ours"})}
+    assert found == {"torch._dynamo", "torch._C._x", "x._local_tensor", "torch._C", "torch._C._set"}
