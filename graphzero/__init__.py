@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphzero import testing as testing
     from graphzero.config import GraphConfig
     from graphzero.convert import to_global, to_local
+    from graphzero.divergence import check as check
     from graphzero.errors import CaptureError as CaptureError
     from graphzero.errors import CheckpointError as CheckpointError
     from graphzero.errors import ConfigError as ConfigError
@@ -46,6 +47,7 @@ _HOMES = {
     "SbpError": "errors",
     "StepGraph": "ir.graph",
     "VerifyError": "errors",
+    "check": "divergence",
     "load": "files",
     "parse": "ir.parse",
     "placement": "sbp.placement",
@@ -69,6 +71,7 @@ __all__ = [
     "SbpError",
     "StepGraph",
     "VerifyError",
+    "check",
     "errors",
     "parse",
     "passes",

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphzero import accept
+from graphzero import _compat, accept
 from graphzero.errors import ConfigError, PlacementError
 from graphzero.graph import Graph
-from graphzero.ir import memory, ops, value
+from graphzero.ir import memory, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import ScalarType
 from graphzero.runtime.executor import Executor
@@ -30,9 +30,10 @@ from graphzero.runtime.meter import Measured, MemoryMeter
 from graphzero.runtime.shards import piece
 from graphzero.runtime.timer import StepTimes, Timer
 from graphzero.runtime.world import Sent
+from graphzero.sbp.law import check_rule
 from graphzero.simulate import Held, lowered, run
 
-__all__ = ["assert_graph", "assert_same_step", "fake_world", "measure_step", "profile_step", "trace_step"]
+__all__ = ["assert_graph", "assert_same_step", "check_rule", "fake_world", "measure_step", "profile_step", "trace_step"]
 
 
 @contextlib.contextmanager
@@ -46,15 +47,13 @@ def fake_world(n: int, rank: int = 0) -> Iterator[None]:
     Raises:
         PlacementError: a process group exists already, or there is no such rank.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise PlacementError(
             "fake_world: this process has a process group already; leave it first (destroy_process_group)"
         )
     if not 0 <= rank < n:
         raise PlacementError(f"fake_world({n}, rank={rank}): the ranks are 0 to {n - 1}")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+    dist.init_process_group("fake", store=_compat.fake_store(), rank=rank, world_size=n)
     try:
         yield
     finally:

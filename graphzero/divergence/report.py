@@ -1,0 +1,112 @@
+"""What a check found, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+KINDS = ("outputs", "gradients", "parameters", "states")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run that was compared.
+
+    name: "captured", or the pass it follows.  ranks: it ran on.  same: the pass changed nothing, so nothing ran.
+    differences: the largest relative difference by kind: "outputs" (norms too), "gradients", "parameters" (buffers
+    too) and "states"; a kind that was not compared is absent.  beyond: what differs beyond rounding -> by how much.
+    """
+
+    name: str
+    ranks: int = 1
+    same: bool = False
+    differences: dict[str, float] = field(default_factory=dict)
+    beyond: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs beyond rounding."""
+        return not self.beyond
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``gz.check`` found; ``str`` gives the text, truth whether all agree.
+
+    Attributes:
+        name: of the Graph.  numbers: the dtype it was checked in, as text.  rtol: what counted as rounding.
+        stages: the captured step, against plain PyTorch; then the program after each pass, against the captured step.
+        where: "" if all agree; "captured" if the captured step differs from plain PyTorch; else the first pass after
+            which results differ.
+        is_rounding: what differs is gone in float64.
+        value: name of the first value, in program order, that differs there; "" if none does or none is known.
+        nonfinite: name of the first value that is inf or nan although the operands of its op are not, if that reaches
+            a result; else "".
+        notes: the paragraphs behind the table.
+    """
+
+    name: str
+    numbers: str
+    rtol: float
+    stages: tuple[Stage, ...]
+    where: str = ""
+    value: str = ""
+    nonfinite: str = ""
+    notes: tuple[str, ...] = ()
+    is_rounding: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs but by rounding."""
+        return not self.where or self.is_rounding
+
+    def __bool__(self) -> bool:
+        return self.agrees
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few words, as in the text's first line."""
+        if self.is_rounding:
+            return "agrees but for rounding"
+        if not self.where:
+            return "agrees, but results are not finite" if self.nonfinite else "agrees"
+        return "differs as captured" if self.where == "captured" else f"differs from pass {self.where} on"
+
+    def __str__(self) -> str:
+        lines = [
+            f"check of {self.name} in {self.numbers}: {self.verdict}",
+            f"  largest differences, relative to the largest element of a value; up to {self.rtol:.1e} is rounding",
+            "",
+            f"  {'against plain PyTorch':<24}" + "".join(f"{kind:>12}" for kind in KINDS),
+        ]
+        for i, stage in enumerate(self.stages):
+            lines += ["  against the captured step"] if i == 1 else []
+            lines.append(_row(stage))
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
+
+
+def with_second(report: Report, second: Report) -> Report:
+    """A report that found differences, and what the same check finds in float64."""
+    if second.agrees:
+        worst = max(gap for stage in second.stages for gap in (0.0, *stage.differences.values()))
+        note = (
+            f"In float64 all agree, up to {worst:.1e}: this is rounding. It is amplified where a result hangs on the "
+            "sign of something very small, such as a gradient that is exactly zero, under Adam."
+        )
+        return replace(report, is_rounding=True, value="", notes=(note,))
+    return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is no rounding."))
+
+
+def _row(stage: Stage) -> str:
+    where = "" if stage.ranks == 1 else f", {stage.ranks} ranks"
+    cells = ["" if kind not in stage.differences else f"{stage.differences[kind]:.1e}" for kind in KINDS]
+    cells = [("0" if cell == "0.0e+00" else cell) for cell in cells]
+    rest = "  as before" if stage.same else "".join(f"{cell:>12}" for cell in cells)
+    return f"    {stage.name + where:<22}{rest}{'  <' if stage.beyond else ''}".rstrip()
+
+
+def beyond_lines(beyond: dict[str, float], most: int = 6) -> Sequence[str]:
+    """What differs, worst first."""
+    ordered = sorted(beyond.items(), key=lambda item: -item[1])
+    more = [f"  ... and {len(ordered) - most} more"] if len(ordered) > most else []
+    return [*(f"  {name}: {gap:.1e}" for name, gap in ordered[:most]), *more]

@@ -1,0 +1,63 @@
+"""The same step in float64: numbers that rounding cannot explain.
+
+A program is widened by its types and by dtypes among arguments; eager code by a mode that widens the arguments of
+every op.  Both leave integers, truth values and complex numbers of any size as they are but for their width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
+from graphzero.ops import UNIFORM_LIKE
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+def wide(x: Any) -> Any:
+    """A tensor, a dtype or a type of a graph's value in float64; anything else as it is."""
+    if isinstance(x, Tensor):
+        return x.to(_WIDE[x.dtype]) if x.dtype in _WIDE else x
+    if isinstance(x, torch.dtype):
+        return _WIDE.get(x, x)
+    if isinstance(x, TensorType):
+        return TensorType(_WIDE.get(x.dtype, x.dtype), x.shape)
+    return tuple(map(wide, x)) if isinstance(x, tuple) else x
+
+
+def widened(graph: StepGraph) -> StepGraph:
+    """A copy of ``graph`` that computes in float64; random numbers stay the ones they are."""
+    graph = graph.clone()
+    for node in graph.nodes:
+        if node.op == "output" or node.target is UNIFORM_LIKE:
+            continue
+        node.meta["type"] = wide(value.type_of(node))
+        node.args = fx.node.map_aggregate(node.args, _dtype)  # type: ignore[assignment,arg-type]
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _dtype)  # type: ignore[assignment,arg-type]
+    return graph
+
+
+def _dtype(x: Any) -> Any:
+    return wide(x) if isinstance(x, torch.dtype) else x
+
+
+class Wide(TorchDispatchMode):
+    """Every op that is told a dtype is told the wide one, so that ``x.float()`` does not narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(_dtype, args), **tree_map(_dtype, kwargs or {}))

@@ -1,0 +1,268 @@
+"""gz.check names the first pass, and the first value, at which a step stops computing what plain PyTorch computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.sbp import registry
+
+FOUR = gz.placement("cpu", range(4), virtual=True)
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("checked::center", mutates_args=())
+def center(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+center.register_fake(torch.empty_like)
+center.register_autograd(lambda ctx, grad: center(grad))
+
+
+class Train(gz.Graph):
+    """Two layers with something between them, and passes behind ``after``."""
+
+    def __init__(
+        self,
+        between: Callable[[Tensor], Tensor] = torch.relu,
+        *passes: Any,
+        after: str = "zero",
+        stage: int = 2,
+        placement: Any = FOUR,
+        optimizer: Any = torch.optim.SGD,
+    ):
+        super().__init__(placement)
+        torch.manual_seed(0)
+        self.first, self.last, self.between = nn.Linear(6, 8), nn.Linear(8, 3), between
+        if isinstance(between, nn.Module):
+            self.middle = between
+        parameters = [p for m in vars(self).values() if isinstance(m, nn.Module) for p in m.parameters()]
+        self.optimizer = optimizer(dict.fromkeys(parameters), lr=0.1)
+        self.add_optimizer(self.optimizer, clip_grad_norm=1.0)
+        if stage:
+            self.config.enable_zero(stage=stage)
+        for pass_ in passes:
+            self.config.add_pass(pass_, after=after)
+
+    def build(self, x: Tensor, t: Tensor) -> Tensor:
+        loss: Tensor = nn.functional.cross_entropy(self.last(self.between(self.first(x))), t)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+
+@pytest.fixture
+def wrong_rule() -> Iterator[None]:
+    known = dict(registry._entries)
+    gz.sbp.rule(center, "...->...")  # the mean over dim 0 is not the mean over a piece of it
+    yield
+    registry._entries.clear()
+    registry._entries.update(known)
+    registry._cache.clear()
+
+
+# ---- agreement
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_right_step_agrees_after_every_pass_to_the_last_digits_of_float64(stage: int, batch: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
+    graph = Train(model, stage=stage, optimizer=torch.optim.AdamW)
+    for _ in range(2):  # before the first call, and in the middle of training
+        report = gz.check(graph, *batch, dtype=torch.float64)
+        assert report and report.agrees and not report.where
+        assert max(gap for stage in report.stages for gap in stage.differences.values()) < 1e-8
+        assert {"captured", "pin", "propagate", "schedule"} <= {stage.name for stage in report.stages}
+        graph(*batch)
+
+
+def test_the_programs_own_dtypes_are_checked_if_none_is_asked_for(batch: Any) -> None:
+    report = gz.check(Train(), *batch)
+    assert report
+    assert report.rtol == pytest.approx(3.45e-4, rel=0.01)
+    assert "check of Train in its own dtypes: agrees" in str(report)
+
+
+def test_evaluation_and_a_world_of_one_are_checked_too(batch: Any) -> None:
+    class Evaluate(gz.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(6, 3)
+
+        def build(self, batch: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+            return {"scaled": self.model(batch["x"]) * scale, "raw": batch["x"]}
+
+    report = gz.check(Evaluate(), {"x": batch[0]}, scale=0.3, dtype=torch.float64)
+    assert report
+    assert set(report.stages[0].differences) == {"outputs", "parameters"}
+
+
+def _everything(graph: Train) -> Any:
+    state = {id(p): {k: v.clone() for k, v in held.items()} for p, held in graph.optimizer.state.items()}
+    modules = {name: held for name, held in vars(graph).items() if isinstance(held, nn.Module)}
+    tensors = {
+        f"{n}.{k}": (id(x), x.detach().clone())
+        for n, m in modules.items()
+        for k, x in m.state_dict(keep_vars=True).items()
+    }
+    return (
+        state,
+        tensors,
+        torch.get_rng_state(),
+        graph.state_dict()["random"],
+        dict(vars(graph)),
+        torch.get_default_dtype(),
+    )
+
+
+def test_a_check_takes_no_step_and_changes_nothing(batch: Any) -> None:
+    graph = Train(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
+    twin = Train(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
+    for held in (graph, twin):
+        torch.manual_seed(5)
+        held(*batch)
+    inputs = [x.clone() for x in batch]
+    before = _everything(graph)
+    gz.check(graph, *batch, dtype=torch.float64)
+    after = _everything(graph)
+    for old, new in zip(before[1].values(), after[1].values(), strict=True):
+        assert old[0] == new[0] and torch.equal(old[1], new[1])
+    assert all(torch.equal(x, after[0][i][k]) for i, held in before[0].items() for k, x in held.items())
+    assert torch.equal(before[2], after[2]) and before[3] == after[3] and before[5] == after[5]
+    assert before[4].keys() == after[4].keys()
+    assert all(torch.equal(old, new) for old, new in zip(inputs, batch, strict=True))
+    assert all(p.grad is None for p in graph.first.parameters())
+    assert torch.equal(graph(*batch), twin(*batch))
+    assert torch.equal(graph.first.weight, twin.first.weight)
+
+
+# ---- what is wrong is found
+
+
+@pytest.mark.usefixtures("wrong_rule")
+def test_a_wrong_rule_is_found_at_its_op_with_the_users_line(batch: Any) -> None:
+    report = gz.check(Train(center), *batch, dtype=torch.float64)
+    assert not report
+    assert (report.where, report.value) == ("propagate", "center")
+    text = str(report)
+    assert "> center = checked.center.default(" in text
+    assert "test_check.py:" in text and "in build" in text
+    assert "rule says: S(0) -> S(0)" in text
+    assert "gz.testing.check_rule(torch.ops.checked.center.default" in text
+    assert [stage.name for stage in report.stages if stage.beyond][0] == "propagate"
+
+
+def scales_gradients(graph: StepGraph) -> StepGraph:
+    """Divides by the number of ranks, as one does by hand; the graph's gradients are global ones already."""
+    for pin in graph.gradients().values():
+        made: Any = pin.args[0]
+        with graph.graph.inserting_before(pin):
+            scaled = graph.call(aten.mul.Tensor, (made, 0.25), value.type_of(made), like=made, name=f"{made.name}_mean")
+        pin.args = (scaled, -1)
+    return graph
+
+
+def returns_another_value(graph: StepGraph) -> StepGraph:
+    graph.set_output([graph.node("sum_1")], graph.aux, graph.updates)
+    return graph
+
+
+def forgets_a_sign(graph: StepGraph) -> StepGraph:
+    graph.graph.find_nodes(op="call_function", target=aten.relu.default)[0].target = aten.abs.default
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("pass_", "after", "said"),
+    [
+        (scales_gradients, "zero", ["new in this pass", "The pass put mm_", "it was mm_", "gradient last.weight"]),
+        (forgets_a_sign, "lower_boxing", ["> relu = abs(", "it was relu = relu(", "output 0: ", "changed the op"]),
+    ],
+)
+def test_a_wrong_pass_is_found_with_what_it_changed(pass_: Any, after: str, said: list[str], batch: Any) -> None:
+    report = gz.check(Train(torch.relu, pass_, after=after), *batch, dtype=torch.float64)
+    assert report.where == pass_.__name__
+    assert report.value
+    for words in said:
+        assert words in str(report)
+
+
+def test_a_result_that_is_made_of_another_value_is_shown_with_the_one_it_was(batch: Any) -> None:
+    report = gz.check(Train(torch.relu, returns_another_value), *batch)
+    assert (report.where, report.value) == ("returns_another_value", "sum_1")
+    assert "Every value that both programs have is the same, but output 0 is another one" in str(report)
+    assert "this is no rounding" in str(report)
+
+
+def test_a_build_that_is_no_function_of_its_inputs_is_told_from_a_wrong_capture(batch: Any) -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    def treacherous(x: Tensor) -> Tensor:
+        return x * (2 if type(x) is Tensor else 3)
+
+    unsteady, steady = (gz.check(Train(f), *batch) for f in (noisy, treacherous))
+    assert unsteady.where == steady.where == "captured"
+    assert "differs from itself: build is not a function of its inputs" in str(unsteady)
+    assert "Capture runs build once" in str(steady)
+    assert all(not stage.beyond for stage in steady.stages[1:])
+
+
+def test_rounding_that_an_optimizer_amplifies_is_told_from_a_mistake(batch: Any) -> None:
+    graph = Train(nn.BatchNorm1d(8), optimizer=torch.optim.AdamW)  # the bias before it has gradient zero, and noise
+    report = gz.check(graph, *batch, rtol=1e-7)
+    assert report.is_rounding
+    assert report
+    assert "In float64 all agree" in str(report)
+    assert not gz.check(Train(torch.relu, scales_gradients), *batch, rtol=1e-7).is_rounding
+
+
+def test_the_first_value_that_is_not_finite_is_named_with_its_operands(batch: Any) -> None:
+    report = gz.check(Train(torch.log), *batch)
+    assert report.agrees  # everybody computes the same nan
+    assert report.nonfinite == "log"
+    assert "agrees, but results are not finite" in str(report)
+    assert "The first value with nan is 'log'" in str(report)
+    assert "from -" in str(report)
+    with_mask = gz.check(Train(lambda x: x.masked_fill(x < 0, -torch.inf).softmax(-1)), *batch)
+    assert with_mask.nonfinite == ""  # inf on the way that no result sees is no news
+
+
+def test_an_infinite_input_is_named_as_such(batch: Any) -> None:
+    x, t = batch
+    assert gz.check(Train(), x.clone().fill_(torch.inf), t).nonfinite in ("x", "addmm")
+
+
+# ---- refusals
+
+
+def test_what_cannot_be_checked_says_so(batch: Any) -> None:
+    with pytest.raises(gz.ConfigError, match="float64 leaves no rounding"):
+        gz.check(Train(), *batch, dtype=torch.float32)
+    with torch.device("meta"):
+        graph = Train()
+    with pytest.raises(gz.ConfigError, match="meta"):
+        gz.check(graph, *batch)
+    with pytest.raises(gz.CaptureError, match="test_check.py"):
+        gz.check(Train(lambda x: x if x.sum() > 0 else -x), *batch)
+
+
+def test_the_report_of_a_large_difference_stays_short(batch: Any) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    report = gz.check(Train(layers, scales_gradients), *batch, dtype=torch.float64)
+    assert not report
+    assert len(str(report).splitlines()) < 50
