@@ -1,0 +1,161 @@
+"""Writes docs/reference.md from the docstrings of the public names: ``python docs/reference.py``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+PAGE = pathlib.Path(__file__).with_name("reference.md")
+ROOT = PAGE.parents[1]
+MODULES = {
+    "graphzero": "gz",
+    "graphzero.sbp": "gz.sbp",
+    "graphzero.passes": "gz.passes",
+    "graphzero.testing": "gz.testing",
+    "graphzero.divergence": "graphzero.divergence",
+}
+HEAD = """# Reference
+
+The public names, from their docstrings. `python docs/reference.py` writes this page; do not edit it.
+
+Shapes are global unless a text says otherwise. Memory and traffic are in bytes per rank, times in seconds.
+"""
+
+
+def text() -> str:
+    """The page."""
+    lines = [HEAD]
+    for module, short in MODULES.items():
+        lines += _module(module, short)
+    return "\n".join(lines)
+
+
+def undocumented() -> list[str]:
+    """Public names without a docstring."""
+    found = []
+    for module, short in MODULES.items():
+        for name, held in _names(module):
+            members = _members(held) if inspect.isclass(held) else []
+            found += [f"{short}.{name}"] * (_is_code(held) and not _doc(held))
+            found += [f"{short}.{name}.{member}" for member, inner in members if not _doc(inner)]
+    return found
+
+
+def _names(module: str) -> list[tuple[str, Any]]:
+    found = importlib.import_module(module)
+    return [(name, getattr(found, name)) for name in sorted(found.__all__, key=str.lower)]
+
+
+def _is_code(held: Any) -> bool:
+    return isinstance(held, type) or inspect.isroutine(held)
+
+
+def _module(module: str, short: str) -> Iterator[str]:
+    yield f"## {short}\n\n{markdown(importlib.import_module(module).__doc__ or '')}\n"
+    for name, held in _names(module):
+        if inspect.ismodule(held):
+            continue
+        yield f"### {short}.{name}\n"
+        elsewhere = next((f"{s}.{n}" for m, s in MODULES.items() for n, x in _names(m) if x is held), None)
+        if _is_code(held) and elsewhere != f"{short}.{name}":
+            yield f"The same as `{elsewhere}`.\n"
+        elif isinstance(held, type):
+            yield from _class(held, name)
+        elif _is_code(held):
+            yield f"`{name}{_arguments(held)}`\n\n{markdown(_doc(held))}\n"
+        elif hasattr(held, "__origin__"):
+            yield f"The type `{_type(held)}`.\n"
+        else:
+            yield f"`{held!r}`, of type `{type(held).__name__}`. {markdown(_doc(type(held))).splitlines()[0]}\n"
+
+
+def _class(held: type, name: str) -> Iterator[str]:
+    made = "" if issubclass(held, Exception) else _arguments(held)
+    yield f"`class {name}{made}`\n\n{markdown(_doc(held))}\n"
+    for member, found in _members(held):
+        shown = f"`{member}{_arguments(found)}`" if inspect.isfunction(found) else f"`{member}`"
+        first, *rest = markdown(_doc(found)).splitlines() or [""]
+        yield "\n".join([f"* {shown}: {first}", *(f"  {line}".rstrip() for line in rest)])
+    yield from [""] * bool(_members(held))
+
+
+def _members(held: type) -> list[tuple[str, Any]]:
+    """Public methods and properties that the class itself defines, and calls of it that have a text."""
+    found = []
+    for name, member in vars(held).items():
+        is_call = name == "__call__" and bool(member.__doc__)
+        if (is_call or not name.startswith("_")) and (inspect.isfunction(member) or isinstance(member, property)):
+            found.append((name, member))
+    return [] if issubclass(held, Exception) else found
+
+
+def _arguments(held: Any) -> str:
+    signature = inspect.signature(held)
+    parts, star = [], False
+    for parameter in signature.parameters.values():
+        if parameter.name == "self" or (parameter.name.startswith("_") and parameter.default is not parameter.empty):
+            continue
+        mark = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            parts.append("*")
+        star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
+        parts.append(f"{mark}{parameter.name}: {_type(parameter.annotation)}{default}")
+    returns = "" if inspect.isclass(held) else _type(signature.return_annotation)
+    return f"({', '.join(parts)})" + (f" -> {returns}" if returns not in ("", "None") else "")
+
+
+def _default(x: Any) -> str:
+    return "..." if repr(x).startswith("<") else repr(x)
+
+
+def _type(annotation: Any) -> str:
+    shown = annotation if isinstance(annotation, str) else getattr(annotation, "__qualname__", "")
+    if hasattr(annotation, "__origin__") or not shown:
+        shown = str(annotation)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", shown)
+
+
+def _doc(held: Any) -> str:
+    if isinstance(held, type) and (held.__doc__ or "").startswith(f"{held.__name__}("):
+        return ""  # what dataclass writes
+    return inspect.getdoc(held) or ""
+
+
+def markdown(doc: str) -> str:
+    """A docstring as Markdown: lists of what is named, fences around tables, single backticks."""
+    lines: list[str] = []
+    inside, named = "", r"(\w+|``.+?``)(, \w+)*: "
+    for line in [*inspect.cleandoc(doc).replace("``", "`").splitlines(), ""]:
+        is_rule = bool(re.fullmatch(r"=+( =+)+", line))
+        if inside == "table":
+            if line.strip():
+                lines.append(line)
+                continue
+            lines, inside = [*lines, "```"], ""
+        if is_rule:
+            lines, inside = [*lines, "```text", line], "table"
+        elif re.fullmatch(r"(Args|Returns|Raises|Attributes):", line):
+            lines, inside = [*lines, line, ""], "section"
+        elif inside == "section" and re.match(r" {4}\S", line):
+            lines.append(f"* {line.strip()}")
+        elif lines and re.match(named, line) and (inside == "list" or not lines[-1]):
+            lines, inside = [*lines, f"* {line}"], "list"
+        elif inside == "list" and re.match(r"(Raises|Returns) ", line):
+            lines, inside = [*lines, "", line], ""
+        elif inside in ("section", "list") and line:
+            lines.append(f"  {line.strip()}")
+        else:
+            inside = "" if line else inside.replace("list", "")
+            lines.append(line)
+    return "\n".join(lines).strip("\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    PAGE.write_text(text(), encoding="utf-8")
