@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def vit(layers: int = 2, width: int = 32, heads: int = 2) -> nn.Module:
     )  # fmt: skip
 
 
-def t5(layers: int = 2, width: int = 32, heads: int = 2, vocabulary: int = 96) -> nn.Module:
+def t5(layers: int = 1, width: int = 32, heads: int = 2, vocabulary: int = 96) -> nn.Module:
     """T5 of the transformers package: relative positions, encoder and decoder, one tied embedding."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -221,8 +222,8 @@ CASES = {
         Case("convnet", convnet, images),
         Case("gpt2", gpt2, tokens),
         Case("llama", llama, tokens),
-        Case("lstm", lstm, tokens),
-        Case("gru", gru, tokens),
+        Case("lstm", lstm, partial(tokens, context=6)),
+        Case("gru", gru, partial(tokens, context=6)),
         Case("encoder", encoder, tokens),
         Case("bert", bert, tokens),
         Case("vit", vit, images),

@@ -50,6 +50,22 @@ def test_all_stages_give_the_same_bits(model):
     assert all(same_bits(run, runs[0]) for run in runs[1:])
 
 
+@pytest.mark.parametrize(("model", "stage"), [("gru", 1), ("encoder", 2), ("vit", 3)])
+def test_other_kinds_of_networks_train_as_plain_pytorch_does(model, stage):
+    check(Cell(model, "adamw", stage, ranks=2))
+
+
+def test_a_recurrent_layer_stays_split_in_float32_where_torch_has_one_op_for_it():
+    check(Cell("lstm", "sgd", stage=3, ranks=2, dtype=torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["lstm", "encoder", "bert", "vit", "t5"])
+def test_other_kinds_of_networks_give_the_same_bits_at_all_stages(model):
+    runs = [check(Cell(model, "sgd", stage, ranks=3, dtype=torch.float32)) for stage in (0, 3)]
+    assert all(same_bits(run, runs[0]) for run in runs[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
