@@ -1,4 +1,4 @@
-"""What add_optimizer refuses, and why."""
+"""What a Graph refuses to be given, and why: attributes, a build, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import nn
 from graphzero.errors import ConfigError
 
 RESERVED = ("config", "placement", "program", "history", "plan", "grad_norm", "is_compiled", "training")
-_WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+_OWN = ("config", "placement", "name")
+_WRAPPERS = (
+    "OptimizedModule",
+    "ScriptModule",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DataParallel",
+)
 
 
 def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> None:
@@ -32,6 +40,30 @@ def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> Non
             f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
             "or nn.ModuleDict"
         )
+
+
+def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
+    """Why a Graph has no such attribute."""
+    if not constructed and (name in _OWN or (name.startswith("_") and not name.startswith("__"))):
+        return ConfigError(f"{graph.__name__}.__init__ must call super().__init__() before the Graph is used")
+    return AttributeError(f"{graph.__name__!r} object has no attribute {name!r}")
+
+
+def check_build(graph: type, build: Any) -> None:
+    """Refuse a ``build`` that is no plain method.  Raises ConfigError."""
+    name = f"{graph.__name__}.build"
+    if not callable(build):
+        raise ConfigError(
+            f"{name} is of type {type(build).__name__}; write the step as a method: def build(self, x, y): ..."
+        )
+    if inspect.isgeneratorfunction(build) or inspect.isasyncgenfunction(build):
+        raise ConfigError(f"{name} is a generator (it has yield), but one call is one step; return its results instead")
+    if inspect.iscoroutinefunction(build):
+        raise ConfigError(f"{name} is async, but a step waits for nothing; write def build(self, ...) without async")
+    try:
+        inspect.signature(build)
+    except ValueError:
+        raise ConfigError(f"{name} takes no arguments, not even self; write def build(self, ...)") from None
 
 
 def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:
@@ -74,5 +106,5 @@ def check_scheduler(scheduler: Any, optim: torch.optim.Optimizer) -> None:
 
 def check_clipping(**numbers: float | None) -> None:
     for name, number in numbers.items():
-        if number is not None and not (isinstance(number, (int, float)) and number > 0):
+        if number is not None and (isinstance(number, bool) or not (isinstance(number, (int, float)) and number > 0)):
             raise ConfigError(f"add_optimizer({name}={number!r}): give a positive number, or leave it out")

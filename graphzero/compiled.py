@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from graphzero.attributes import Attributes
 from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, baked, capture
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
@@ -34,6 +36,7 @@ from graphzero.runtime.world import World
 from graphzero.sbp.types import Nd
 
 _MANY = 8
+HasState = Callable[[int, str], bool]  # (optimizer, path of a parameter)
 
 
 @dataclass(frozen=True)
@@ -80,24 +83,37 @@ class Compiled:
 class Programs:
     """A Graph's captures and programs by key."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, attributes: Attributes) -> None:
+        self.name, self.attributes = name, attributes
         self.captures: dict[Any, list[Captured]] = {}
         self.programs: dict[Key, list[Compiled]] = {}
         self.hashes: dict[Key, int] = {}
         self._warned = False
 
-    def find(self, key: Key, numbers: Mapping[Role, float]) -> Compiled | None:
-        """The program for ``key`` whose guarded hyperparameters still hold."""
-        return next((p for p in self.programs.get(key, ()) if p.captured.guards(dict(numbers))), None)
+    def find(
+        self, key: Key, numbers: Mapping[Role, float], has_state: HasState, bound: Compiled | None
+    ) -> Compiled | None:
+        """The program for ``key`` whose guarded hyperparameters, attributes, and what it takes for granted of state,
+        still hold.
 
-    def find_capture(self, key: Key, numbers: Mapping[Role, float]) -> Captured | None:
-        return next((c for c in self.captures.get(key.captured, ()) if c.guards(dict(numbers))), None)
+        bound: the program whose state is bound and unchanged; that what it reads is there need not be looked at.
+        """
+        known = sorted(self.programs.get(key, ()), key=lambda p: p is not bound)
+        sure = None if bound is None or bound.captured.entry.absent else bound
+        return next((p for p in known if self._holds(p.captured, numbers, None if p is sure else has_state)), None)
+
+    def find_capture(self, key: Key, numbers: Mapping[Role, float], has_state: HasState) -> Captured | None:
+        return next((c for c in self.captures.get(key.captured, ()) if self._holds(c, numbers, has_state)), None)
+
+    def _holds(self, captured: Captured, numbers: Mapping[Role, float], has_state: HasState | None) -> bool:
+        entered = has_state is None or captured.entry.holds(numbers, has_state)
+        return entered and self.attributes.fits(captured) and captured.guards(dict(numbers))
 
     def add(self, key: Key, program: Compiled) -> None:
         known = self.captures.setdefault(key.captured, [])
         if program.captured not in known:
             known.append(program.captured)
+            self.attributes.watch(program.captured)
         self.programs.setdefault(key, []).append(program)
         self._warn()
 
@@ -121,6 +137,9 @@ class Programs:
         for key in made.values():
             for name, found in (*key.captured, ("configuration", key.config)):
                 seen.setdefault(name, set()).add(found)
+        for captured in (c for captures in self.captures.values() for c in captures):
+            for name, held in captured.attributes.items():
+                seen.setdefault(f"attribute {name}", set()).add(held)
         changing = [name for name, values in seen.items() if len(values) > 1] or ["guarded hyperparameters"]
         warnings.warn(
             f"{self.name} has compiled {len(made)} programs; what keeps changing: {', '.join(changing)}. Pad inputs to "
@@ -151,18 +170,40 @@ class HeldParts:
 
     def __init__(self) -> None:
         self._of: Any = None
+        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._paths: dict[int, str] = {}
         self._parts: tuple[tuple[str, Any], ...] = ()
 
     def parts(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
         groups = [[list(map(id, group["params"])) for group in o.param_groups] for o in state.optimizers]
         if self._of is None or self._of[0] is not found or self._of[1] != groups:
             names = {id(entry.tensor): path for path, entry in found.items()}
+            for i, optimizer in enumerate(state.optimizers):
+                self._check_current(optimizer, i, names, found)
+            self._known.update({id(entry.tensor): entry.tensor for entry in found.values()})
+            self._paths.update(names)
             tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
             modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
+            modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())
             made: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
             made += [(f"optimizer {i}", _Hashed(layout_of(o, names, i))) for i, o in enumerate(state.optimizers)]
             self._of, self._parts = (found, groups), tuple(made)
         return self._parts
+
+    def _check_current(
+        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, Found]
+    ) -> None:
+        """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
+        for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
+            former = self._known.get(id(param))
+            if former is not None and former is param:
+                path = self._paths[id(param)]
+                now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
+                raise ConfigError(
+                    f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
+                    f"{tensor_text(former)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
+                    "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
+                )
 
 
 class _Hashed(tuple[Any, ...]):
@@ -199,17 +240,7 @@ def describe(key: Key, inputs: Inputs, state: State, config: GraphConfig) -> dic
 
 def layout_of(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[Any, ...]:
     """Its class and the parameters of its groups."""
-    groups = []
-    for j, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in names:
-                raise ConfigError(
-                    f"optimizer {index} ({type(optimizer).__name__}) holds in group {j} a parameter "
-                    f"{tensor_text(param)} of no module of the Graph; assign its module to an attribute (self.model = "
-                    "model) before calling, and make the optimizer after the module is final"
-                )
-        groups.append(tuple(names[id(param)] for param in group["params"]))
-    return type(optimizer).__qualname__, tuple(groups)
+    return type(optimizer).__qualname__, tree.group_paths(optimizer, names, index)
 
 
 def _settings() -> tuple[Any, ...]:

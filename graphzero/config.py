@@ -6,6 +6,7 @@ is process-global, and ``fingerprint`` says whether two configurations compile t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,9 @@ class GraphConfig:
         shard_min_size: parameters with fewer than this many elements per rank stay broadcast.
         axis: placement axes to split over, a name or names; by default every data axis.
         """
-        if isinstance(stage, bool) or stage not in STAGES:
+        if not isinstance(mode, bool):
+            raise ConfigError(f"enable_zero({mode!r}): the first argument says yes or no; write stage={mode!r}")
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:
             raise ConfigError(
                 f"enable_zero(stage={stage!r}): the stages are 1 (optimizer states split), 2 (gradients too) and "
                 "3 (parameters too); for none, enable_zero(False)"
@@ -104,7 +107,7 @@ class GraphConfig:
     def set_executor(self, name: str) -> None:
         """How programs run: "eager", the reference executor."""
         if name not in EXECUTORS:
-            raise ConfigError(f"set_executor({name!r}): the executors are {_choices(EXECUTORS)}")
+            raise ConfigError(f"set_executor({name!r}): {_choices(EXECUTORS)}")
         if name == "inductor":
             raise ConfigError(
                 'set_executor("inductor"): the compiled executor comes in a later version; "eager" runs the same '
@@ -118,6 +121,8 @@ class GraphConfig:
         name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one for all of a 1-d
         placement: ``gz.sbp.B`` for class weights, ``gz.sbp.S(1)`` for a batch in dim 1.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
         nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
         count = len(self._placement.names)
         if not all(isinstance(item, Sbp) for item in nd):
@@ -137,7 +142,7 @@ class GraphConfig:
     @check_inputs.setter
     def check_inputs(self, when: str) -> None:
         if when not in CHECKS:
-            raise ConfigError(f"check_inputs = {when!r}: write {_choices(CHECKS)}")
+            raise ConfigError(f"check_inputs = {when!r}: {_choices(CHECKS)}")
         self._check_inputs = when
 
     @property
@@ -158,6 +163,13 @@ class GraphConfig:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
         if not callable(pass_):
             raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
+        if isinstance(pass_, type):
+            raise ConfigError(f"add_pass({pass_.__name__}): that is a class; add an object of it: {pass_.__name__}()")
+        if not _takes_one(pass_):
+            raise ConfigError(
+                f"add_pass({pass_name(pass_)}): it cannot be called with one argument; a pass takes a StepGraph and "
+                "returns one: def my_pass(graph): ...; fix others by functools.partial"
+            )
         known = (*NAMES, *(pass_name(own) for own, _ in self._passes))
         if after not in known:
             raise ConfigError(
@@ -169,10 +181,12 @@ class GraphConfig:
 
     @property
     def zero(self) -> ZeroConfig:
+        """Stage, axes and shard_min_size as ``enable_zero`` left them; stage 0 without it."""
         return self._zero
 
     @property
     def executor(self) -> str:
+        """The name that ``set_executor`` was given; "eager" without it."""
         return self._executor
 
     @property
@@ -200,6 +214,16 @@ class GraphConfig:
         """The fingerprint as text that is the same in every process."""
         return repr(self)
 
+    def __setattr__(self, name: str, held: Any) -> None:
+        settable = [n for n, p in vars(type(self)).items() if isinstance(p, property) and p.fset is not None]
+        if not name.startswith("_") and name not in settable:
+            raise ConfigError(
+                f"config.{name} = {held!r}: there is no such setting; settings are made by "
+                "enable_zero(...), set_input(...), add_pass(...), set_executor(...), and the attributes "
+                f"{', '.join(settable)}"
+            )
+        super().__setattr__(name, held)
+
     def __repr__(self) -> str:
         zero = self._zero
         parts = [f"zero=stage {zero.stage}"]
@@ -218,6 +242,8 @@ class GraphConfig:
 
     def _checked_axes(self, axis: str | Iterable[str] | None) -> tuple[str, ...]:
         names = self._placement.names
+        if axis is not None and not isinstance(axis, Iterable):
+            raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {_choices(names)}")
         if axis is None:
             if not self._placement.data_axes:
                 raise ConfigError(
@@ -228,10 +254,21 @@ class GraphConfig:
         chosen = (axis,) if isinstance(axis, str) else tuple(axis)
         for name in chosen:
             if name not in names:
-                raise ConfigError(f"enable_zero(axis={axis!r}): the axes of {self._placement!r} are {_choices(names)}")
+                raise ConfigError(f"enable_zero(axis={axis!r}): {_choices(names)}, the axes of {self._placement!r}")
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one of {_choices(names)}")
+            raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one; {_choices(names)}")
         return tuple(name for name in names if name in chosen)
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument, as far as Python tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
 
 
 def _choices(names: Iterable[str]) -> str:

@@ -16,12 +16,20 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphzero import compiled
-from graphzero.capture import OptimizerSpec, Step, hyperparameters
-from graphzero.checks import check_attribute, check_clipping, check_optimizer, check_scheduler
+from graphzero import _compat, compiled
+from graphzero.attributes import Attributes
+from graphzero.capture import OptimizerSpec, Step, hyperparameters, is_capturing
+from graphzero.checks import (
+    check_attribute,
+    check_build,
+    check_clipping,
+    check_optimizer,
+    check_scheduler,
+    missing_attribute,
+)
 from graphzero.compiled import Compiled, HeldParts, Key, Programs
 from graphzero.config import GraphConfig
-from graphzero.errors import ConfigError
+from graphzero.errors import CaptureError, ConfigError, GraphZeroError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
@@ -29,8 +37,7 @@ from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime import checkpoint, launch, modules
 from graphzero.runtime.agree import Ranks, digest
-from graphzero.runtime.inputs import Inputs, Reader, output_value, rank_values
-from graphzero.runtime.seed import key_tensor
+from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
 from graphzero.runtime.state import State
 from graphzero.runtime.virtual import VirtualWorld
 from graphzero.runtime.world import World
@@ -59,7 +66,8 @@ class Graph:
                 stacklevel=2,
             )
         self._ranks = Ranks(self.placement)
-        self._programs = Programs(self.name)
+        self._attributes = Attributes(self)
+        self._programs = Programs(self.name, self._attributes)
         self._optimizers: list[OptimizerSpec] = []
         self._schedulers: list[Any] = []  # one per optimizer, None for none
         self._lazy_world: World | None = None
@@ -67,9 +75,12 @@ class Graph:
         self._reader: Reader | None = None
         self._held = HeldParts()
         self._counters: tuple[Any, ...] = ()
+        self._stateless: str | None = None  # names of parameters without optimizer state, None: look
         self._last: Compiled | None = None  # used or compiled last
         self._bound: Compiled | None = None
         self._grad_norms: dict[str, Tensor] = {}
+        self._stopped: int | None = None  # the step of the program in which the last call ended with an exception
+        self._untrue = ""  # why states are no longer those of a whole number of steps
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step: written for one device and the whole batch."""
@@ -89,8 +100,12 @@ class Graph:
     ) -> None:
         """Let ``optim`` step after ``build``'s backward; may be called for several optimizers.
 
-        lr_sch: a scheduler of it, stepped after each training call.  clip_grad_norm: the largest norm of its gradients,
-        all together, of kind ``norm_type``; clip_grad_value: the largest absolute value of one element.
+        lr_sch: a scheduler of it, stepped after each training call.
+        clip_grad_norm: the largest norm of its gradients, all together, of kind ``norm_type``.
+        clip_grad_value: the largest absolute value of one element.
+
+        Raises ConfigError for an optimizer that is there already, one without parameters, a scheduler of another one
+        or one that takes a metric, and limits that are no positive numbers.
         """
         check_optimizer(optim, [spec.optimizer for spec in self._optimizers])
         check_scheduler(lr_sch, optim)
@@ -101,6 +116,17 @@ class Graph:
     # ---- running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step: compile for arguments of such shapes if need be, run, update modules and optimizers.
+
+        A plain tensor is this rank's share of the batch, split along dim 0 over the data axes (0-d ones and numbers are
+        the same on all ranks); on a virtual placement it is the whole batch.  Returns what ``build`` returns, with
+        batch-split values as this rank's share (whole on a virtual placement) and everything else complete; DTensors
+        if any argument was one.  Every rank calls it.
+
+        Raises ConfigError, CaptureError or SbpError before the step is taken, on every rank, with what differs or where
+        the step cannot be captured.
+        """
+        self._not_in_build("called")
         with torch.inference_mode(False):
             program, inputs, key, numbers = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
@@ -110,8 +136,11 @@ class Graph:
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
         """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
 
-        Every rank calls it.
+        No step is taken and no state is made or changed.  Every rank calls it.  Returns the Graph itself.
+
+        Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
         """
+        self._not_in_build("compiled")
         with torch.inference_mode(False):
             self._prepare(args, kwargs, running=False)
         return self
@@ -124,33 +153,42 @@ class Graph:
         failure: Exception | None = None
         inputs: Inputs | None = None
         key: Key | None = None
-        hash_, describe = 0, _nothing
+        hash_, describe, restart = 0, _nothing, False
         try:
+            if running and self._untrue:
+                raise GraphZeroError(self._untrue)
             inputs, key = self._read(args, kwargs)
+            if running:
+                check_values(inputs)
             if running and self._bound is None:
                 self._state.check_real()
             hash_, describe = self._hash(key, inputs)
+            restart = self._state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         is_new = not self._programs.programs if key is None else key not in self._programs.programs
-        if is_new or self.config.check_inputs == "always":
-            self._ranks.agree(f"the program of {what}", hash_, describe, failure)
-        if failure is not None:
+        is_talking = is_new or self.config.check_inputs == "always" or self._stopped is not None
+        if is_talking:
+            restart = self._ranks.agree(f"the program of {what}", hash_, describe, failure, restart)
+        elif failure is not None:
             raise failure
         assert inputs is not None and key is not None
         if running:  # before the capture, which hyperparameters of rank 0 may decide
             self._state.start(self._schedulers)
+            if restart and (is_talking or not self._ranks.active):
+                self._state.random.set(None, 0)
         numbers = {**hyperparameters(self._optimizers), **inputs.scalars()}
-        program = self._programs.find(key, numbers)
+        program = self._programs.find(key, numbers, self._state.has_state, self._bound)
         if program is None:
             program = self._compile(key, inputs, numbers)
         self._last = program
         return program, inputs, key, numbers
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
-        if type(self).build is Graph.build:
-            self.build()
         if self._reader is None:
+            if getattr(self.build, "__func__", None) is Graph.build:
+                self.build()
+            check_build(type(self), self.build)
             self._reader = Reader(self.build, self.placement)
         state = self._state
         inputs = self._reader.read(args, kwargs, self.config.inputs)
@@ -160,7 +198,9 @@ class Graph:
         found = state.tensors()
         if state.is_stale(found):
             self._counters = state.counter_layout({id(entry.tensor): path for path, entry in found.items()})
+            self._stateless = None
             self._bound = None
+        self._attributes.look(state.modules, found)
         return compiled.key_of(inputs, state, found, self.config, self._optimizers, self._counters, self._held)
 
     def _hash(self, key: Key, inputs: Inputs) -> tuple[int, Callable[[], dict[str, str]]]:
@@ -169,18 +209,26 @@ class Graph:
             return 0, _nothing
         state = self._state
         numbers = {**(hyperparameters(self._optimizers) if state.is_started else {}), **inputs.scalars()}
+        if self._stateless is None and state.is_started:  # the first call takes what rank 0 has
+            self._stateless = state.stateless()
+        stateless = self._stateless or ""
+        is_known = key in self._programs.programs  # else this rank compiles, which needs all ranks
 
         def describe() -> dict[str, str]:
             parts = compiled.describe(key, inputs, state, self.config)
+            parts |= self._attributes.describe() | {"parameters without optimizer state": stateless}
+            parts["the last call stopped in step"] = str(self._stopped)
+            parts["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
             return parts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
         known = self._programs.hash_of(key, lambda: compiled.describe(key, inputs, state, self.config))
-        return digest(str(known), *map(repr, numbers.values())), describe
+        facts = (stateless, str(self._stopped), str(is_known), *self._attributes.texts)
+        return digest(str(known), *facts, *map(repr, numbers.values())), describe
 
     def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float]) -> Compiled:
         program, failure, state = None, None, self._state
         try:
-            captured = self._programs.find_capture(key, numbers)
+            captured = self._programs.find_capture(key, numbers, state.has_state)
             step = Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
             program = compiled.make(step, inputs, state, self.config, captured)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
@@ -202,16 +250,26 @@ class Graph:
         executor = program.executor(self._world)
         executor.bind(state.bind(program.graph, program.captured.states, program.captured.constants, found))
         state.settle()
-        self._bound = program
+        self._bound, self._stateless = program, None
         # Binding may have split parameters: the same call, made again, must find the same program.
         self._programs.alias(replace(key, placed=compiled.placed_of(inputs, state, state.tensors())), program)
 
     def _run(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> Any:
-        state, world = self._state, self._world
-        state.before()
-        results = program.executor(world).run(self._arguments(program, inputs, numbers))
-        training = program.captured.training
-        state.after(training, program.uses_seed)
+        state, executor, training = self._state, program.executor(self._world), program.captured.training
+        if program.uses_seed:
+            state.random.begin(self._ranks.share)
+        arguments, has_run = self._arguments(program, inputs, numbers), False
+        try:
+            state.before()
+            results = executor.run(arguments)
+            has_run = True
+            state.after(training, program.uses_seed)
+        except BaseException as error:
+            if executor.has_written or (has_run and training):
+                self._untrue = self._why_untrue(error)
+            raise
+        finally:
+            self._stopped = executor.stopped
         if training:
             self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
             self._step_schedulers()
@@ -222,10 +280,17 @@ class Graph:
         ]
         return pytree.tree_unflatten(flat, program.captured.out_spec)
 
+    def _why_untrue(self, error: BaseException) -> str:
+        return (
+            f"the last call of {self.name} ended in the middle of its update ({type(error).__name__}: {error}), so "
+            "parameters and optimizer states are partly those of before it and partly those of after it; load a "
+            "checkpoint, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
+        )
+
     def _step_schedulers(self) -> None:
         for spec, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             if scheduler is not None:
-                vars(spec.optimizer)["_opt_called"] = True  # else torch warns about the order
+                _compat.note_step(spec.optimizer)
                 scheduler.step()
 
     def _arguments(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> dict[str, list[Any]]:
@@ -239,9 +304,7 @@ class Graph:
             elif role.kind == "hyper":
                 found[name] = [numbers[role]] * count
             elif role.kind == "seed":
-                seed = self._state.seed
-                assert seed is not None
-                found[name] = [key_tensor(seed, self._state.step, self._world.device)] * count
+                found[name] = [self._state.random.key(self._world.device)] * count
         return found
 
     def _output(self, node: Any, held: Any, as_global: bool) -> Any:
@@ -255,6 +318,7 @@ class Graph:
 
     @property
     def is_compiled(self) -> bool:
+        """Whether a program has been made, by a call or by ``compile``."""
         return self._last is not None
 
     @property
@@ -264,17 +328,20 @@ class Graph:
 
     @property
     def program(self) -> StepGraph:
-        """The final program, used or compiled last."""
+        """The final program, used or compiled last; its text is ``str(graph.program)``.
+
+        Raises ConfigError before the first call or ``compile``, as ``history`` and ``plan`` do.
+        """
         return self._compiled("program").graph
 
     @property
     def history(self) -> list[Record]:
-        """What each pass did to it: ``name``, ``before``, ``after``, ``seconds``, ``diff()``."""
+        """What each pass did to it, one record per pass: see ``gz.passes.Record``."""
         return self._compiled("history").history
 
     @property
     def plan(self) -> Plan:
-        """What one step of it costs: memory and collectives."""
+        """What one step of it costs one rank: bytes of memory and collectives, known without running."""
         return self._compiled("plan").plan
 
     @property
@@ -288,7 +355,15 @@ class Graph:
         return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._optimizers)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Modules, optimizers, schedulers and the random counter; values are DTensors where they are split."""
+        """Modules, optimizers, schedulers and the random stream; values are DTensors where they are split.
+
+        ``{"modules": {attribute: module.state_dict()}, "optimizers": [{"state": {"attribute.fqn": {...}},
+        "param_groups": [...]}], "schedulers": [...], "random": {"seed", "step"}}``; ``torch.distributed.checkpoint``
+        saves and reshards it.
+        """
+        self._not_in_build("saved")
+        if self._untrue:
+            warnings.warn(self._untrue, stacklevel=2)
         if self._last is None:
             return checkpoint.state_dict(self._state, self._schedulers, None, ())
         return checkpoint.state_dict(self._state, self._schedulers, self._last.graph, self._last.captured.states)
@@ -305,7 +380,7 @@ class Graph:
         """
         nds = {} if self._last is None else self._last.state_nds()
         checkpoint.load(sd, self._state, self._schedulers, strict, nds)
-        self._bound = None
+        self._bound, self._untrue = None, ""
 
     def __repr__(self) -> str:
         found = modules.tensors(self._modules())
@@ -318,6 +393,16 @@ class Graph:
             *compiled.parameter_lines(found, nds),
         ]
         return "\n".join([*lines, body.rstrip()])
+
+    def _not_in_build(self, what: str) -> None:
+        if is_capturing():
+            raise CaptureError(
+                f"the Graph {self.name} is {what} inside of a build; a step is one graph. Call its modules or its "
+                "build there (self.other.build(x)), and Graphs one after another"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(type(self), name, "_programs" in vars(self))
 
     def __setattr__(self, name: str, held: Any) -> None:
         check_attribute(type(self), name, held, "_programs" in vars(self))
@@ -347,7 +432,7 @@ class Graph:
             return kept
         made = self._lazy_state = State(self._world, self._ranks, held, optimizers)
         if kept is not None:
-            made.seed, made.step = kept.seed, kept.step
+            made.random, made.moved = kept.random, kept.moved
         self._bound = None
         return made
 

@@ -84,3 +84,63 @@ def test_the_kept_share_and_the_scale_are_those_of_the_definition():
     torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / 0.7))
     drop.eval()
     assert torch.equal(Evaluate()(torch.ones(4, 4)), torch.ones(4, 4))
+
+
+class Drop(gz.Graph):
+    def __init__(self, ranks=2):
+        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
+
+    def build(self, x):
+        return nn.functional.dropout(x, 0.5)
+
+
+ONES = torch.ones(12, 12)
+
+
+def test_torch_manual_seed_restarts_the_draws_of_a_graph():
+    torch.manual_seed(1)
+    step = Drop()
+    first, second = step(ONES), step(ONES)
+    torch.manual_seed(2)
+    assert not torch.equal(step(ONES), first)
+    torch.manual_seed(1)
+    assert torch.equal(step(ONES), first) and torch.equal(step(ONES), second)
+    torch.manual_seed(1)  # the same once more
+    assert torch.equal(step(ONES), first)
+    torch.rand(3)
+    assert torch.equal(step(ONES), second)
+
+
+def test_two_graphs_draw_different_numbers_and_the_same_ones_from_a_seed():
+    found = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        found.append((Drop()(ONES), Drop()(ONES)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(*found[0])
+
+
+def test_a_graph_that_draws_nothing_leaves_torchs_generator_alone():
+    drop = nn.Dropout(0.5).eval()
+
+    class Keep(Drop):
+        def build(self, x):
+            return drop(x) * 2
+
+    before = torch.get_rng_state()
+    step = Keep()
+    step(ONES)
+    assert torch.equal(torch.get_rng_state(), before) and step.state_dict()["random"] == {"seed": None, "step": 0}
+
+
+def test_a_loaded_seed_counts_until_another_is_set():
+    step = Drop()
+    step(ONES)
+    saved = step.state_dict()
+    second = step(ONES)
+    torch.manual_seed(5)
+    other = Drop(3)
+    other.load_state_dict(saved)
+    assert torch.equal(other(ONES), second)
+    torch.manual_seed(6)
+    assert not torch.equal(other(ONES), second)

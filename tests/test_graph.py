@@ -305,8 +305,6 @@ def test_a_world_of_one_needs_no_process_group():
 def test_placements_that_cannot_be_are_refused():
     with pytest.raises(gz.PlacementError, match="torchrun"):
         gz.Graph(gz.placement("cpu", range(2)))
-    with pytest.raises(gz.ConfigError, match="later version"):
-        gz.Graph(gz.placement("cpu", [[0, 1], [2, 3]], virtual=True))
 
 
 def test_what_add_optimizer_refuses():

@@ -52,17 +52,64 @@ def test_the_outline_has_the_modules_keys_and_names_for_optimizers():
     names = [f"model.{name}" for name, _ in graph.model.named_parameters()]
     assert sd["optimizers"][0]["param_groups"][0]["params"] == names == list(sd["optimizers"][0]["state"])
     assert sd["optimizers"][0]["state"]["model.0.weight"]["exp_avg"].shape == (10, 6)
-    assert sd["random"]["step"] == 2 and sd["schedulers"][0]["last_epoch"] == 2
+    assert sd["random"]["step"] == 2 and isinstance(sd["random"]["seed"], int)
+    assert sd["schedulers"][0]["last_epoch"] == 2
+
+
+NO_STATE_DICT = {
+    "None": None,
+    "a list": [],
+    "of a module": nn.Linear(2, 2).state_dict(),
+    "a tensor for a module": {"modules": {"model": torch.ones(2)}},
+    "an optimizer's without groups": {"optimizers": [{"state": {}}]},
+    "an optimizer's without state": {"optimizers": [{"param_groups": []}]},
+    "optimizers by name": {"optimizers": {"adam": {}}},
+    "no seed": {"random": {"step": 3}},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("what", NO_STATE_DICT)
+def test_what_is_no_state_dict_of_a_graph_is_refused(what, strict):
+    graph = Train()
+    before = copy.deepcopy(graph.state_dict())
+    if what != "of a module" or strict:
+        with pytest.raises(gz.CheckpointError, match="nothing was loaded"):
+            graph.load_state_dict(NO_STATE_DICT[what], strict=strict)
+    assert all(torch.equal(x, graph.model.state_dict()[name]) for name, x in before["modules"]["model"].items())
+
+
+def test_a_plain_modules_state_dict_may_be_loaded_alone():
+    graph, model = trained(3), mlp(7)
+    graph.load_state_dict({"modules": {"model": model.state_dict()}}, strict=False)
+    for name, x in model.state_dict().items():
+        assert torch.equal(graph.model.state_dict()[name], x)
+    assert float(graph.optimizer.state[graph.model[0].weight]["step"]) == 2
+
+
+def test_names_of_other_parameters_are_named_not_stumbled_over():
+    graph = trained(2)
+    wrong = copy.deepcopy(graph.state_dict())
+    entry = wrong["optimizers"][0]
+    entry["state"]["model.9.weight"] = entry["state"].pop("model.0.weight")
+    entry["param_groups"][0]["params"][0] = "model.9.weight"
+    with pytest.raises(gz.CheckpointError, match="missing: .*model.0.weight[\\s\\S]*unexpected: .*model.9.weight"):
+        graph.load_state_dict(wrong)
+    graph.load_state_dict(wrong, strict=False)
+    graph.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 7))]})
+    for call in (graph.state_dict, lambda: graph.load_state_dict(wrong)):
+        with pytest.raises(gz.ConfigError, match=r"group 1 a parameter float32\[2, 7\] of no module"):
+            call()
 
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_goes_on_from_a_state_dict_at_another_stage_and_world_size(stage, called):
-    graph = trained(1)
-    saved = copy.deepcopy(graph.state_dict())
     other = Train(7, stage, ranks=2)
     if called:
         other(*batch(5))
+    graph = trained(1)
+    saved = copy.deepcopy(graph.state_dict())
     other.load_state_dict(saved)
     for step in range(2, 4):
         torch.testing.assert_close(other(*batch(step)), graph(*batch(step)))
@@ -73,15 +120,14 @@ def test_training_goes_on_from_a_state_dict_at_another_stage_and_world_size(stag
 
 
 def test_a_full_state_dict_loads_into_eager_objects_and_theirs_into_a_graph():
+    eager, other = Train(5), Train(6)
     graph = trained(3)
     full = copy.deepcopy(graph.full_state_dict())
-    eager = Train(5)
     eager.model.load_state_dict(full["modules"]["model"])
     eager.optimizer.load_state_dict(full["optimizers"][0])
     moment = eager.optimizer.state[eager.model[2].bias]["exp_avg"]
     assert torch.equal(moment, graph.optimizer.state[graph.model[2].bias]["exp_avg"])
     assert isinstance(eager.optimizer.state_dict()["param_groups"][0]["params"][0], int)
-    other = Train(6)
     theirs = {**full, "optimizers": [eager.optimizer.state_dict()]}
     other.load_state_dict(theirs)
     torch.testing.assert_close(other(*batch(9)), graph(*batch(9)))
@@ -92,7 +138,12 @@ def test_a_checkpoint_of_a_fresh_graph_forgets_the_states_that_are():
     assert fresh["optimizers"][0]["state"] == {}
     graph = trained(2)
     graph.load_state_dict(fresh)
-    torch.testing.assert_close(graph(*batch(0)), Train(0)(*batch(0)))
+    other = Train(0)
+    for seed in (3, 3):
+        torch.manual_seed(seed)
+        found = graph(*batch(0))
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, other(*batch(0)))
 
 
 def test_after_compile_the_states_to_come_are_there_but_not_in_the_optimizer():

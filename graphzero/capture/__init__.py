@@ -7,6 +7,7 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 from graphzero.capture.assemble import capture
 from graphzero.capture.hyper import baked, hyperparameters
 from graphzero.capture.pins import axes_of_capture, is_capturing, pin_value
+from graphzero.capture.reads import Written, frozen
 from graphzero.capture.spec import Captured, FloatLeaf, OptimizerSpec, StateSpec, Step, TensorLeaf
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "StateSpec",
     "Step",
     "TensorLeaf",
+    "Written",
     "baked",
     "capture",
+    "frozen",
     "hyperparameters",
     "axes_of_capture",
     "is_capturing",

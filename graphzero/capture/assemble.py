@@ -19,9 +19,9 @@ from graphzero.capture.join import Join, ancestors, separable
 from graphzero.capture.optimizer import Member, Update
 from graphzero.capture.picks import pick_rows
 from graphzero.capture.pins import mark
-from graphzero.capture.problems import check_parameters, place_of, problem
-from graphzero.capture.spec import Captured, FloatLeaf, StateSpec, Step, TensorLeaf
-from graphzero.capture.states import Fills, equal_states
+from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
+from graphzero.capture.spec import Captured, Entry, FloatLeaf, StateSpec, Step, TensorLeaf
+from graphzero.capture.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.trace import BuildTrace, Slot, Traced
 from graphzero.capture.uses import insert_uses
 from graphzero.ir.graph import StepGraph
@@ -53,7 +53,9 @@ class _Capture:
         self.params = dict(self.root.named_parameters())
         self.paths = {id(param): path for path, param in self.params.items()}
         self.join = Join()
+        self.fills = [Fills(spec.optimizer) for spec in step.optimizers]
         self.states: list[StateSpec] = []
+        self.entry = Entry()
         self.aux: dict[str, fx.Node] = {}
         self.updates: dict[str, fx.Node] = {}
         self.ended: dict[str, fx.Node] = {}
@@ -61,6 +63,7 @@ class _Capture:
         self.environments: list[tuple[Any, dict[str, Role]]] = []
 
     def run(self) -> Captured:
+        check_modules(self.root.named_modules())
         check_parameters(self.params)
         for i, spec in enumerate(self.step.optimizers):
             stepping.check(spec)
@@ -136,6 +139,7 @@ class _Capture:
         ]
         if found:
             stepping.state_kinds(optimizer, found)
+            self.entry |= mark_first_steps(index, found, self.fills[index])
         return found
 
     def _trace(self, index: int, members: list[Member]) -> Update | None:
@@ -179,8 +183,7 @@ class _Capture:
         return [*roles, Role("seed")]
 
     def _add_states(self, index: int, members: list[Member]) -> None:
-        optimizer = self.step.optimizers[index].optimizer
-        fills = Fills(optimizer)
+        fills = self.fills[index]
         shared = equal_states(members, fills)
         for member in members:
             for key, entry in member.states.items():
@@ -193,7 +196,8 @@ class _Capture:
                     fake = torch.empty(entry[1], dtype=entry[0], device="meta")
                     node = self.join.placeholder(role, f"{of}_{key}", fake)
                 fill = fills.of(member, key)
-                self.states.append(StateSpec(index, member.path, key, entry[0], entry[1], fill, node.name))
+                spec = StateSpec(index, member.path, key, entry[0], entry[1], fill, node.name, member.first)
+                self.states.append(spec)
 
     # ---- the graph
 
@@ -298,4 +302,6 @@ class _Capture:
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.backward and bool(self.step.optimizers)
         guards = all_guards(self.environments)
-        return Captured(step_graph, traced.out_spec, training, states, self.unused, guards, constants)
+        return Captured(
+            step_graph, traced.out_spec, training, states, self.unused, guards, constants, self.entry, traced.attributes
+        )

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table as _torch_table
+
+from graphzero import _compat
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
@@ -128,8 +129,8 @@ _BORROWED = (
 )  # fmt: skip
 for _name in _BORROWED:  # torch's own, which end in a mean or a sum that is met above
     _op = getattr(getattr(aten, _name, None), "default", None)
-    if _op in _torch_table:
-        TABLE[_op] = _torch_table[_op]
+    if _op in _compat.decomposition_table:
+        TABLE[_op] = _compat.decomposition_table[_op]
 
 
 @rule(aten._weight_norm_interface_backward.default)

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture.attention import attention
-from graphzero.capture.problems import problem_here
+from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.source import user_frame
 from graphzero.capture.unchecked import STAND_INS
+from graphzero.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -39,10 +40,6 @@ _READS: dict[Any, str] = {
     torch.equal: "torch.equal",
     torch.allclose: "torch.allclose",
 }
-_DATA_SHAPED = {
-    getattr(aten, name).default: name
-    for name in ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
-}
 _READ_HINT = (
     "A graph is written down before it runs, so build cannot look at values. Return the tensor from build and look "
     "at it outside; for a branch use torch.where(condition, a, b)"
@@ -51,6 +48,26 @@ _SHAPE_HINT = (
     "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
     "or select outside of build and pass the result in"
 )
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default,
+             aten.addmv.default, aten.dot.default, aten.convolution.default)  # fmt: skip
+_PRODUCT_HINT = (
+    "Cast one of them (x.float()), convert the modules before the first call (model.to(torch.float64)), or run the "
+    "forward part under torch.autocast; a Graph over converted modules compiles once more"
+)
+_GENERATOR_HINT = (
+    "Leave generator= out: what a Graph draws follows from torch.manual_seed and the step, and is the same on every "
+    "placement; or draw outside of build and pass the result in"
+)
+_COLLECTIVE_HINT = (
+    "Leave collectives out: build is written for one device and the whole batch, so sums and means are global as they "
+    "stand, and what moves between ranks is put in by the passes"
+)
+_MOVE_HINT = "Leave .to(device), .cuda() and device= out: a Graph keeps everything on the devices of its placement"
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_HINT = "Write into it instead: with torch.no_grad(): p.copy_(new), or p.mul_(factor)"
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 _RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
 _SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # where the argument stands
@@ -66,20 +83,29 @@ _LENGTHS_HINT = (
 _DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gradient costs little"
 
 
+def read_problem(what: str, where: list[str] | None = None, build: CodeType | None = None) -> CaptureError:
+    """build needs the value of a tensor; ``where``: its lines, by default those that run now."""
+    text = f"build reads a value: {what}"
+    return problem_here(text, _READ_HINT, build) if where is None else problem(text, _READ_HINT, where)
+
+
 class UserCode(TorchFunctionMode):
     """Stands between build and torch.
 
-    stand_ins: id of a real parameter or buffer of the Graph -> its fake.
+    stand_ins: id of a real parameter or buffer of the Graph -> its fake.  device: the placement's device type.
     """
 
-    def __init__(self, stand_ins: dict[int, Tensor], build: CodeType | None) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], device: str, build: CodeType | None) -> None:
         super().__init__()
-        self.stand_ins, self.build = stand_ins, build
+        self.stand_ins, self.device, self.build = stand_ins, device, build
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS and args and isinstance(args[0], _compat.FakeTensor):
-            raise problem_here(f"build reads a value: {_READS[func]}", _READ_HINT, self.build)
+            raise read_problem(_READS[func], build=self.build)
+        if func == _SET_DATA and isinstance(args[0], nn.Parameter):
+            raise problem_here("build puts another tensor in a parameter: p.data = ...", _DATA_HINT, self.build)
+        args, kwargs = self._stay(func, args, kwargs)
         if any(isinstance(arg, Tensor) and id(arg) in self.stand_ins for arg in args):
             args = tuple(self.stand_ins.get(id(arg), arg) if isinstance(arg, Tensor) else arg for arg in args)
         if kwargs and any(isinstance(arg, Tensor) and id(arg) in self.stand_ins for arg in kwargs.values()):
@@ -87,6 +113,29 @@ class UserCode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
         return STAND_INS.get(func, func)(*args, **kwargs)
+
+    def _stay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call that stays where the graph is: the placement's device is the fakes' CPU."""
+        if func is Tensor.cuda:
+            self._check_device("cuda")
+            return args[:1], {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._here(kwargs["device"])}
+        if func is Tensor.to and len(args) > 1 and isinstance(args[1], (str, torch.device)):
+            args = (args[0], self._here(args[1]), *args[2:])
+        return args, kwargs
+
+    def _here(self, device: Any) -> Any:
+        kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+        if kind in ("cpu", "meta") or not isinstance(kind, str):
+            return device
+        self._check_device(kind)
+        return torch.device("cpu")
+
+    def _check_device(self, kind: str) -> None:
+        if kind != self.device:
+            what = f"build moves a tensor to {kind}, but the Graph's placement is on {self.device}"
+            raise problem_here(what, _MOVE_HINT, self.build)
 
 
 class Watch(TorchDispatchMode):
@@ -104,7 +153,7 @@ class Watch(TorchDispatchMode):
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._refuse(func, args)
+        self._refuse(func, args, kwargs)
         source = user_frame()
         if self.phase == "forward":
             self.lines[_compat.sequence_number()] = source
@@ -123,20 +172,27 @@ class Watch(TorchDispatchMode):
                 continue
             seen.add(node)
             todo.extend(following for following, _ in node.next_functions)
-            line = self.lines.get(node._sequence_nr(), "")
+            line = self.lines.get(_compat.sequence_number(node), "")
             hooks.append(node.register_prehook(lambda grads, line=line: setattr(self, "line", line)))
         return hooks
 
-    def _refuse(self, func: Any, args: Any) -> None:
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default:
-            raise problem_here("build reads a value of a tensor on the host", _READ_HINT, self.build)
-        if func in _DATA_SHAPED or (func is aten.index.Tensor and _by_mask(args[1])):
-            name = _DATA_SHAPED.get(func, "indexing by a boolean mask")
-            raise problem_here(f"the shape of a result depends on data: {name}", _SHAPE_HINT, self.build)
+            raise read_problem("a number of a tensor on the host", build=self.build)
         if func in _LENGTHS:
             raise problem_here(
                 f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
             )
+        if torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or _by_mask(args[1])):
+            name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
+            raise problem_here(f"the shape of a result depends on data: {name}", _SHAPE_HINT, self.build)
+        if func in _PRODUCTS:
+            self._check_product(func, args)
+        if func.namespace in _COLLECTIVES:
+            name = func._schema.name.split("::")[1].strip("_")
+            raise problem_here(f"build calls a collective of torch.distributed: {name}", _COLLECTIVE_HINT, self.build)
+        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+            raise problem_here("build draws from a torch.Generator of its own", _GENERATOR_HINT, self.build)
         if func is aten.embedding_renorm_.default:
             raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
         if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
@@ -149,6 +205,13 @@ class Watch(TorchDispatchMode):
                     ".detach() on it outside of build to use its present value as a constant",
                     self.build,
                 )
+
+    def _check_product(self, func: Any, args: Any) -> None:
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        if len({x.dtype for x in operands}) > 1:
+            shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in operands)
+            name = func._schema.name.split("::")[1]
+            raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT, self.build)
 
 
 def _by_mask(indices: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphzero import _compat
@@ -16,6 +18,10 @@ from graphzero.capture.source import line_of, user_frames
 from graphzero.errors import CaptureError
 
 SHOWN = 8
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_WRAPPED = "give the module before wrapping (.module), and say config.enable_zero(stage=...) to split its state"
+_SCRIPTED = "give the Python module that it was made from, without torch.jit.script or torch.jit.trace"
+_met: ContextVar[list[CaptureError] | None] = ContextVar("graphzero_problems", default=None)
 
 
 def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterable[str] = ()) -> CaptureError:
@@ -34,7 +40,25 @@ def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterabl
 
 def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Iterable[str] = ()) -> CaptureError:
     """A CaptureError about the line that is running now."""
-    return problem(what, hint, user_frames(limit=3, until=build), facts)
+    made = problem(what, hint, user_frames(limit=3, until=build), facts)
+    met = _met.get()
+    if met is not None:
+        met.append(made)
+    return made
+
+
+@contextmanager
+def none_swallowed() -> Iterator[None]:
+    """A problem that is met inside and caught there by somebody else (``except Exception``, a logger) is raised at
+    the end: what was traced instead is another step than the one that plain PyTorch takes."""
+    met: list[CaptureError] = []
+    token = _met.set(met)
+    try:
+        yield
+    finally:
+        _met.reset(token)
+    if met:
+        raise met[0]
 
 
 def first_line(error: BaseException) -> str:
@@ -47,6 +71,17 @@ def place_of(function: Callable[..., Any]) -> str:
     """Where the user wrote ``function``."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return line_of(code, code.co_firstlineno) if code is not None else ""
+
+
+def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that are not what they seem: wrappers that train by themselves, and code that is no Python."""
+    for path, module in modules:
+        kinds = [base.__name__ for base in type(module).__mro__]
+        wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
+        if wrapper is not None:
+            raise problem(f"{path} is wrapped in {wrapper}, which does a part of what a Graph does", _WRAPPED)
+        if "ScriptModule" in kinds:
+            raise problem(f"{path} is TorchScript, which keeps its parameters and its code to itself", _SCRIPTED)
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:

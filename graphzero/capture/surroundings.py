@@ -6,12 +6,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphzero import _compat
 from graphzero.capture.attention import attention
 from graphzero.capture.hyper import differs
 from graphzero.capture.problems import problem, problem_here
@@ -38,11 +40,23 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p > 0 else x
 
 
-@contextmanager
-def surroundings() -> Iterator[None]:
-    """Our attention and dropout in place of torch's, no fast paths that skip autograd.
+def _autocast_of(kind: str) -> Any:
+    """``torch.autocast.__init__`` for fakes: a region of ``kind`` becomes one of the CPU, of the same dtype."""
+    begin: Any = torch.autocast.__init__
 
-    A CUDA autocast region counts for the fakes, which are on the CPU.
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == kind:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(kind)
+        begin(self, device_type, dtype, enabled, cache_enabled)
+
+    return init
+
+
+@contextmanager
+def surroundings(device_type: str = "cpu") -> Iterator[None]:
+    """Our attention and dropout in place of torch's, no fast paths that skip autograd or hide a network in one op.
+
+    An autocast region of ``device_type``, around build or in it, counts for the fakes, which are on the CPU.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -50,26 +64,31 @@ def surroundings() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(_compat.without_mkldnn())  # else a whole LSTM layer is one op
         stack.callback(log.setLevel, level)
         log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(patched(torch._VF, "dropout", _dropout))
+        stack.enter_context(patched(_compat.functions(), "dropout", _dropout))
         stack.enter_context(patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
         stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
-        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype("cuda")))
+        if device_type != "cpu":
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device_type)))
+            stack.enter_context(patched(torch.autocast, "__init__", _autocast_of(device_type)))
         yield
 
 
 @contextmanager
 def untouched(step: Step, root: nn.Module) -> Iterator[None]:
-    """Put back, whatever build does: attributes of its modules and of the Graph, gradients, flags, random state."""
+    """Put back, whatever build does: attributes of its modules and of the Graph, what is in dicts among them (hooks,
+    caches), gradients, flags, random state."""
     owner = getattr(step.build, "__self__", None)
     objects = [*root.modules(), *([owner] if owner is not None and not isinstance(owner, nn.Module) else [])]
     saved = [(thing, dict(vars(thing))) for thing in objects if hasattr(thing, "__dict__")]
-    inner = [held for module in root.modules() for held in (module._parameters, module._buffers, module._modules)]
-    dicts = [(held, dict(held)) for held in inner]
+    dicts = [
+        (held, dict(held)) for module in root.modules() for held in vars(module).values() if isinstance(held, dict)
+    ]
     params = [(p, p.requires_grad, p.grad) for p in root.parameters()]
     random = torch.random.get_rng_state()
     try:
@@ -106,15 +125,24 @@ def _warn_of_writes(saved: list[tuple[Any, dict[str, Any]]]) -> None:
 
 
 @contextmanager
-def untouched_optimizers(specs: list[OptimizerSpec]) -> Iterator[None]:
+def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
     """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
+
+    def no_step(*args: Any, **kwargs: Any) -> None:
+        raise problem_here(
+            "build calls optimizer.step(); the graph itself clips, steps and clears gradients after backward()",
+            "leave out optimizer.step() and zero_grad(); clipping is add_optimizer(..., clip_grad_norm=1.0)",
+            build,
+        )
+
     saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
     with ExitStack() as stack:
         for spec in specs:
-            stack.enter_context(patched(spec.optimizer, "step", _no_step))
+            stack.enter_context(patched(spec.optimizer, "step", no_step))
         try:
             yield
-            if any(group[key] != x for group, held in saved for key, x in held.items() if isinstance(x, (int, float))):
+            numbers = [(group[k], x) for group, held in saved for k, x in held.items() if isinstance(x, (int, float))]
+            if any(now is not x and now != x for now, x in numbers):  # a nan is not equal to itself
                 raise problem(
                     "build changes a hyperparameter of an optimizer, which would happen once, not on every call",
                     "step schedulers between calls, or give them to the Graph: add_optimizer(..., lr_sch=scheduler)",
@@ -123,10 +151,3 @@ def untouched_optimizers(specs: list[OptimizerSpec]) -> Iterator[None]:
             for group, held in saved:
                 group.clear()
                 group.update(held)
-
-
-def _no_step(*args: Any, **kwargs: Any) -> None:
-    raise problem_here(
-        "build calls optimizer.step(); the graph itself clips, steps and clears gradients after backward()",
-        "leave out optimizer.step() and zero_grad(); clipping is add_optimizer(..., clip_grad_norm=1.0)",
-    )

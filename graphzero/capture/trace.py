@@ -7,6 +7,7 @@ model and a split one trace alike; nothing real is touched.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +19,20 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture import decompositions
-from graphzero.capture.modes import UserCode, Watch
+from graphzero.capture.modes import UserCode, Watch, read_problem
 from graphzero.capture.pins import Pinned, collecting
-from graphzero.capture.problems import first_line, problem, problem_here
+from graphzero.capture.problems import first_line, none_swallowed, problem, problem_here
 from graphzero.capture.randomness import Draws
+from graphzero.capture.reads import reading
+from graphzero.capture.refused import refusals
 from graphzero.capture.source import line_of
 from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
 from graphzero.capture.surroundings import patched, surroundings, untouched, untouched_optimizers
-from graphzero.errors import CaptureError
+from graphzero.errors import CaptureError, GraphZeroError
+from graphzero.ir import tree
+
+_CLEARED = "build calls zero_grad() after backward(), which clears the gradients that the step is to be made with"
+_CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
 
 
 @dataclass
@@ -47,6 +54,7 @@ class Traced:
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class BuildTrace:
         self.code = getattr(step.build, "__code__", None)
         self.watch = Watch(self.code)
         self.losses: list[Tensor] = []
+        self.cleared: CaptureError | None = None  # zero_grad() behind the last backward()
         self.ended: dict[str, Tensor] = {}
         self.out: list[Any] = []
         self.out_spec: Any = None
@@ -109,10 +118,12 @@ class BuildTrace:
             return self._build(batch, scalars, params, buffers)
 
         axes = self.step.placement.names
-        with untouched(self.step, self.root), draws.as_generator(), surroundings(), collecting(axes) as pins:
+        around = surroundings(self.step.placement.device_type)
+        with untouched(self.step, self.root), draws.as_generator(), around, collecting(axes) as pins:
             try:
-                with untouched_optimizers(self.step.optimizers), self.mode, _compat.preserve_node_meta():
-                    module = _compat.make_fx(program, decomposition_table=table)(*flat)
+                with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
+                    with reading(self.step, self.root) as attributes:
+                        module = _compat.make_fx(program, decomposition_table=table)(*flat)
                     module = functional(module, flat, table)
             except CaptureError:
                 raise
@@ -122,7 +133,7 @@ class BuildTrace:
                     raise
                 raise failed from error
         traced = self._traced(module)
-        traced.pins = pins
+        traced.pins, traced.attributes = pins, attributes
         return traced
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
@@ -137,15 +148,30 @@ class BuildTrace:
         held = {**named_params, **named_buffers}
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
-        with _compat.reparametrize(self.root, dict(held)), self.watch, UserCode(stand_ins, self.code):
-            with self._own_backward(named_params), torch.enable_grad():
+        versions = [fake._version for fake in batch]
+        user_code = UserCode(stand_ins, self.step.placement.device_type, self.code)
+        with _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
+            with self._own_backward(named_params), torch.enable_grad(), refusals(self.code), none_swallowed():
                 result = self.step.build(*args, **kwargs)
             now = dict(self.root.named_buffers())
+        self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():
             return self._results(result, named_params, {name: now.get(name, b) for name, b in named_buffers.items()})
 
+    def _warn_of_written(self, written: list[bool]) -> None:
+        """An input is a value here: what build writes into it in place, the caller does not see."""
+        leaves = [leaf.name for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+        names = [name for name, was in zip(leaves, written, strict=True) if was]
+        if names:
+            warnings.warn(
+                f"build of {self.step.name} writes in place to its input {', '.join(names)}: the step goes on with the "
+                "new values, but the caller's tensor keeps its own. Return the value, or clone the input first to "
+                "leave out this warning",
+                stacklevel=2,
+            )
+
     def _results(self, result: Any, params: dict[str, Any], buffers: dict[str, Any]) -> list[Any]:
-        flat, self.out_spec = pytree.tree_flatten(result)
+        flat, self.out_spec = tree.flatten(result)
         tensors: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
@@ -165,6 +191,7 @@ class BuildTrace:
         """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
         self._check_loss(loss)
         self.losses.append(loss)
+        self.cleared = None
         hooks = self.watch.follow(loss)
         self.watch.phase, self.watch.running = "backward", True
         try:
@@ -194,12 +221,26 @@ class BuildTrace:
             many = [losses] if isinstance(losses, Tensor) else list(losses)
             weights = list(gradient) if isinstance(gradient, (list, tuple)) else [gradient] * len(many)
             for loss, weight in zip(many, weights, strict=True):
-                self._backward(autograd, loss, weight, retain_graph or len(many) > 1, **more)
+                self._backward(autograd, loss, weight, True if len(many) > 1 else retain_graph, **more)
             with torch.no_grad():
                 self.ended = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
 
-        with patched(Tensor, "backward", begin), patched(torch.autograd, "backward", begin):
+        def clears(original: Any, holder: type) -> Any:
+            def zero_grad(this: Any, set_to_none: bool = True) -> None:
+                if any(p.grad is not None for p in params.values()):
+                    self.cleared = problem_here(_CLEARED, _CLEARED_HINT, self.code)
+                original(this, set_to_none)
+
+            return patched(holder, "zero_grad", zero_grad)
+
+        with ExitStack() as stack:
+            stack.enter_context(patched(Tensor, "backward", begin))
+            stack.enter_context(patched(torch.autograd, "backward", begin))
+            stack.enter_context(clears(nn.Module.zero_grad, nn.Module))
+            stack.enter_context(clears(torch.optim.Optimizer.zero_grad, torch.optim.Optimizer))
             yield
+        if self.cleared is not None:
+            raise self.cleared
 
     def _check_loss(self, loss: Tensor) -> None:
         if not self.step.optimizers:
@@ -223,7 +264,7 @@ class BuildTrace:
 
     # ---- results
 
-    def _failed(self, error: Exception) -> CaptureError | None:
+    def _failed(self, error: Exception) -> GraphZeroError | None:
         """The error with the user's lines, or None if it is raised by the user's own code."""
         where: list[str] = []
         traceback, line = error.__traceback__, ""
@@ -233,14 +274,23 @@ class BuildTrace:
             where = [] if code is self.code else where
             where += [line] if line else []
             traceback = traceback.tb_next
-        if line:
+        if line or (isinstance(error, AttributeError) and isinstance(error.obj, (nn.Module, *self._owner()))):
             return None
+        if isinstance(error, GraphZeroError):  # by a function of ours that build calls
+            shown = "".join(f"\n  at {place}" for place in where[::-1][:1])
+            return type(error)(f"{error}\n{shown}")
+        if "data is not allocated yet" in str(error):  # torch.tensor([a, b]) of tensors
+            return read_problem("a tensor made from the values of others", where[::-1][:3])
         return problem(
             f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
             "If plain PyTorch runs this line, it needs something that only exists when values do; the exception "
             "above, from torch, says what",
             where[::-1][:3],
         )
+
+    def _owner(self) -> tuple[type, ...]:
+        """The user's Graph, if build is a method of one."""
+        return (type(self.step.build.__self__),) if hasattr(self.step.build, "__self__") else ()
 
     def _traced(self, module: fx.GraphModule) -> Traced:
         traced = Traced(
@@ -263,7 +313,8 @@ def _checked_literal(leaf: Any) -> Any:
         return leaf
     raise problem(
         f"build returns an object of type {type(leaf).__name__}, which may hold tensors that the graph cannot follow",
-        "return tensors and plain values in dicts, lists and tuples, or register the type with torch.utils._pytree",
+        "return tensors and plain values in dicts, lists, tuples and dataclasses, or register the type with "
+        "torch.utils._pytree",
     )
 
 

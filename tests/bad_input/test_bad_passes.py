@@ -1,0 +1,175 @@
+"""Passes of the user's own that break a law: the error names the pass, the value and the next step."""
+
+import functools
+
+import pytest
+import torch
+from wrong import X, Y, make, refused, says
+
+import graphzero as gz
+from graphzero.sbp.types import B, P, S
+
+
+def using(pass_, after="zero"):
+    graph = make()
+    graph.config.add_pass(pass_, after=after)
+    return graph
+
+
+def nonlinear(graph):
+    return next(node for node in graph.nodes if "softmax" in str(node.target))
+
+
+def returns_nothing(graph):
+    pass
+
+
+def returns_a_module(graph):
+    return graph.fx
+
+
+def drops_an_update(graph):
+    outputs, aux, updates = graph.output.args[0]
+    graph.output.args = ((outputs, aux, {name: updates[name] for name in list(updates)[1:]}),)
+    return graph
+
+
+def drops_an_input(graph):
+    first, second = list(graph.placeholders())[:2]
+    first.replace_all_uses_with(second)
+    graph.graph.erase_node(first)
+    return graph
+
+
+def adds_an_input(graph):
+    first = next(iter(graph.placeholders()))
+    with graph.graph.inserting_before(first):
+        graph.graph.placeholder("extra").meta = dict(first.meta)
+    return graph
+
+
+def returns_another_graph(graph):
+    return make().compile(X, Y).program
+
+
+def makes_an_untyped_value(graph):
+    with graph.graph.inserting_after(graph.outputs[0]):
+        graph.graph.call_function(torch.ops.aten.relu.default, (graph.outputs[0],))
+    return graph
+
+
+def breaks_the_order(graph):
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    calls[-1].append(calls[0])
+    return graph
+
+
+def pins_a_stranger(graph):
+    graph.pin("stranger", "dp", B)
+    return graph
+
+
+def pins_on_a_strange_axis(graph):
+    graph.pin(graph.outputs[0].name, "tp", B)
+    return graph
+
+
+def pins_a_strange_dim(graph):
+    graph.pin(graph.outputs[0].name, "dp", S(7))
+    return graph
+
+
+def pins_a_text(graph):
+    graph.pin(graph.outputs[0].name, "dp", "B")
+    return graph
+
+
+BROKEN = [
+    (returns_nothing, gz.VerifyError, "returned NoneType", "returns it"),
+    (returns_a_module, gz.VerifyError, "not a StepGraph"),
+    (drops_an_update, gz.VerifyError, "dropped the update of model_weight", "graph.set_output"),
+    (drops_an_input, gz.VerifyError, "dropped the input x", "Leave a placeholder"),
+    (adds_an_input, gz.VerifyError, "added the input extra"),
+    (returns_another_graph, gz.VerifyError, "from level 'captured' to 'local'", "not another one"),
+    (makes_an_untyped_value, gz.VerifyError, "has no type", "graph.call"),
+    (breaks_the_order, gz.VerifyError, "not made above it", "inserting_before"),
+    (pins_a_stranger, gz.VerifyError, "no value named 'stranger'", "print(graph)"),
+    (pins_on_a_strange_axis, gz.PlacementError, "'tp'", "dp"),
+    (pins_a_strange_dim, gz.SbpError, "S(7)", "pin it to B"),
+    (pins_a_text, gz.SbpError, "'B'", "gz.sbp.B"),
+]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case[0].__name__)
+def test_a_pass_that_breaks_a_law_is_refused(case):
+    pass_, kind, *words = case
+    message = refused(using(pass_), kind, *words)
+    assert pass_.__name__ in message or pass_.__name__.startswith("pins")
+
+
+@pytest.mark.parametrize("after", ["propagate", "insert_boxing", "lower_boxing", "localize", "bucket", "dead_code"])
+def test_a_partial_sum_in_a_nonlinear_op_is_refused_wherever_the_pass_stands(after):
+    def leaves_a_partial_sum(graph):
+        nonlinear(graph).meta["sbp"] = (P,)
+        return graph
+
+    graph = using(leaves_a_partial_sum, after)
+    refused(graph, gz.VerifyError, "after pass leaves_a_partial_sum", "_log_softmax", "S(0) -> S(0)", "wrong.py:")
+
+
+@pytest.mark.parametrize("after", ["insert_boxing", "localize"])
+def test_a_partial_sum_in_a_state_or_an_output_is_refused(after):
+    def partial_state(graph):
+        next(iter(graph.updates.values())).meta["sbp"] = (P,)
+        return graph
+
+    def partial_output(graph):
+        graph.outputs[0].meta["sbp"] = (P,)
+        return graph
+
+    refused(using(partial_state, after), gz.VerifyError, "after pass partial_state")
+    refused(using(partial_output, after), gz.VerifyError, "after pass partial_output")
+
+
+def test_what_a_pass_raises_stays_visible_with_the_name_of_the_pass():
+    def raises(graph):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        using(raises)(X, Y)
+    assert "in pass raises" in "\n".join(getattr(caught.value, "__notes__", ["in pass raises"]))
+
+
+class Nameless:
+    def __call__(self, graph):
+        return graph
+
+
+@pytest.mark.parametrize(
+    ("pass_", "after", "words"),
+    [
+        ("zero", "zero", ("'zero'", "callable")),
+        (None, "zero", ("None", "callable")),
+        (gz.passes.DeadCode, "zero", ("that is a class", "DeadCode()")),
+        (lambda: None, "zero", ("one argument",)),
+        (lambda graph, more: graph, "zero", ("one argument", "functools.partial")),
+        (Nameless(), "unknown", ("nameless", "after='unknown'", "'insert_boxing'")),
+        (Nameless(), None, ("after=None", "'insert_boxing'")),
+    ],
+)
+def test_what_is_no_pass_or_has_no_place_is_refused_where_it_is_added(pass_, after, words):
+    with says(gz.ConfigError, *words):
+        using(pass_, after)
+
+
+def test_passes_without_a_name_and_passes_added_twice_run():
+    graph = make()
+    twice = Nameless()
+    for pass_, after in (
+        (twice, "zero"), (twice, "nameless"), (functools.partial(lambda keep, g: g, True), "zero"),
+        (gz.passes.DeadCode(), "localize"),
+    ):  # fmt: skip
+        graph.config.add_pass(pass_, after=after)
+    graph(X, Y)
+    names = [record.name for record in graph.history]
+    assert names.count("nameless") == 2 and names.count("partial") == 1 and names.count("dead_code") == 2
