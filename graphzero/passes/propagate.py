@@ -14,6 +14,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from graphzero.ir import calls, value
@@ -24,6 +25,8 @@ from graphzero.passes.rows import RowOrder, is_scattered
 from graphzero.sbp import boxing
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class AxisPropagation:
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         self.is_scattered |= self.ranks > 1 and is_scattered(node, have, self.ranks)
-        signature = self._cheapest(calls.signatures_of(self.graph, node, self.axis), operands, have)
+        allowed = [s for s in calls.signatures_of(self.graph, node, self.axis) if not _rounds_in_update(node, s)]
+        signature = self._cheapest(allowed, operands, have)
         self.chosen[node] = signature
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
             if stands is not want:
@@ -188,6 +192,16 @@ def introduces_split(signature: Signature, have: Sequence[Sbp]) -> bool:
 def hides_split(signature: Signature, have: Sequence[Sbp]) -> bool:
     """Whether a split operand would be put into zeros to add up: no bytes at once, but full-size work from there on."""
     return any(h.is_split and w.is_partial for h, w in zip(have, signature.inputs, strict=True))
+
+
+def _rounds_in_update(node: fx.Node, signature: Signature) -> bool:
+    """Whether ranks would add up 16-bit pieces in an update, as in Muon's products of whole matrices.
+
+    Where a model is split, its user has asked for that rounding; an optimizer has one meaning, whatever the stage.
+    """
+    if value.phase_of(node) != "update" or not any(sbp.is_partial for sbp in signature.outputs):
+        return False
+    return any(meta is not None and meta.dtype in HALF for meta in calls.result_metas(node))
 
 
 class Ends:
