@@ -33,6 +33,16 @@ HEAD = (
     "limits",
 )
 
+SUMMARY = (
+    "model",
+    "dtype",
+    "cells",
+    "loss, relative",
+    "parameters, sgd",
+    "parameters, adamw",
+    "stages equal to the bit",
+)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,6 +56,7 @@ def main() -> int:
     started = time.perf_counter()
     lines = grid(options)
     print(markdown(HEAD, [row(line) for line in lines]))
+    print(f"\nThe largest of each model, over all of its rows:\n\n{markdown(SUMMARY, summary(lines))}")
     failed = [line for line in lines if not all(cell.limits and found.within(cell) for cell, found, _ in line)]
     print(
         f"\n{sum(map(len, lines))} cells in {time.perf_counter() - started:.0f} s; {len(failed)} rows beyond the limits"
@@ -108,6 +119,25 @@ def row(line: Line) -> list[str]:
         same,
         "within" if within else "BEYOND",
     ]
+
+
+def summary(lines: Sequence[Line]) -> list[list[str]]:
+    """Per model and dtype: the largest differences over optimizers, ranks and stages."""
+    groups: dict[tuple[str, torch.dtype], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line[0][0].model, line[0][0].dtype), []).append(line)
+    rows = []
+    for (model, dtype), members in groups.items():
+        found = [(cell, one) for line in members for cell, one, _ in line]
+        loss = max(one.loss for _, one in found)
+        tensors = [
+            max((one.tensor for cell, one in found if cell.optimizer == name), default=None)
+            for name in ("sgd", "adamw")
+        ]
+        texts = ["-" if x is None else f"{x:.0e}" for x in (loss, *tensors)]
+        same = f"{sum(map(equal, members))} of {len(members)} rows"
+        rows.append([model, str(dtype).removeprefix("torch."), str(len(found)), *texts, same])
+    return rows
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(graphzero.__file__).parent
 MIDDLE, TOP = 3, 4
 LAYERS = {
     "errors": 0, "attention": 0, "fused": 0, "ops": 0, "_compat": 0, "sbp": 1, "ir": 2,
-    "capture": MIDDLE, "passes": MIDDLE, "runtime": MIDDLE, "plan": MIDDLE, "testing": 5, "divergence": 5, "accept": 5,
-    "pytest_plugin": 5, "cli": 5, "__main__": 5,
+    "capture": MIDDLE, "passes": MIDDLE, "runtime": MIDDLE, "plan": MIDDLE,
+    "testing": 5, "divergence": 5, "explain": 5, "accept": 5, "pytest_plugin": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip  # whatever else there is stands with graph: config, compiled ...
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -34,19 +34,24 @@ class Propagate(BuiltinPass):
     """Gives every value an SBP on every placement axis; pins are kept."""
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        axes = _swept(graph)
-        scattered = [axis.axis for axis in axes if axis.is_scattered]
-        if scattered:
-            other = graph.clone()
-            for i in scattered:
-                RowOrder(other, AxisPropagation(other, i)).run()
-            others = _swept(other)
-            if sum(axis.bytes for axis in others) < sum(axis.bytes for axis in axes):
-                graph, axes = other, others
-        for axis in axes:
-            axis.finish()
-        graph.level = "propagated"
-        return graph
+        return propagation(graph)[0]
+
+
+def propagation(graph: StepGraph) -> tuple[StepGraph, list[AxisPropagation]]:
+    """The graph with an SBP for every value, and how each axis came to it."""
+    axes = _swept(graph)
+    scattered = [axis.axis for axis in axes if axis.is_scattered]
+    if scattered:
+        other = graph.clone()
+        for i in scattered:
+            RowOrder(other, AxisPropagation(other, i)).run()
+        others = _swept(other)
+        if sum(axis.bytes for axis in others) < sum(axis.bytes for axis in axes):
+            graph, axes = other, others
+    for axis in axes:
+        axis.finish()
+    graph.level = "propagated"
+    return graph, axes
 
 
 def _swept(graph: StepGraph) -> list[AxisPropagation]:
@@ -54,6 +59,25 @@ def _swept(graph: StepGraph) -> list[AxisPropagation]:
     for axis in axes:
         axis.sweep()
     return axes
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the first sweep sees of one signature of an op.
+
+    moves: (operand, SBP it has, SBP it would be boxed to); nbytes: on the wire for those that are not made yet.
+    barred: why it is not considered; "" if it is.
+    """
+
+    signature: Signature
+    moves: tuple[tuple[fx.Node, Sbp, Sbp], ...]
+    nbytes: float
+    barred: str
+
+    @property
+    def cost(self) -> float:
+        """B -> P costs no wire but work; between equals the one that boxes less is simpler."""
+        return self.nbytes + 1e-3 * len(self.moves)
 
 
 class AxisPropagation:
@@ -66,6 +90,7 @@ class AxisPropagation:
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: set[tuple[fx.Node, Sbp]] = set()
         self.ends = Ends(graph)
+        self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
         self.is_scattered = False  # whether a view scatters the rows of a split value
 
     def sweep(self) -> None:
@@ -121,25 +146,25 @@ class AxisPropagation:
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         self.is_scattered |= self.ranks > 1 and is_scattered(node, have, self.ranks)
-        allowed = [s for s in calls.signatures_of(self.graph, node, self.axis) if not _rounds_in_update(node, s)]
-        signature = self._cheapest(allowed, operands, have)
-        self.chosen[node] = signature
+        options = self.options(node)
+        signature = min((o for o in options if not o.barred), key=lambda o: o.cost, default=options[0]).signature
+        self.chosen[node], self.seen[node] = signature, (options, signature)
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
             if stands is not want:
                 self.boxed.add((operand, want))
         return _spread(node, signature.outputs)
 
-    def _cheapest(self, allowed: Sequence[Signature], operands: list[fx.Node], have: list[Sbp]) -> Signature:
-        best, best_cost = allowed[0], float("inf")
-        for signature in allowed:
-            if introduces_split(signature, have) or hides_split(signature, have):
-                continue
-            moves = {(o, h, w) for o, h, w in zip(operands, have, signature.inputs, strict=True) if h is not w}
-            # B -> P costs no wire but work; between equals the one that boxes less is simpler.
-            total = sum(self.cost(*move) for move in moves) + 1e-3 * len(moves)
-            if total < best_cost:
-                best, best_cost = signature, total
-        return best
+    def options(self, node: fx.Node) -> list[Option]:
+        """What the op at ``node`` may do, given how its operands stand and what is boxed by now; all-B first."""
+        operands = value.tensor_operands(node)
+        have = [self.sbp(operand) for operand in operands]
+        options = []
+        for signature in calls.signatures_of(self.graph, node, self.axis):
+            stands = zip(operands, have, signature.inputs, strict=True)
+            moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
+            total = sum(self.cost(*move) for move in moves)
+            options.append(Option(signature, moves, total, _barred(node, signature, have)))
+        return options
 
     # ---- sweep 3
 
@@ -183,15 +208,16 @@ class AxisPropagation:
         return (*nd[: self.axis], sbp, *nd[self.axis + 1 :])
 
 
-def introduces_split(signature: Signature, have: Sequence[Sbp]) -> bool:
-    """Whether a signature splits something while no operand is split that way yet."""
+def _barred(node: fx.Node, signature: Signature, have: Sequence[Sbp]) -> str:
+    """Why a signature is not considered, "" if it is."""
     splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
-    return splits and not any(h is w and h.is_split for h, w in zip(have, signature.inputs, strict=True))
-
-
-def hides_split(signature: Signature, have: Sequence[Sbp]) -> bool:
-    """Whether a split operand would be put into zeros to add up: no bytes at once, but full-size work from there on."""
-    return any(h.is_split and w.is_partial for h, w in zip(have, signature.inputs, strict=True))
+    if splits and not any(h is w and h.is_split for h, w in zip(have, signature.inputs, strict=True)):
+        return "would split where no operand is split so yet"
+    if any(h.is_split and w.is_partial for h, w in zip(have, signature.inputs, strict=True)):
+        return "would put pieces into zeros, and work on the whole from there on"
+    if _rounds_in_update(node, signature):
+        return "would add up 16-bit pieces, which rounds as one device does not"
+    return ""
 
 
 def _rounds_in_update(node: fx.Node, signature: Signature) -> bool:

@@ -1,0 +1,172 @@
+"""``gz.explain``: why a value has the SBP it has.
+
+It runs propagation once more on what propagation was given, watches one value, and says it in words: which
+signatures its op allows, what each would have cost there, which was taken, and what the later sweeps made of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.graph import Graph
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.text import print_line
+from graphzero.passes.propagate import AxisPropagation, Option, propagation
+from graphzero.sbp import boxing
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import Sbp
+
+_MOST = 12  # signatures shown
+
+
+@dataclass
+class Choice:
+    """How a value came to its SBP on one placement axis.
+
+    options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
+    made: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
+    why: in words.  boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
+    """
+
+    axis: str
+    ranks: int
+    sbp: Sbp
+    why: str = ""
+    options: list[Option] = field(default_factory=list)
+    first: Signature | None = None
+    made: Signature | None = None
+    boxes: list[tuple[str, Sbp, str, float]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """As text."""
+        found = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
+        shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.cost))
+        for option in shown[:_MOST]:
+            mark = ">" if option.signature == self.first else " "
+            cost = "-" if option.barred else f"{option.nbytes:,.0f} B"
+            moves = ", ".join(f"{o.name} {have} -> {want}" for o, have, want in option.moves)
+            note = option.barred or (f"boxes {moves}" if moves else "boxes nothing")
+            found.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
+        if len(shown) > _MOST:
+            found.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
+        if self.made is not None and self.made != self.first:
+            found.append(f"  then {self.made}: {_later(self.first, self.made)}")
+        found += [f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes]
+        return found
+
+
+@dataclass
+class Explanation:
+    """What ``explain`` found: the value's line, its source, and one choice per placement axis."""
+
+    line: str
+    source: str
+    choices: list[Choice]
+
+    def __str__(self) -> str:
+        head = f"{self.line}" + (f"    {self.source}" if self.source else "")
+        return "\n".join([head, *(f"  {line}" for choice in self.choices for line in choice.lines())])
+
+
+def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
+    """Why a value of a program has its SBP: the signatures its op allows, what each would have cost, what was taken.
+
+    graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
+    ``propagate`` was given).  value_: a value, or its name as it is printed.  Costs are bytes that one rank sends for
+    boxing the op's operands, given all that was boxed above it.
+
+    Raises:
+        ConfigError: the Graph is not compiled, the graph is propagated already, or it has no such value.
+    """
+    given = _given(graph)
+    found, axes = propagation(given)
+    name = value_ if isinstance(value_, str) else value_.name
+    node = _find(found, name, graph.program if isinstance(graph, Graph) else None)
+    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])
+
+
+def _given(graph: Graph | StepGraph) -> StepGraph:
+    if isinstance(graph, Graph):
+        record = next(record for record in graph.history if record.name == "propagate")
+        return record.before.clone()
+    if graph.level != "captured":
+        raise ConfigError(
+            f"explain: graph {graph.name} is {graph.level}, so its SBPs are chosen already; give the Graph itself, or "
+            "the graph that propagate was given: next(r for r in graph.history if r.name == 'propagate').before"
+        )
+    return graph.clone()
+
+
+def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
+    """The value, or for one that later passes made of another (a box of it) that one."""
+    named = {node.name: node for node in graph.nodes if node.op != "output"}
+    later = {node.name: node for node in program.nodes} if program is not None else {}
+    if name not in named and name in later:
+        node = later[name]
+        while node.name not in named and node.all_input_nodes:
+            node = _made_from(node)
+        name = node.name
+    if name not in named or value.is_scalar(named[name]):
+        near = difflib.get_close_matches(name, named, n=4)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"explain: graph {graph.name} has no tensor called {name!r}{hint} print(graph) shows the names"
+        )
+    return named[name]
+
+
+def _made_from(node: fx.Node) -> fx.Node:
+    """What a value stands for that a pass put in: the member of a bucket that a pick is, else the first operand."""
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and source.target is ops.wait:
+        launch = source.args[0]
+        members = launch.args[2] if isinstance(launch, fx.Node) else ()
+        return members[node.args[1]]  # type: ignore[index,return-value]
+    return node.all_input_nodes[0]
+
+
+def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
+    name = axis.graph.placement.names[axis.axis]
+    sbp = axis.found[node][0]
+    assert sbp is not None
+    choice = Choice(name, axis.ranks, sbp)
+    if axis.pinned(node) is not None:
+        choice.why = "pinned"
+    elif node.op == "placeholder":
+        choice.why = "an input that nobody pinned"
+    elif node not in axis.chosen:
+        choice.why = "as what it reads"
+    else:
+        choice.options, choice.first = axis.seen[node]
+        choice.made = axis.chosen[node]
+        choice.why = "the cheapest of what its op allows"
+    choice.boxes = list(_boxes(axis, node, sbp))
+    return choice
+
+
+def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sbp, str, float]]:
+    if value.is_multi(node):
+        return []
+    nbytes = value.tensor_type(node).nbytes
+    found = []
+    for user in node.users:
+        for want in axis.wants(user, node):
+            if want is not sbp:
+                kinds = " and ".join(step.kind for step in boxing.move(sbp, want).steps)
+                reader = "the step's end" if user.op == "output" else user.name
+                found.append((reader, want, kinds, boxing.cost(sbp, want, nbytes, axis.ranks)))
+    return found
+
+
+def _later(first: Signature | None, made: Signature) -> str:
+    if first is not None and any(sbp.is_partial for sbp in first.outputs):
+        return "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
+    return "all of its readers cut it, so no rank computes what it would throw away"
+
+
+__all__ = ["Choice", "Explanation", "explain"]
