@@ -1,4 +1,4 @@
-"""Every private name of torch that graphzero stands on, in one place, for torch 2.11 to 2.15.
+"""Every private name of torch that graphzero stands on, and every name that only some of torch 2.11 to 2.15 have.
 
 What changes between versions is met here; the rest of the package imports from here and stays plain.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._dynamo.source import ConstantSource
@@ -126,10 +127,7 @@ def has_accumulation_hooks(x: Tensor) -> bool:
 
 def below_autograd() -> Any:
     """Context manager: ops go straight to their kernels, past the dispatch of autograd."""
-    return _BELOW_AUTOGRAD()
-
-
-_BELOW_AUTOGRAD: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-untyped-call]
 
 
 def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -166,6 +164,11 @@ def overload_of_custom_op(op: Any) -> Any:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Let ``optimizer`` pass for one that has stepped, else its scheduler warns about their order."""
     vars(optimizer)["_opt_called"] = True
+
+
+# As these collectives are called from torch 2.13 on, and before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def fake_store() -> Any:

@@ -1,51 +1,34 @@
 """From one call's inputs to a program that runs, and the programs that a Graph has made so far.
 
-``key_of`` says what selects a program; ``Programs`` keeps captures and programs by it.  A change of the
-configuration alone makes a new program from the capture that is there.
+``make`` captures, runs the passes and plans; ``Programs`` keeps what was made by its key.  A change of the
+configuration alone makes a new program from the capture that is there.  What a key consists of is ``key``'s.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-
 from graphzero.attributes import Attributes
-from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, baked, capture
+from graphzero.capture import Captured, FloatLeaf, Step, TensorLeaf, capture
 from graphzero.config import GraphConfig
-from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
+from graphzero.key import Key
 from graphzero.passes import Bucket, Pass, Pin, Pipeline, Record, Zero, default_passes, pass_name
 from graphzero.plan import Plan, plan_of
-from graphzero.runtime import modules as tree
-from graphzero.runtime.agree import digest, tensor_text
+from graphzero.runtime.agree import digest
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.inputs import Inputs
-from graphzero.runtime.modules import Found, walk
 from graphzero.runtime.state import State
 from graphzero.runtime.world import World
 from graphzero.sbp.types import Nd
 
 _MANY = 8
 HasState = Callable[[int, str], bool]  # (optimizer, path of a parameter)
-
-
-@dataclass(frozen=True)
-class Key:
-    """What selects a program.  ``captured`` selects the capture; ``placed`` and ``config`` what passes make of it."""
-
-    captured: tuple[tuple[str, Any], ...]  # (what it is, value)
-    placed: tuple[Any, ...]
-    config: tuple[Any, ...]
 
 
 @dataclass
@@ -144,108 +127,8 @@ class Programs:
         warnings.warn(
             f"{self.name} has compiled {len(made)} programs; what keeps changing: {', '.join(changing)}. Pad inputs to "
             "few shapes, pass numbers that change as floats or 0-d tensors, and keep modules in the same mode",
-            stacklevel=6,
+            stacklevel=7,
         )
-
-
-def key_of(
-    inputs: Inputs,
-    state: State,
-    found: Mapping[str, Found],
-    config: GraphConfig,
-    optimizers: Sequence[OptimizerSpec],
-    counters: Any,
-    held: HeldParts,
-) -> Key:
-    """See ``Key``.  Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
-    parts: list[tuple[str, Any]] = [("input structure", inputs.spec)]
-    parts += [(f"input {leaf.name}", leaf.key) for leaf in inputs.leaves]
-    parts += [("torch settings", _settings()), ("optimizer settings", baked(optimizers)), ("step counters", counters)]
-    fixed = held.parts(state, found)
-    return Key((*parts, *fixed), placed_of(inputs, state, found), config.fingerprint)
-
-
-class HeldParts:
-    """The parts of keys that follow from modules and parameter groups, kept while those stay as they are."""
-
-    def __init__(self) -> None:
-        self._of: Any = None
-        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._paths: dict[int, str] = {}
-        self._parts: tuple[tuple[str, Any], ...] = ()
-
-    def parts(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
-        groups = [[list(map(id, group["params"])) for group in o.param_groups] for o in state.optimizers]
-        if self._of is None or self._of[0] is not found or self._of[1] != groups:
-            names = {id(entry.tensor): path for path, entry in found.items()}
-            for i, optimizer in enumerate(state.optimizers):
-                self._check_current(optimizer, i, names, found)
-            self._known.update({id(entry.tensor): entry.tensor for entry in found.values()})
-            self._paths.update(names)
-            tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
-            modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
-            modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())
-            made: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
-            made += [(f"optimizer {i}", _Hashed(layout_of(o, names, i))) for i, o in enumerate(state.optimizers)]
-            self._of, self._parts = (found, groups), tuple(made)
-        return self._parts
-
-    def _check_current(
-        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, Found]
-    ) -> None:
-        """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
-        for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
-            former = self._known.get(id(param))
-            if former is not None and former is param:
-                path = self._paths[id(param)]
-                now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
-                raise ConfigError(
-                    f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
-                    f"{tensor_text(former)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
-                    "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
-                )
-
-
-class _Hashed(tuple[Any, ...]):
-    """A tuple that hashes once."""
-
-    _hash: int | None = None
-
-    def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = super().__hash__()
-        return self._hash
-
-
-def placed_of(inputs: Inputs, state: State, found: Mapping[str, Found]) -> tuple[Any, ...]:
-    """How inputs, parameters and buffers lie."""
-    return tuple(leaf.nd for leaf in inputs.leaves), _Hashed(state.nds(found))
-
-
-def describe(key: Key, inputs: Inputs, state: State, config: GraphConfig) -> dict[str, str]:
-    """The key's parts as text that is the same in every process."""
-    parts = {f"input {leaf.name}": str(leaf) for leaf in inputs.leaves}
-    for name, part in key.captured:
-        if name not in parts and name != "modules":
-            parts[name] = str(part)
-    modules = [(path, module.training) for path, module in walk(state.modules)]
-    flags = {flag for _, flag in modules}
-    parts["training flags"] = str(flags.pop()) if len(flags) == 1 else str(modules)
-    for path, shape, dtype, grad in dict(key.captured)["parameters"]:
-        parts[f"tensor {path}"] = f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if grad else ', no grad'}"
-    del parts["parameters"]
-    parts["placed"], parts["configuration"] = str(key.placed), config.description
-    return parts
-
-
-def layout_of(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[Any, ...]:
-    """Its class and the parameters of its groups."""
-    return type(optimizer).__qualname__, tree.group_paths(optimizer, names, index)
-
-
-def _settings() -> tuple[Any, ...]:
-    casts = tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in ("cpu", "cuda"))
-    return casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), str(torch.get_default_dtype())
 
 
 def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None) -> Compiled:
@@ -280,14 +163,3 @@ def passes_of(config: GraphConfig, placed: Mapping[Role, Nd]) -> list[Pass]:
             at += 1
         passes.insert(at + 1, own)
     return passes
-
-
-def parameter_lines(found: Mapping[str, Found], nds: Mapping[str, Nd]) -> Sequence[str]:
-    """Path, type and SBP of every parameter, for ``repr``."""
-    lines = []
-    for path, entry in found.items():
-        if entry.kind == "param":
-            sbp = ", ".join(map(str, nds[path]))
-            kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""
-            lines.append(f"  {path}: {tensor_text(entry.tensor)} {sbp}{kind}")
-    return lines

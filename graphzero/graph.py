@@ -1,24 +1,24 @@
 """Graph: the user's class.  One call is one step: read the inputs, agree with the other ranks, find or make the
-program, bind what is not bound, run, and leave the user's modules, optimizers and schedulers true.
+program (``selection``), bind what is not bound (``runtime.binding``), run (``runtime.executor``), and leave the user's
+modules, optimizers and schedulers true (``runtime.state``).
 
-Each of these is a module of its own; here is only their order.
+Here is only their order, and what the user may ask.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor import DTensor
 
-from graphzero import _compat, compiled
+from graphzero import _compat
 from graphzero.attributes import Attributes
-from graphzero.capture import OptimizerSpec, Step, hyperparameters, is_capturing
+from graphzero.capture import OptimizerSpec, Step, is_capturing
 from graphzero.checks import (
     check_attribute,
     check_build,
@@ -27,21 +27,23 @@ from graphzero.checks import (
     check_scheduler,
     missing_attribute,
 )
-from graphzero.compiled import Compiled, HeldParts, Key, Programs
+from graphzero.compiled import Compiled, Programs
 from graphzero.config import GraphConfig
-from graphzero.errors import CaptureError, ConfigError, GraphZeroError
-from graphzero.ir import value
+from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.value import Role
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime import checkpoint, launch, modules
-from graphzero.runtime.agree import Ranks, digest
-from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
+from graphzero.runtime.agree import Ranks, tensor_text
+from graphzero.runtime.binding import bind
+from graphzero.runtime.inputs import Reader
+from graphzero.runtime.modules import Found
 from graphzero.runtime.state import State
 from graphzero.runtime.virtual import VirtualWorld
 from graphzero.runtime.world import World
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd
+from graphzero.selection import Prepared, Selection
 
 
 class Graph:
@@ -66,20 +68,18 @@ class Graph:
                 stacklevel=2,
             )
         self._ranks = Ranks(self.placement)
-        self._attributes = Attributes(self)
-        self._programs = Programs(self.name, self._attributes)
+        attributes = Attributes(self)
+        self._programs = Programs(self.name, attributes)
+        self._selection = Selection(
+            self._programs, attributes, self._ranks, self.config,
+            step=self._as_step, state=self._state_now, reader=self._make_reader,
+        )  # fmt: skip
         self._optimizers: list[OptimizerSpec] = []
         self._schedulers: list[Any] = []  # one per optimizer, None for none
         self._lazy_world: World | None = None
         self._lazy_state: State | None = None
-        self._reader: Reader | None = None
-        self._held = HeldParts()
-        self._counters: tuple[Any, ...] = ()
-        self._stateless: str | None = None  # names of parameters without optimizer state, None: look
         self._last: Compiled | None = None  # used or compiled last
-        self._bound: Compiled | None = None
         self._grad_norms: dict[str, Tensor] = {}
-        self._stopped: int | None = None  # the step of the program in which the last call ended with an exception
         self._untrue = ""  # why states are no longer those of a whole number of steps
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +128,10 @@ class Graph:
         """
         self._not_in_build("called")
         with torch.inference_mode(False):
-            program, inputs, key, numbers = self._prepare(args, kwargs, running=True)
+            call = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
-                self._bind(program, key, inputs)
-                return self._run(program, inputs, numbers)
+                self._bind(call)
+                return self._run(call)
 
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
         """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
@@ -145,120 +145,27 @@ class Graph:
             self._prepare(args, kwargs, running=False)
         return self
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
-    ) -> tuple[Compiled, Inputs, Key, dict[Role, float]]:
-        """The program for these arguments, agreed on by all ranks, and the numbers that this call feeds it."""
-        what = "this call" if running else "compile()"
-        failure: Exception | None = None
-        inputs: Inputs | None = None
-        key: Key | None = None
-        hash_, describe, restart = 0, _nothing, False
-        try:
-            if running and self._untrue:
-                raise GraphZeroError(self._untrue)
-            inputs, key = self._read(args, kwargs)
-            if running:
-                check_values(inputs)
-            if running and self._bound is None:
-                self._state.check_real()
-            hash_, describe = self._hash(key, inputs)
-            restart = self._state.random.is_outdated
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
-            failure = error
-        is_new = not self._programs.programs if key is None else key not in self._programs.programs
-        is_talking = is_new or self.config.check_inputs == "always" or self._stopped is not None
-        if is_talking:
-            restart = self._ranks.agree(f"the program of {what}", hash_, describe, failure, restart)
-        elif failure is not None:
-            raise failure
-        assert inputs is not None and key is not None
-        if running:  # before the capture, which hyperparameters of rank 0 may decide
-            self._state.start(self._schedulers)
-            if restart and (is_talking or not self._ranks.active):
-                self._state.random.set(None, 0)
-        numbers = {**hyperparameters(self._optimizers), **inputs.scalars()}
-        program = self._programs.find(key, numbers, self._state.has_state, self._bound)
-        if program is None:
-            program = self._compile(key, inputs, numbers)
-        self._last = program
-        return program, inputs, key, numbers
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> Prepared:
+        call = self._selection.prepare(args, kwargs, self._schedulers, running, self._untrue)
+        self._last = call.program
+        return call
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
-        if self._reader is None:
-            if getattr(self.build, "__func__", None) is Graph.build:
-                self.build()
-            check_build(type(self), self.build)
-            self._reader = Reader(self.build, self.placement)
-        state = self._state
-        inputs = self._reader.read(args, kwargs, self.config.inputs)
-        return inputs, self._key(inputs, state)
-
-    def _key(self, inputs: Inputs, state: State) -> Key:
-        found = state.tensors()
-        if state.is_stale(found):
-            self._counters = state.counter_layout({id(entry.tensor): path for path, entry in found.items()})
-            self._stateless = None
-            self._bound = None
-        self._attributes.look(state.modules, found)
-        return compiled.key_of(inputs, state, found, self.config, self._optimizers, self._counters, self._held)
-
-    def _hash(self, key: Key, inputs: Inputs) -> tuple[int, Callable[[], dict[str, str]]]:
-        """A hash of what must be equal on all ranks before this call, and its parts for a message."""
-        if not self._ranks.active:
-            return 0, _nothing
-        state = self._state
-        numbers = {**(hyperparameters(self._optimizers) if state.is_started else {}), **inputs.scalars()}
-        if self._stateless is None and state.is_started:  # the first call takes what rank 0 has
-            self._stateless = state.stateless()
-        stateless = self._stateless or ""
-        is_known = key in self._programs.programs  # else this rank compiles, which needs all ranks
-
-        def describe() -> dict[str, str]:
-            parts = compiled.describe(key, inputs, state, self.config)
-            parts |= self._attributes.describe() | {"parameters without optimizer state": stateless}
-            parts["the last call stopped in step"] = str(self._stopped)
-            parts["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
-            return parts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
-
-        known = self._programs.hash_of(key, lambda: compiled.describe(key, inputs, state, self.config))
-        facts = (stateless, str(self._stopped), str(is_known), *self._attributes.texts)
-        return digest(str(known), *facts, *map(repr, numbers.values())), describe
-
-    def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float]) -> Compiled:
-        program, failure, state = None, None, self._state
-        try:
-            captured = self._programs.find_capture(key, numbers, state.has_state)
-            step = Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
-            program = compiled.make(step, inputs, state, self.config, captured)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
-            failure = error
-        made = program
-        self._ranks.agree(
-            "the compiled program", made.hash if made and self._ranks.active else 0,
-            lambda: made.lines() if made else {}, failure,
-        )  # fmt: skip
-        assert program is not None
-        self._programs.add(key, program)
-        return program
-
-    def _bind(self, program: Compiled, key: Key, inputs: Inputs) -> None:
-        if program is self._bound:
+    def _bind(self, call: Prepared) -> None:
+        program, state = call.program, self._state
+        if program is self._selection.bound:
             return
-        state = self._state
         found = state.tensors()
         executor = program.executor(self._world)
-        executor.bind(state.bind(program.graph, program.captured.states, program.captured.constants, found))
+        executor.bind(bind(state, program.graph, program.captured.states, program.captured.constants, found))
         state.settle()
-        self._bound, self._stateless = program, None
-        # Binding may have split parameters: the same call, made again, must find the same program.
-        self._programs.alias(replace(key, placed=compiled.placed_of(inputs, state, state.tensors())), program)
+        self._selection.bind(call)
 
-    def _run(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> Any:
-        state, executor, training = self._state, program.executor(self._world), program.captured.training
+    def _run(self, call: Prepared) -> Any:
+        program, state = call.program, self._state
+        executor, training = program.executor(self._world), program.captured.training
         if program.uses_seed:
             state.random.begin(self._ranks.share)
-        arguments, has_run = self._arguments(program, inputs, numbers), False
+        arguments, has_run = call.arguments(self._world, state.random), False
         try:
             state.before()
             results = executor.run(arguments)
@@ -269,16 +176,11 @@ class Graph:
                 self._untrue = self._why_untrue(error)
             raise
         finally:
-            self._stopped = executor.stopped
+            self._selection.stopped = executor.stopped
         if training:
             self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
             self._step_schedulers()
-        as_global = inputs.has_dtensor
-        flat = [
-            self._output(node, held, as_global)
-            for node, held in zip(program.graph.outputs, results.outputs, strict=True)
-        ]
-        return pytree.tree_unflatten(flat, program.captured.out_spec)
+        return call.outputs(results, self._world)
 
     def _why_untrue(self, error: BaseException) -> str:
         return (
@@ -292,27 +194,6 @@ class Graph:
             if scheduler is not None:
                 _compat.note_step(spec.optimizer)
                 scheduler.step()
-
-    def _arguments(self, program: Compiled, inputs: Inputs, numbers: dict[Role, float]) -> dict[str, list[Any]]:
-        """What the program reads anew in each call, by placeholder."""
-        count = len(self._world.local_ranks)
-        leaves = {leaf.name: leaf for leaf in inputs.leaves}
-        found: dict[str, list[Any]] = {}
-        for name, role in program.roles.items():
-            if role.kind in ("batch", "scalar"):
-                found[name] = rank_values(leaves[role.of], self._world)
-            elif role.kind == "hyper":
-                found[name] = [numbers[role]] * count
-            elif role.kind == "seed":
-                found[name] = [self._state.random.key(self._world.device)] * count
-        return found
-
-    def _output(self, node: Any, held: Any, as_global: bool) -> Any:
-        if not isinstance(node, fx.Node):
-            return node
-        if not value.is_tensor(node):
-            return held[0]
-        return output_value(held, value.nd_of(node), value.tensor_type(node).shape, self._world, as_global)
 
     # ---- reading
 
@@ -380,7 +261,7 @@ class Graph:
         """
         nds = {} if self._last is None else self._last.state_nds()
         checkpoint.load(sd, self._state, self._schedulers, strict, nds)
-        self._bound, self._untrue = None, ""
+        self._selection.bound, self._untrue = None, ""
 
     def __repr__(self) -> str:
         found = modules.tensors(self._modules())
@@ -390,7 +271,7 @@ class Graph:
             f"{self.name}({self.placement!r})",
             repr(self.config),
             "parameters:",
-            *compiled.parameter_lines(found, nds),
+            *_parameter_lines(found, nds),
         ]
         return "\n".join([*lines, body.rstrip()])
 
@@ -413,6 +294,15 @@ class Graph:
     def _modules(self) -> dict[str, nn.Module]:
         return {name: held for name, held in vars(self).items() if isinstance(held, nn.Module)}
 
+    def _as_step(self) -> Step:
+        return Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
+
+    def _make_reader(self) -> Reader:
+        if getattr(self.build, "__func__", None) is Graph.build:
+            self.build()  # says that there is none
+        check_build(type(self), self.build)
+        return Reader(self.build, self.placement)
+
     @property
     def _world(self) -> World:
         if self._lazy_world is None:
@@ -433,8 +323,11 @@ class Graph:
         made = self._lazy_state = State(self._world, self._ranks, held, optimizers)
         if kept is not None:
             made.random, made.moved = kept.random, kept.moved
-        self._bound = None
+        self._selection.bound = None
         return made
+
+    def _state_now(self) -> State:
+        return self._state
 
     def _compiled(self, what: str) -> Compiled:
         if self._last is None:
@@ -444,5 +337,12 @@ class Graph:
         return self._last
 
 
-def _nothing() -> dict[str, str]:
-    return {}
+def _parameter_lines(found: Mapping[str, Found], nds: Mapping[str, Nd]) -> list[str]:
+    """Path, type and SBP of every parameter, for ``repr``."""
+    lines = []
+    for path, entry in found.items():
+        if entry.kind == "param":
+            sbp = ", ".join(map(str, nds[path]))
+            kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""
+            lines.append(f"  {path}: {tensor_text(entry.tensor)} {sbp}{kind}")
+    return lines

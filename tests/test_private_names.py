@@ -1,4 +1,4 @@
-"""Private names of torch stand in ``_compat`` alone, where a new version of torch is met."""
+"""Private names of torch, and those that not all versions have, stand in ``_compat`` alone."""
 
 from __future__ import annotations
 
@@ -67,11 +67,37 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{node.attr}"
 
 
+def asked_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) wherever torch is asked whether it has a name, or which version it is."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[of, ast.Constant(str(name)), *_]):
+                if ast.unparse(of).split(".")[0] in ("torch", "dist"):
+                    yield node.lineno, f"{ast.unparse(of)}.{name}"
+            case ast.Compare(left=of) if "torch.__version__" in ast.unparse(of):
+                yield node.lineno, "torch.__version__"
+
+
 @pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_compat_reads_private_names_of_torch(path: pathlib.Path) -> None:
     if path.name != "_compat.py":
         found = [f"{path.name}:{line} reads {name}" for line, name in private_names(TREES[path], own_names())]
         assert not found, "put these into graphzero/_compat.py, with a plain name:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_compat_tells_versions_of_torch_apart(path: pathlib.Path) -> None:
+    if path.name != "_compat.py":
+        found = [f"{path.name}:{line} asks for {name}" for line, name in asked_names(TREES[path])]
+        assert not found, "ask in graphzero/_compat.py:\n" + "\n".join(found)
+
+
+def test_the_check_sees_how_versions_are_told_apart() -> None:
+    text = (
+        'getattr(torch._C, "a", None)\nhasattr(dist, "b")\ntorch.__version__ >= "2.13"\n'
+        'getattr(x, "c")\ngetattr(torch, name)\nprint(torch.__version__)\n'
+    )
+    assert {name for _, name in asked_names(ast.parse(text))} == {"torch._C.a", "dist.b", "torch.__version__"}
 
 
 def test_the_check_sees_what_it_is_to_find() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
+from graphzero.capture.entries import Entries
 from graphzero.capture.hyper import with_numbers
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
@@ -25,7 +26,7 @@ from graphzero.errors import CaptureError
 SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
 
 
-class _Recorder(dict[str, Any]):
+class _Recorder(Entries):
     """The state of one parameter; remembers what was first put under each key."""
 
     def __init__(self, start: dict[str, Any]) -> None:
@@ -36,15 +37,6 @@ class _Recorder(dict[str, Any]):
         if key not in self.first or self.first[key] is None:
             self.first[key] = _copy(entry)
         super().__setitem__(key, entry)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, entry in dict(*args, **kwargs).items():
-            self[key] = entry
 
 
 def _copy(x: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from graphzero import _compat
 from graphzero.capture import decompositions
+from graphzero.capture.entries import Entries
 from graphzero.capture.host_numbers import HostNumbers
 from graphzero.capture.hyper import Hyper, differs, of_group, with_numbers
 from graphzero.capture.initial_state import cannot_step
@@ -54,7 +55,7 @@ class Member:
         return {} if self.first else self.states
 
 
-class _Making(dict[str, Any]):
+class _Making(Entries):
     """The state of a parameter in its first step; counters are kept in float64 from where they are made."""
 
     def __init__(self, counters: frozenset[str]) -> None:
@@ -63,15 +64,6 @@ class _Making(dict[str, Any]):
 
     def __setitem__(self, key: str, entry: Any) -> None:
         super().__setitem__(key, entry.double() if key in self.counters and isinstance(entry, Tensor) else entry)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, entry in dict(*args, **kwargs).items():
-            self[key] = entry
 
 
 @dataclass

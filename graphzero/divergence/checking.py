@@ -55,17 +55,18 @@ def check(
     if dtype not in (None, torch.float64):
         raise ConfigError(f"check(dtype={dtype}): float64 leaves no rounding; without dtype the program's own are used")
     with torch.inference_mode(False):
-        program, inputs, _, numbers = graph._prepare(args, kwargs, running=False)
+        call = graph._prepare(args, kwargs, running=False)
+        program = call.program
         graph._state.check_real()
         with torch.no_grad():
-            start = start_of(graph, program, inputs, numbers, dtype is not None)
+            start = start_of(graph, call, dtype is not None)
         names = {node.name: _result_name(node, program.captured.states) for node in program.graph.placeholders()}
         device = graph.placement.device_type
         report = _Check(start, names, program.history, device, rtol).run()
         if report.agrees or start.is_wide:
             return report
         with torch.no_grad():
-            again = start_of(graph, program, inputs, numbers, True)
+            again = start_of(graph, call, True)
         return with_second(report, _Check(again, names, program.history, device, None).run())
 
 

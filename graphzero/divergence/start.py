@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import OptimizerSpec, Step
-from graphzero.compiled import Compiled
 from graphzero.divergence.wide import wide
 from graphzero.graph import Graph
 from graphzero.ir import value
-from graphzero.runtime.inputs import Inputs
+from graphzero.runtime.modules import names
 from graphzero.runtime.seed import key_tensor
 from graphzero.runtime.shards import wrap
+from graphzero.sbp.placement import Placement
+from graphzero.selection import Prepared
 
 
 @dataclass
@@ -46,60 +47,74 @@ class Start:
         return self.step.optimizers
 
 
-def start_of(graph: Graph, program: Compiled, inputs: Inputs, numbers: Any, is_wide: bool) -> Start:
-    """Collect the whole of what the next call of ``graph`` on ``inputs`` would read.  Every rank calls it."""
-    state, placement = graph._state, graph.placement
-    device = graph._world.device
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = (x.full_tensor() if isinstance(x, DTensor) else x).detach().to(device, copy=True)
-        return wide(x) if is_wide else x
-
-    def batch(leaf: Any) -> Any:
-        if not leaf.is_tensor:
-            return leaf.raw
-        raw = leaf.raw
-        if not isinstance(raw, DTensor) and not placement.virtual:
-            raw = wrap(raw.detach().to(device), placement.mesh(), leaf.nd, leaf.shape)
-        return copied(raw)
-
-    leaves = {leaf.name: batch(leaf) for leaf in inputs.leaves}
+def start_of(graph: Graph, call: Prepared, is_wide: bool) -> Start:
+    """Collect the whole of what ``call`` of ``graph`` would read.  Every rank calls it."""
+    state, program, inputs = graph._state, call.program, call.inputs
+    copied = _Copies(graph.placement, graph._world.device, is_wide)
+    leaves = {leaf.name: copied.of_batch(leaf) for leaf in inputs.leaves}
     found = state.tensors()
-    params = {path: copied(entry.tensor) for path, entry in found.items() if entry.kind == "param"}
-    buffers = {path: copied(entry.tensor) for path, entry in found.items() if entry.kind == "buffer"}
-    paths = {id(entry.tensor): path for path, entry in found.items()}
+    params = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "param"}
+    buffers = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "buffer"}
+    paths = names(found)
     states = {
-        (i, paths[id(param)]): {key: x if _is_counter(x) else copied(x) for key, x in held.items()}
+        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.of(x) for key, x in held.items()}
         for i, optimizer in enumerate(state.optimizers)
         for param, held in optimizer.state.items()
         if id(param) in paths
     }
     stream = state.random
     seed = torch.initial_seed() if stream.seed is None else stream.seed  # a call would draw one; a check draws nothing
-    key = key_tensor(seed, stream.step, device) if program.uses_seed else None
-    owners = {spec.placeholder: spec for spec in reversed(program.captured.states)}
+    key = key_tensor(seed, stream.step, copied.device) if program.uses_seed else None
+    args, kwargs = pytree.tree_unflatten([copied.of(leaves[leaf.name]) for leaf in inputs.leaves], inputs.spec)
+    start = Start(graph._as_step(), args, kwargs, params, buffers, states, {}, key, is_wide)
+    start.values.update(_values(start, call, leaves, copied))
+    return start
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Makes whole tensors of their own on ``device``, in float64 if ``is_wide``."""
+
+    placement: Placement
+    device: torch.device
+    is_wide: bool
+
+    def of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = (x.full_tensor() if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
+        return wide(x) if self.is_wide else x
+
+    def of_batch(self, leaf: Any) -> Any:
+        """Of the whole batch, of which each rank may hold its share."""
+        raw = leaf.raw
+        if leaf.is_tensor and not isinstance(raw, DTensor) and not self.placement.virtual:
+            raw = wrap(raw.detach().to(self.device), self.placement.mesh(), leaf.nd, leaf.shape)
+        return self.of(raw)
+
+
+def _values(start: Start, call: Prepared, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
+    """What stands behind each placeholder of the program as captured."""
+    captured = call.program.captured
+    owners = {spec.placeholder: spec for spec in reversed(captured.states)}
     values: dict[str, Any] = {}
-    for node in program.history[0].before.placeholders():
+    for node in call.program.history[0].before.placeholders():
         role = value.role_of(node)
         assert role is not None
         if role.kind == "state":
             spec = owners[node.name]
-            held = states.get((spec.optimizer, spec.param), {}).get(spec.key)
+            held = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
             here = held if isinstance(held, Tensor) else torch.full(spec.shape, spec.fill)
-            values[node.name] = copied(here.to(spec.dtype))
+            values[node.name] = copied.of(here.to(spec.dtype))
         elif role.kind in ("param", "buffer"):
-            values[node.name] = copied((params | buffers)[role.of])
+            values[node.name] = copied.of((start.params | start.buffers)[role.of])
         elif role.kind in ("batch", "scalar"):
             values[node.name] = leaves[role.of]
         elif role.kind == "constant":
-            values[node.name] = copied(program.captured.constants[node.name])
+            values[node.name] = copied.of(captured.constants[node.name])
         else:
-            values[node.name] = key if role.kind == "seed" else numbers[role]
-    args, kwargs = pytree.tree_unflatten([copied(leaves[leaf.name]) for leaf in inputs.leaves], inputs.spec)
-    step = Step(graph.name, placement, graph.build, graph._modules(), graph._optimizers)
-    return Start(step, args, kwargs, params, buffers, states, values, key, is_wide)
+            values[node.name] = start.key if role.kind == "seed" else call.numbers[role]
+    return values
 
 
 def _is_counter(x: Any) -> bool:

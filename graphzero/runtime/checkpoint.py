@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from graphzero.errors import CheckpointError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.runtime import modules as tree
 from graphzero.runtime.modules import Found, group_paths
 from graphzero.runtime.shards import as_dtensor, is_whole
 from graphzero.runtime.state import State
@@ -41,7 +42,7 @@ def state_dict(
     be (graph and specs: of that program), so that a checkpoint can be loaded into them; but not those that only the
     first step can make, whose values nobody knows before it."""
     found = state.tensors()
-    names = {id(entry.tensor): path for path, entry in found.items()}
+    names = tree.names(found)
     nds = {node.name: value.nd_of(node) for node in graph.placeholders("state")} if graph is not None else {}
     optimizers = []
     for i, optimizer in enumerate(state.optimizers):

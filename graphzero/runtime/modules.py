@@ -65,6 +65,11 @@ def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
     return found
 
 
+def names(found: Mapping[str, Found]) -> dict[int, str]:
+    """id of each tensor -> its path."""
+    return {id(entry.tensor): path for path, entry in found.items()}
+
+
 def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[tuple[str, ...], ...]:
     """Paths of the parameters of its groups.  Raises ConfigError for one that no module has.
 

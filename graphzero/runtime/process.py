@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.launch import before_tear_down
 from graphzero.runtime.world import Handle, World, device_of, fold, same_place
@@ -33,9 +34,6 @@ from graphzero.sbp.placement import Placement
 
 SHORT = 1 << 15  # bytes up to which an all_reduce on gloo is one round
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# As they are called from torch 2.13 on, and before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ONE_ORDER = (torch.float32, torch.float64)  # gloo adds two of these as torch does, and two have one order only
 _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
 
@@ -84,14 +82,14 @@ class ProcessWorld(World):
         if axis in self._pairs:
             return self._pairs[axis].all_gather(outs[0], ins[0])
         out, sent = _as_bytes(outs[0]), _as_bytes(ins[0])
-        work: Handle = _all_gather(out, sent, group=self._groups[axis], async_op=True)
+        work: Handle = _compat.all_gather_single(out, sent, group=self._groups[axis], async_op=True)
         return work
 
     def _reduce_scatter(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         if axis in self._pairs:
             return self._pairs[axis].reduce_scatter(outs[0], ins[0], reduction)
         (out, sent), op, narrow = _reducible((outs[0], ins[0]), reduction)
-        work = _reduce_scatter(out, sent, op, group=self._groups[axis], async_op=True)
+        work = _compat.reduce_scatter_single(out, sent, op, group=self._groups[axis], async_op=True)
         return _Then(work, lambda: outs[0].copy_(out)) if narrow else work
 
     def _all_reduce(self, bufs: Sequence[Tensor], axis: str, reduction: str) -> Handle:

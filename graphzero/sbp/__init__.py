@@ -1,10 +1,11 @@
 """SBP: how global tensors lie on ranks, what ops allow, and what it costs to change."""
 
 from graphzero.sbp.boxing import Move, cost, move
+from graphzero.sbp.call import SCALAR, Call
 from graphzero.sbp.dtensor import of
 from graphzero.sbp.local import LocalSize, LocalStart, chunk
 from graphzero.sbp.placement import Placement, as_placement, from_mesh, placement
-from graphzero.sbp.registry import SCALAR, Call, NoRuleWarning, has_rule, local_args, rule, signatures
+from graphzero.sbp.registry import NoRuleWarning, has_rule, local_args, rule, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, P, S, Sbp, parse_sbp, partial
 

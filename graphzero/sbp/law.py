@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphzero.errors import SbpError
+from graphzero.sbp.call import op_name, overload_of
 from graphzero.sbp.local import chunk
-from graphzero.sbp.registry import has_rule, local_args, op_name, overload_of, signatures
+from graphzero.sbp.registry import has_rule, local_args, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, Sbp
 

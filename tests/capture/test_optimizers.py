@@ -46,7 +46,6 @@ def test_torchs_optimizers_step_as_eager(name, arguments):
     assert_same(Owner(build, model=net()), make, batches(4), atol=1e-7)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is new in torch 2.9")
 def test_muon_for_matrices_with_sgd_for_the_rest():
     def make(owner):
         matrices = [p for p in owner.model.parameters() if p.ndim == 2]

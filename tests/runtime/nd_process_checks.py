@@ -1,8 +1,7 @@
-"""What four gloo processes on 2 x 2 ranks check; ``test_nd_processes`` starts them once and reports each check."""
+"""What four gloo processes on 2 x 2 ranks check; ``test_nd_processes`` reports each check."""
 
 import itertools
 import tempfile
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -160,19 +159,3 @@ def check_a_grid_of_some_ranks_needs_only_these():
         x, y = (t.chunk(2)[dist.get_rank() // 2] for t in batch(0))
         graph(x, y)
     dist.barrier()
-
-
-CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()) if name.startswith("check_")}
-
-
-def work(rank, path, results):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
-    torch.set_num_threads(1)
-    for name, check in CHECKS.items():
-        try:
-            check()
-            results[f"{name}/{rank}"] = ""
-        except BaseException:
-            results[f"{name}/{rank}"] = traceback.format_exc()
-            break  # the other ranks may wait for this one
-    dist.destroy_process_group()

@@ -1,30 +1,21 @@
-"""A Graph on two real gloo processes: see ``process_checks``, whose checks run in one pair of processes."""
+"""Graphs on two real gloo processes: see ``state_checks`` and ``agreement_checks``."""
 
 import sys
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from process_checks import CHECKS, work  # noqa: E402
+import processes  # noqa: E402
+
+MODULES = ("state_checks", "agreement_checks")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with mp.Manager() as manager:
-        found = manager.dict()
-        context = mp.spawn(work, (str(tmp_path_factory.mktemp("world") / "store"), found), nprocs=2, join=False)
-        try:
-            while not context.join(timeout=120):
-                pass
-        except Exception as error:  # a worker died; what it has told stands in ``found``
-            found["died"] = str(error)
-        yield dict(found)
+    return processes.run(MODULES, 2, tmp_path_factory.mktemp("world"))
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", processes.checks_in(*MODULES))
 def test_two_processes(results, name):
-    for rank in range(2):
-        error = results.get(f"{name}/{rank}", f"did not run: {results.get('died', 'a check before it failed')}")
-        assert not error, f"rank {rank}: {error}"
+    processes.assert_passed(results, name, 2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from samples import LOCALIZED_ELSEWHERE, NO_CPU_KERNEL, UNCHECKED_VALUES, Sample, by_op, samples
 
+from graphzero.sbp.call import op_name
 from graphzero.sbp.law import violations
-from graphzero.sbp.registry import op_name, registered
+from graphzero.sbp.registry import registered
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -11,8 +11,9 @@ from samples import UNCHECKED_VALUES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graphzero.sbp.call import op_name
 from graphzero.sbp.law import meta_of, violations
-from graphzero.sbp.registry import has_rule, op_name
+from graphzero.sbp.registry import has_rule
 
 pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402

@@ -3,7 +3,8 @@ dims stay whole (capture writes mean-reduced losses as a sum and a division by t
 
 from __future__ import annotations
 
-from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.call import Call
+from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import broadcast, letters, overloads
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.call import Call
+from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import overloads
 
 

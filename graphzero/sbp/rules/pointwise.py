@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.call import Call
+from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import GROWING, MOVE, is_zero, overloads
 
 LINEAR = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from graphzero.sbp.registry import Call, rule
+from graphzero.sbp.call import Call
+from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
 
 SIZE = {"size": lambda i, o: o[0]}

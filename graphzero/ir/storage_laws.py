@@ -1,0 +1,131 @@
+"""The laws of storage, from level "lowered" on: what may be written over, and when.
+
+    assign(w, new)                 nobody reads the old w below it
+    y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
+    l = launch('...', 0, [v])      slot 0 is free until somebody waits for l; without a slot, what a reduction works in
+                                   is nobody's to read until then, nor after
+
+Which storage a value lives in is ``memory``'s, which op may write where is ``inplace``'s.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from graphzero.ir import inplace, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import Storage, storage_roots
+from graphzero.ir.violation import violation
+
+Roots = dict[fx.Node, tuple[Storage | None, ...]]
+
+
+def check_storage(graph: StepGraph, where: str) -> None:
+    """Raise VerifyError where a storage is read after it is written over, or a slot taken while it is in use."""
+    walk = _Walk(graph, where)
+    for node in graph.nodes:
+        walk.pass_by(node)
+    walk.end()
+
+
+class _Walk:
+    """What has been written so far, on the way down a program."""
+
+    def __init__(self, graph: StepGraph, where: str) -> None:
+        self.graph, self.where = graph, where
+        self.roots = storage_roots(graph)
+        self.held: dict[Storage | None, list[fx.Node]] = {}  # values by storage
+        self.written: dict[Storage | None, fx.Node] = {}  # storage of a state -> what has assigned to it
+        self.spent: dict[fx.Node, fx.Node] = {}  # value -> the result, or the reduction, that is put in its storage
+        self.busy: dict[Any, fx.Node] = {}  # slot, or launch without one -> what is under way there
+
+    def pass_by(self, node: fx.Node) -> None:
+        for operand, root in _read_roots(node, self.roots):
+            self._check_read(node, operand, root)
+        for root in self.roots.get(node, ()):
+            self.held.setdefault(root, []).append(node)
+        for i, room in enumerate(inplace.outs_of(node)):
+            if room is not None:
+                _check_room(self.graph, node, i, room, self.where)
+                _check_overwrite(self.graph, node, room, self.roots, self.where)
+                self._spend(self.roots[node][i], node)
+        if node.target is ops.assign:
+            self.written[self.roots[node.args[0]][0]] = node  # type: ignore[index]
+        elif node.target is ops.launch:
+            self._launch(node)
+        elif node.target is ops.wait:
+            self.busy = {slot: launch for slot, launch in self.busy.items() if launch is not node.args[0]}
+
+    def end(self) -> None:
+        for launch in self.busy.values():
+            raise violation(
+                launch, self.where, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too"
+            )
+
+    def _check_read(self, node: fx.Node, operand: fx.Node, root: Storage | None) -> None:
+        writer = self.written.get(root)
+        is_use = node.op != "output" and node.target is not operator.getitem
+        if writer is not None and is_use and operand is not writer:
+            problem = f"'{node.name}' reads '{operand.name}' after '{writer.name}' wrote over it"
+            raise violation(node, self.where, problem, f"Move '{writer.name}' below its last reader")
+        if operand in self.spent and self.spent[operand] is not node:
+            writer = self.spent[operand]
+            problem = f"'{node.name}' reads '{operand.name}', in whose storage '{writer.name}' writes"
+            raise violation(node, self.where, problem, f"Put '{writer.name}' elsewhere, or make it later")
+
+    def _spend(self, storage: Storage | None, writer: fx.Node) -> None:
+        """What lives in ``storage`` is not to be read any more."""
+        self.spent.update((one, writer) for one in self.held[storage] if one is not writer)
+
+    def _launch(self, node: fx.Node) -> None:
+        is_direct = ops.is_direct(node)
+        if is_direct and node.args[0] != ops.bucket_all_gather.__name__:  # a reduction works in its operand's storage
+            self._spend(self.roots[node.args[2][0]][0], node)  # type: ignore[index]
+        slot = node if is_direct else node.args[1]
+        if slot in self.busy:
+            problem = f"'{node.name}' takes slot {slot}, in which '{self.busy[slot].name}' is still under way"
+            raise violation(node, self.where, problem, "Wait for the first, or give the second another slot")
+        self.busy[slot] = node
+
+
+def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage | None]]:
+    """What a node reads, each with its storage; what it is only told to write over is not read."""
+    args = node.args[1:] if node.target is ops.assign else node.args
+    for operand in dict.fromkeys(value.flat_nodes((args, inplace.plain_kwargs(node)))):
+        for root in roots.get(operand, ()):
+            yield operand, root
+
+
+def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, where: str) -> None:
+    """Result ``i`` may be put over a value of its form, by an op that can put it there."""
+    if node.target is ops.launch:
+        dense = ops.is_direct(node) and node.args[0] == ops.bucket_all_gather.__name__
+        good = dense and inplace.arrives_dense(graph, node) and value.type_of(node) == (value.type_of(room),)
+    elif node.target in inplace.OVER_OPERANDS:
+        same = (value.type_of(node)[i], value.sbp_of(node)[i]) == (value.type_of(room), value.sbp_of(room))
+        good = same and node.args[inplace.OVER_OPERANDS[node.target][1][i]] is room
+    else:
+        kernel = inplace.writing(node.target) or inplace.over_first(node.target)
+        good = kernel is not None and inplace.same_form(node, room)
+    if not good:
+        problem = f"'{node.name}' cannot be put in the storage of '{room.name}'"
+        raise violation(node, where, problem, "out= takes a value of the same type and SBP, and an op with an out form")
+
+
+def _check_overwrite(graph: StepGraph, node: fx.Node, room: fx.Node, roots: Roots, where: str) -> None:
+    """What is written over is no longer needed: by the op itself as it works, or by the user after the step."""
+    storage = roots[room][0]
+    sharing = [o for o in value.tensor_operands(node) if roots[o][0] == storage and o is not room]
+    if node.target is ops.launch and inplace.is_own_piece(node, room):
+        sharing = []
+    reads = room in value.flat_nodes((node.args, inplace.plain_kwargs(node)))
+    if sharing or (reads and not inplace.may_overwrite(node, room, graph.placement.device_type)):
+        problem = f"'{node.name}' writes over '{(sharing or [room])[0].name}' while it reads it"
+        raise violation(node, where, problem, "Only ops that work element by element may write over an operand")
+    if storage is not None and storage[0].op == "placeholder" and storage[0].name not in graph.updates:
+        problem = f"'{node.name}' writes over '{storage[0].name}', which the step does not change"
+        raise violation(node, where, problem, "Only what has a new value in the graph's updates may be written over")

@@ -1,0 +1,142 @@
+"""What decides that a program is compiled anew: the key of a call.
+
+A call whose key is known runs the program that was made for it, if what that program's capture has read still holds:
+guarded hyperparameters, attributes, and which optimizer states there are.  These are not in the key, because which
+of them count is known only when build has run once; ``Programs.find`` looks at them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from graphzero.capture import OptimizerSpec, baked
+from graphzero.config import GraphConfig
+from graphzero.errors import ConfigError
+from graphzero.runtime import modules as tree
+from graphzero.runtime.agree import tensor_text
+from graphzero.runtime.inputs import Inputs
+from graphzero.runtime.modules import Found, walk
+from graphzero.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Key:
+    """What selects a program.  ``captured`` selects the capture; ``placed`` and ``config`` what passes make of it.
+
+    captured: (what it is, value): structure, shapes and dtypes of inputs, torch's settings, modules with their mode and
+    hooks, parameters, optimizers with their groups.  placed: SBPs of inputs, parameters and buffers.
+    """
+
+    captured: tuple[tuple[str, Any], ...]
+    placed: tuple[Any, ...]
+    config: tuple[Any, ...]
+
+
+class Keys:
+    """The keys of one Graph's calls; what follows from modules and parameter groups is kept while those stay."""
+
+    def __init__(self) -> None:
+        self._counters: tuple[Any, ...] = ()  # see ``State.counter_layout``
+        self._of: Any = None
+        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._paths: dict[int, str] = {}
+        self._parts: tuple[tuple[str, Any], ...] = ()
+
+    def count(self, state: State, found: Mapping[str, Found]) -> None:
+        """Look at the step counters of optimizers, which somebody may have changed."""
+        self._counters = state.counter_layout(tree.names(found))
+
+    def of(
+        self,
+        inputs: Inputs,
+        state: State,
+        found: Mapping[str, Found],
+        config: GraphConfig,
+        optimizers: Sequence[OptimizerSpec],
+    ) -> Key:
+        """See ``Key``.  Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
+        parts: list[tuple[str, Any]] = [("input structure", inputs.spec)]
+        parts += [(f"input {leaf.name}", leaf.key) for leaf in inputs.leaves]
+        parts += [("torch settings", _settings()), ("optimizer settings", baked(optimizers))]
+        parts += [("step counters", self._counters), *self._fixed(state, found)]
+        return Key(tuple(parts), placed_of(inputs, state, found), config.fingerprint)
+
+    def _fixed(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
+        groups = [[list(map(id, group["params"])) for group in o.param_groups] for o in state.optimizers]
+        if self._of is None or self._of[0] is not found or self._of[1] != groups:
+            names = tree.names(found)
+            for i, optimizer in enumerate(state.optimizers):
+                self._check_current(optimizer, i, names, found)
+            self._known.update({id(entry.tensor): entry.tensor for entry in found.values()})
+            self._paths.update(names)
+            tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
+            modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
+            modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())
+            made: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
+            made += [(f"optimizer {i}", _Hashed(_layout(o, names, i))) for i, o in enumerate(state.optimizers)]
+            self._of, self._parts = (found, groups), tuple(made)
+        return self._parts
+
+    def _check_current(
+        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, Found]
+    ) -> None:
+        """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
+        for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
+            former = self._known.get(id(param))
+            if former is not None and former is param:
+                path = self._paths[id(param)]
+                now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
+                raise ConfigError(
+                    f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
+                    f"{tensor_text(former)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
+                    "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
+                )
+
+
+def placed_of(inputs: Inputs, state: State, found: Mapping[str, Found]) -> tuple[Any, ...]:
+    """How inputs, parameters and buffers lie."""
+    return tuple(leaf.nd for leaf in inputs.leaves), _Hashed(state.nds(found))
+
+
+def describe(key: Key, inputs: Inputs, state: State, config: GraphConfig) -> dict[str, str]:
+    """The key's parts as text that is the same in every process."""
+    parts = {f"input {leaf.name}": str(leaf) for leaf in inputs.leaves}
+    for name, part in key.captured:
+        if name not in parts and name != "modules":
+            parts[name] = str(part)
+    modules = [(path, module.training) for path, module in walk(state.modules)]
+    flags = {flag for _, flag in modules}
+    parts["training flags"] = str(flags.pop()) if len(flags) == 1 else str(modules)
+    for path, shape, dtype, grad in dict(key.captured)["parameters"]:
+        parts[f"tensor {path}"] = f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if grad else ', no grad'}"
+    del parts["parameters"]
+    parts["placed"], parts["configuration"] = str(key.placed), config.description
+    return parts
+
+
+def _layout(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[Any, ...]:
+    """Its class and the parameters of its groups."""
+    return type(optimizer).__qualname__, tree.group_paths(optimizer, names, index)
+
+
+def _settings() -> tuple[Any, ...]:
+    casts = tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))) for d in ("cpu", "cuda"))
+    return casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), str(torch.get_default_dtype())
+
+
+class _Hashed(tuple[Any, ...]):
+    """A tuple that hashes once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash

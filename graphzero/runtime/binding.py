@@ -1,0 +1,153 @@
+"""Binding: the tensors behind a program's placeholders, laid out as it wants them, with rank 0's values.
+
+New tensors are put wherever the user holds the old ones, so that these stay the only truth.  How one tensor is laid
+out is ``storage``'s; what is known of the user's tensors between calls is ``state``'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from graphzero.errors import CaptureError, ConfigError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.runtime import modules as tree
+from graphzero.runtime.bound import Bound, Counter, Spec
+from graphzero.runtime.modules import Found
+from graphzero.runtime.state import Moved, State
+from graphzero.runtime.storage import Laid, check_real, filled, lay_out
+
+
+def bind(
+    state: State, graph: StepGraph, specs: Sequence[Spec], constants: Mapping[str, Tensor], found: Mapping[str, Found]
+) -> dict[str, list[Tensor]]:
+    """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
+
+    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph: at first sight of
+    a plain tensor its values are taken from rank 0.  Raises ConfigError for a tensor without values or a state that
+    does not fit, CaptureError for states that do not belong to one step.
+    """
+    binder = _Binder(state, found)
+    with torch.no_grad():
+        values = binder.tensors(graph) | binder.states(graph, specs)
+        for node in graph.placeholders("constant"):
+            given = constants[node.name].to(state.world.device)
+            values[node.name] = lay_out(given, value.nd_of(node), state.world, node.name).ranks
+        for entry in found.values():  # those that the program does not read
+            if not isinstance(entry.tensor, DTensor) and not entry.tensor.is_meta:
+                state.first_values.take(entry.tensor, entry.path)
+    state.hold(binder.bound)
+    return values
+
+
+class _Binder:
+    def __init__(self, state: State, found: Mapping[str, Found]) -> None:
+        self.state, self.found = state, found
+        self.world, self.optimizers = state.world, state.optimizers
+        self.bound = Bound()
+
+    def tensors(self, graph: StepGraph) -> dict[str, list[Tensor]]:
+        """Parameters and buffers."""
+        found = {}
+        for node in graph.placeholders("param", "buffer"):
+            role = value.role_of(node)
+            assert role is not None
+            found[node.name] = self._tensor(node, self.found[role.of])
+        return found
+
+    def states(self, graph: StepGraph, specs: Sequence[Spec]) -> dict[str, list[Tensor]]:
+        """States of optimizers; a placeholder may stand for the equal counters of many parameters."""
+        members: dict[str, list[Spec]] = {}
+        for spec in specs:
+            members.setdefault(spec.placeholder, []).append(spec)
+        values = {}
+        for node in graph.placeholders("state"):
+            here = members.get(node.name, [])
+            if not here:
+                raise CaptureError(f"nobody says how the optimizer state '{node.name}' begins")
+            if len(here) > 1 or _is_counter(self.found[here[0].param].tensor, here[0]):
+                values[node.name] = self._counter(here)
+            else:
+                values[node.name] = self._state(node, here[0])
+        return values
+
+    def _tensor(self, node: fx.Node, entry: Found) -> list[Tensor]:
+        state = self.state
+        check_real(entry.tensor, f"{entry.kind} {entry.path}")
+        if not isinstance(entry.tensor, DTensor):
+            state.first_values.take(entry.tensor, entry.path)
+        before, now, known = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
+        was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
+        laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
+        if laid.kept is not entry.tensor:
+            tree.replace(entry, laid.kept, self.optimizers)
+        state.moved[entry.path] = Moved(weakref.ref(entry.tensor), was_plain, before, value.nd_of(node))
+        return self._ranks(laid)
+
+    def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
+        what, nd = f"state {spec.param}/{spec.key}", value.nd_of(node)
+        param = self.found[spec.param].tensor
+        if spec.born:
+            laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
+            self.bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
+            return self._ranks(laid)
+        state = self.optimizers[spec.optimizer].state[param]
+        tensor = state.get(spec.key)
+        if tensor is None:
+            tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world)
+        elif tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            tensor = tensor.to(spec.dtype)
+            if tuple(tensor.shape) != spec.shape:
+                raise ConfigError(
+                    f"{what} has shape {list(tensor.shape)}, the program's is {list(spec.shape)}; where a parameter "
+                    "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
+                )
+        if spec.key in state and not isinstance(tensor, DTensor):
+            self.state.first_values.take(tensor, what)
+        laid = lay_out(tensor, nd, self.world, what, plain=True)
+        state[spec.key] = laid.kept
+        self.bound.add(spec, param, state)
+        return self._ranks(laid)
+
+    def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
+        held = [self._count(spec) for spec in specs]
+        if len({float(x) for x in held}) > 1:
+            raise CaptureError(
+                f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
+                "some have no state: load a checkpoint that holds the state of every parameter"
+            )
+        tensor = held[0].detach().to(self.world.device, specs[0].dtype, copy=True)
+        self.state.first_values.take_count(tensor, f"counter {specs[0].param}/{specs[0].key}")
+        self.bound.counters.append(Counter(tensor, held))
+        return [tensor] * len(self.world.local_ranks)
+
+    def _count(self, spec: Spec) -> Tensor:
+        """One parameter's own count of steps."""
+        optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
+        if spec.born:
+            made = torch.zeros((), dtype=spec.dtype, device=param.device)
+            self.bound.births.append((optimizer, param, spec.key, made))
+            return made
+        state = optimizer.state[param]
+        if not isinstance(state.get(spec.key), Tensor):
+            start = spec.fill if state.get(spec.key) is None else float(state[spec.key])
+            state[spec.key] = torch.full((), start, dtype=spec.dtype, device=param.device)
+        # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
+        tree.to_device(state[spec.key], self.world.device)
+        self.bound.add(spec, param, state)
+        count: Tensor = state[spec.key]
+        return count
+
+    def _ranks(self, laid: Laid) -> list[Tensor]:
+        self.bound.copies += laid.copies
+        return laid.ranks
+
+
+def _is_counter(param: Tensor, spec: Spec) -> bool:
+    """Whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
+    return not spec.shape and (param.dim() > 0 or spec.key == "step")

@@ -1,0 +1,166 @@
+"""One use of an op, as a rule sees it: its arguments by name, its tensors in order, and nothing of their values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from graphzero import _compat
+from graphzero.errors import SbpError
+from graphzero.sbp.factors import NUMBER, Given
+from graphzero.sbp.signature import TensorMeta
+
+Op = Callable[..., Any]
+
+
+class Scalar:
+    """A number known only when the program runs, in the place of a Python number."""
+
+    def __repr__(self) -> str:
+        return "SCALAR"
+
+
+SCALAR = Scalar()
+_CONSTANTS = (int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+              torch.memory_format)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of an op, with a TensorMeta where a tensor stood: all that a rule may look at."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[TensorMeta | None, ...]
+    _bound: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument called ``name``, or its default."""
+        if not self._bound:
+            self._bound.update(_bound_arguments(self.op, self.args, self.kwargs))
+        return self._bound[name]
+
+    @property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """Tensor operands in the order in which (args, kwargs) hold them."""
+        return tuple(_tensors((self.args, dict(self.kwargs))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first tensor operand."""
+        return self.tensors[0].shape
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Shape of the first output."""
+        if not self.outputs or self.outputs[0] is None:
+            raise SbpError(f"{op_name(self.op)} has no first output here")
+        return self.outputs[0].shape
+
+
+def op_name(op: Op) -> str:
+    """``aten.mm.default``, or a function's module and name."""
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op)
+    return f"{getattr(op, '__module__', '')}.{getattr(op, '__qualname__', repr(op))}"
+
+
+def overload_of(op: Any) -> Op:
+    """The op as it stands in graphs: the only overload of ``torch.ops.lib.op``, or of a ``torch.library.custom_op``.
+
+    Raises SbpError where there are several.
+    """
+    op = _compat.overload_of_custom_op(op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        if len(names) != 1:
+            known = ", ".join(f"{op}.{name}" for name in names)
+            raise SbpError(f"{op} has {len(names)} overloads, and a rule is for one of them: {known}")
+        op = getattr(op, names[0])
+    return op  # type: ignore[no-any-return]
+
+
+def operands_of(call: Call, count: int) -> tuple[list[Given], list[int]]:
+    """What stands for each operand of a line, and where in its signatures each tensor of the call is found."""
+    by_schema = _schema_tensors(call)
+    if by_schema is None or len(by_schema) != count:
+        return list(call.tensors), list(range(len(call.tensors)))
+    given = [m for m, _ in by_schema]
+    positions = [at for m, at in by_schema if isinstance(m, TensorMeta)]
+    return given, [positions.index(i) for i in range(len(positions))]
+
+
+def _schema_tensors(call: Call) -> list[tuple[Given, int]] | None:
+    """Tensor arguments in schema order with their place in flattening order; None where there are tensor lists."""
+    if not isinstance(call.op, torch._ops.OpOverload):
+        return None
+    place: dict[str, int] = {}
+    names = [a.name for a in call.op._schema.arguments]
+    passed = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    before = 0
+    for name, value in passed.items():
+        place[name] = before
+        before += len(list(_tensors(value)))
+    found: list[tuple[Given, int]] = []
+    for argument in call.op._schema.arguments:
+        kind = str(argument.type)
+        if "List[" in kind and "Tensor" in kind:
+            return None
+        if "Tensor" in kind:
+            value = passed.get(argument.name)
+            meta = value if value is None or isinstance(value, TensorMeta) else NUMBER
+            found.append((meta, place.get(argument.name, -1)))
+    return found
+
+
+def _bound_arguments(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(op, torch._ops.OpOverload):
+        given: dict[str, Any] = {a.name: a.default_value for a in op._schema.arguments}
+        return given | dict(zip(given, args, strict=False)) | dict(kwargs)
+    bound = inspect.signature(op).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@cache
+def argument_names(op: Op) -> list[str]:
+    if isinstance(op, torch._ops.OpOverload):
+        return [a.name for a in op._schema.arguments]
+    return list(inspect.signature(op).parameters)
+
+
+def _tensors(value: Any) -> Iterator[TensorMeta]:
+    if isinstance(value, TensorMeta):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def frozen(value: Any) -> Any:
+    """A hashable that tells apart what a rule may tell apart: 1 from 1.0, a list from a number."""
+    if isinstance(value, TensorMeta):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return ("dict", *((name, frozen(item)) for name, item in value.items()))
+    return (type(value), value) if isinstance(value, _CONSTANTS) else SCALAR
+
+
+def with_scalars(value: Any) -> Any:
+    """``value`` with every run-time number replaced by SCALAR."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(with_scalars, value)) if type(value) in (list, tuple) else list(map(with_scalars, value))
+    if isinstance(value, dict):
+        return {name: with_scalars(item) for name, item in value.items()}
+    return value if isinstance(value, (TensorMeta, *_CONSTANTS)) else SCALAR

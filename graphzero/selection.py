@@ -1,0 +1,201 @@
+"""Which program a call runs: its arguments read, the key made, the ranks agreed, the program found or compiled.
+
+All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
+What a key consists of is ``key``'s, how a program is made ``compiled``'s; binding and running it are the Graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphzero import compiled
+from graphzero.attributes import Attributes
+from graphzero.capture import Step, hyperparameters
+from graphzero.compiled import Compiled, Programs
+from graphzero.config import GraphConfig
+from graphzero.errors import GraphZeroError
+from graphzero.ir import value
+from graphzero.ir.value import Role
+from graphzero.key import Key, Keys, describe, placed_of
+from graphzero.runtime.agree import Ranks, digest
+from graphzero.runtime.executor import Results
+from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
+from graphzero.runtime.seed import Stream
+from graphzero.runtime.state import State
+from graphzero.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that may run: ``numbers`` are the hyperparameters and float inputs that it feeds the program."""
+
+    program: Compiled
+    inputs: Inputs
+    key: Key
+    numbers: dict[Role, float]
+
+    def arguments(self, world: World, random: Stream) -> dict[str, list[Any]]:
+        """What the program reads anew in each call, by placeholder."""
+        count = len(world.local_ranks)
+        leaves = {leaf.name: leaf for leaf in self.inputs.leaves}
+        found: dict[str, list[Any]] = {}
+        for name, role in self.program.roles.items():
+            if role.kind in ("batch", "scalar"):
+                found[name] = rank_values(leaves[role.of], world)
+            elif role.kind == "hyper":
+                found[name] = [self.numbers[role]] * count
+            elif role.kind == "seed":
+                found[name] = [random.key(world.device)] * count
+        return found
+
+    def outputs(self, results: Results, world: World) -> Any:
+        """What ``build`` returns, of what the program hands back."""
+        pairs = zip(self.program.graph.outputs, results.outputs, strict=True)
+        flat = [self._output(node, held, world) for node, held in pairs]
+        return pytree.tree_unflatten(flat, self.program.captured.out_spec)
+
+    def _output(self, node: Any, held: Any, world: World) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if not value.is_tensor(node):
+            return held[0]
+        shape = value.tensor_type(node).shape
+        return output_value(held, value.nd_of(node), shape, world, self.inputs.has_dtensor)
+
+
+class Selection:
+    """Selects among the programs of one Graph, and makes those that are not there yet.
+
+    step: the Graph's name, placement, build, modules and optimizers as of now.  state: its tensors as of now.
+    reader: makes what reads arguments; called once, raises for a build that cannot be called.
+    bound: the program whose state is bound, None when that has changed.
+    stopped: the step of the program in which the last call ended with an exception.
+    """
+
+    def __init__(
+        self, programs: Programs, attributes: Attributes, ranks: Ranks, config: GraphConfig,
+        step: Callable[[], Step], state: Callable[[], State], reader: Callable[[], Reader],
+    ) -> None:  # fmt: skip
+        self.bound: Compiled | None = None
+        self.stopped: int | None = None
+        self._programs, self._attributes, self._ranks, self._config = programs, attributes, ranks, config
+        self._step, self._state, self._make_reader = step, state, reader
+        self._reader: Reader | None = None
+        self._keys = Keys()
+        self._stateless: str | None = None  # names of parameters without optimizer state, None: look
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], schedulers: Sequence[Any], running: bool, refusal: str
+    ) -> Prepared:
+        """The program for these arguments, agreed on by all ranks, and the numbers that this call feeds it.
+
+        running: for a call, not for ``compile``.  refusal: why this rank cannot run, or nothing.
+        """
+        what = "this call" if running else "compile()"
+        failure: Exception | None = None
+        inputs: Inputs | None = None
+        key: Key | None = None
+        parts: Callable[[], Mapping[str, str]] = _nothing
+        hash_, restart = 0, False
+        try:
+            if running and refusal:
+                raise GraphZeroError(refusal)
+            inputs, key = self._read(args, kwargs)
+            self._check_runnable(inputs, running)
+            hash_, parts = self._hash(key, inputs)
+            restart = self._state().random.is_outdated
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        is_new = not self._programs.programs if key is None else key not in self._programs.programs
+        is_talking = is_new or self._config.check_inputs == "always" or self.stopped is not None
+        if is_talking:
+            restart = self._ranks.agree(f"the program of {what}", hash_, parts, failure, restart)
+        elif failure is not None:
+            raise failure
+        assert inputs is not None and key is not None
+        if running:  # before the capture, which hyperparameters of rank 0 may decide
+            self._state().start(schedulers)
+            if restart and (is_talking or not self._ranks.active):
+                self._state().random.set(None, 0)
+        numbers = self._numbers(inputs)
+        program = self._programs.find(key, numbers, self._state().has_state, self.bound)
+        if program is None:
+            program = self._compile(key, inputs, numbers)
+        return Prepared(program, inputs, key, numbers)
+
+    def bind(self, call: Prepared) -> None:
+        """The program of ``call`` is bound: the same call, made again, finds it though parameters are split now."""
+        self.bound, self._stateless = call.program, None
+        state = self._state()
+        placed = placed_of(call.inputs, state, state.tensors())
+        self._programs.alias(replace(call.key, placed=placed), call.program)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
+        if self._reader is None:
+            self._reader = self._make_reader()
+        state = self._state()
+        inputs = self._reader.read(args, kwargs, self._config.inputs)
+        found = state.tensors()
+        if state.is_stale(found):
+            self._keys.count(state, found)
+            self.bound = self._stateless = None
+        self._attributes.look(state.modules, found)
+        return inputs, self._keys.of(inputs, state, found, self._config, self._step().optimizers)
+
+    def _check_runnable(self, inputs: Inputs, running: bool) -> None:
+        if running:
+            check_values(inputs)
+            if self.bound is None:
+                self._state().check_real()
+
+    def _numbers(self, inputs: Inputs) -> dict[Role, float]:
+        return {**hyperparameters(self._step().optimizers), **inputs.scalars()}
+
+    def _hash(self, key: Key, inputs: Inputs) -> tuple[int, Callable[[], Mapping[str, str]]]:
+        """A hash of what must be equal on all ranks before this call, and its parts for a message."""
+        if not self._ranks.active:
+            return 0, _nothing
+        state = self._state()
+        numbers = self._numbers(inputs) if state.is_started else inputs.scalars()
+        if self._stateless is None and state.is_started:  # the first call takes what rank 0 has
+            self._stateless = state.stateless()
+        stateless = self._stateless or ""
+        is_known = key in self._programs.programs  # else this rank compiles, which needs all ranks
+
+        def parts() -> dict[str, str]:
+            found = describe(key, inputs, state, self._config)
+            found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
+            found["the last call stopped in step"] = str(self.stopped)
+            found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
+            return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
+
+        known = self._programs.hash_of(key, lambda: describe(key, inputs, state, self._config))
+        facts = (stateless, str(self.stopped), str(is_known), *self._attributes.texts)
+        return digest(str(known), *facts, *map(repr, numbers.values())), parts
+
+    def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float]) -> Compiled:
+        program: Compiled | None = None
+        failure: Exception | None = None
+        state = self._state()
+        try:
+            captured = self._programs.find_capture(key, numbers, state.has_state)
+            program = compiled.make(self._step(), inputs, state, self._config, captured)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        made = program
+        self._ranks.agree(
+            "the compiled program", made.hash if made and self._ranks.active else 0,
+            lambda: made.lines() if made else {}, failure,
+        )  # fmt: skip
+        assert program is not None
+        self._programs.add(key, program)
+        return program
+
+
+def _nothing() -> dict[str, str]:
+    return {}

@@ -1,0 +1,239 @@
+"""What two gloo processes check of the calls that they must agree on: rank 0 decides, or all raise."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
+from torch import nn
+
+import graphzero as gz
+
+
+def check_disagreement_raises_on_all_ranks_and_says_what_differs():
+    rank = dist.get_rank()
+    model = make(0)
+    optimizer = sgd(model)
+    graph = Train(model, optimizer, 2)
+    x, y = batch(0)
+    for _ in range(2):  # in the first call and in a later one
+        raises(
+            gz.CaptureError,
+            r"rank 0: float64\[2, 6\] S\(0\); rank 1: float64\[3, 6\]",
+            lambda: graph(x[: 2 + rank], y[: 2 + rank]),
+        )
+        graph(*share(0))
+    model.train(rank == 0)
+    raises(gz.CaptureError, "training flags: rank 0: True; rank 1: False", lambda: graph(*share(0)))
+    model.train()
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    raises(gz.CaptureError, "lr: rank 0: 0.1; rank 1: 1.1", lambda: graph(*share(0)))
+    optimizer.param_groups[0]["lr"] = 0.1
+    graph.config.enable_zero(stage=2 + rank)
+    raises(gz.CaptureError, "configuration: rank 0: .*stage 2", lambda: graph(*share(0)))
+    graph.config.enable_zero(stage=2)
+    graph(*share(0))
+
+
+def check_a_failure_on_one_rank_raises_on_the_others():
+    rank = dist.get_rank()
+
+    class Fails(Train):
+        def build(self, x, y):
+            if rank == 1:
+                raise ValueError("rank one's own trouble")
+            return super().build(x, y)
+
+    model = make(0)
+    graph = Fails(model, sgd(model))
+    raises(Exception, "rank one's own trouble" if rank else "rank 1 could not prepare", lambda: graph(*share(0)))
+    x, y = share(0)
+    good = Train(model, sgd(model))
+    raises(gz.CaptureError, "requires grad", lambda: good(x.requires_grad_(rank == 1), y))
+
+
+def check_programs_that_differ_raise_and_show_the_line():
+    rank = dist.get_rank()
+
+    class Differs(Train):
+        def build(self, x, y):
+            return super().build(x * 2 if rank else x, y)
+
+    model = make(0)
+    raises(gz.CaptureError, r"compiled program[\s\S]*program line", lambda: Differs(model, sgd(model))(*share(0)))
+
+
+def check_what_one_rank_changes_alone_raises_on_all():
+    """Were it to compile alone, it would wait for the others for ever."""
+    rank = dist.get_rank()
+
+    def another_module(graph):
+        graph.model.last = copy.deepcopy(graph.model.last)
+        graph._optimizers[0].optimizer.param_groups[0]["params"] = list(graph.model.parameters())
+
+    def a_hook(graph):
+        graph.model.last.register_forward_hook(lambda module, args, out: 2 * out)
+
+    def another_rate(graph):
+        graph._optimizers[0].optimizer.param_groups[0]["lr"] = 0.7
+
+    def a_pass(graph):
+        graph.config.add_pass(lambda g: g)
+
+    def other_flags(graph):
+        graph.model.first.weight.requires_grad_(False)
+
+    for change, text in (
+        (another_module, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
+        (a_hook, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
+        (another_rate, "lr: rank 0: 0.1; rank 1: 0.7"),
+        (a_pass, "configuration: rank 0: .*; rank 1: .*lambda"),
+        (other_flags, "no grad"),
+    ):
+        model = make(0)
+        graph = Train(model, sgd(model))
+        graph(*share(0))
+        if rank == 1:
+            change(graph)
+        raises(gz.CaptureError, text, lambda graph=graph: graph(*share(0)))
+
+
+def check_another_model_structure_or_passes_on_one_rank_raise_on_all():
+    rank = dist.get_rank()
+    x, y = share(0)
+    for model in (nn.Linear(6, 3).double(), nn.Linear(6, 3, bias=rank == 0).double()):
+        if rank == 1 and model.bias is not None:
+            model = nn.Sequential(model)
+        raises(gz.CaptureError, "tensor model", lambda model=model: Train(model)(x, y))
+    model = make(0)
+    raises(gz.CaptureError, "input structure", lambda: Train(model)(x, y=y) if rank else Train(model)(x, y))
+
+    def breaks(graph):
+        raise KeyError("of this rank")
+
+    graph = Train(model)
+    graph.config.add_pass(breaks if rank else (lambda graph: graph), after="pin")
+    raises(gz.CaptureError, "configuration", lambda: graph(x, y))
+
+    def same_name(graph):
+        if rank == 1:
+            raise KeyError("of this rank")
+        return graph
+
+    graph = Train(model)
+    graph.config.add_pass(same_name, after="pin")
+    raises(Exception, "of this rank" if rank else "rank 1 could not prepare.*KeyError", lambda: graph(x, y))
+
+
+def check_hyperparameters_of_rank_0_count_even_where_they_decide_the_program():
+    rank = dist.get_rank()
+    model = make(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.0 if rank else 0.1)
+    Train(model, optimizer)(*share(0))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def check_a_rank_without_values_is_announced():
+    model = make(0)
+    if dist.get_rank() == 1:
+        model.to("meta")
+    raises(gz.ConfigError, "meta device", lambda: Train(model, sgd(model))(*share(0)))
+
+
+def check_first_mode_does_not_talk_in_later_calls():
+    model = make(0)
+    graph = Train(model, sgd(model))
+    graph.config.check_inputs = "first"
+    graph(*share(0))
+    talked = []
+    agree = graph._ranks.agree
+    graph._ranks.agree = lambda *args: (talked.append(args[0]), agree(*args))
+    graph(*share(1))
+    assert not talked
+    graph(*(t[:2] for t in share(1)))
+    assert len(talked) == 2
+
+
+def _failing(graph, at, error):
+    """Let the next run end with ``error`` in step number ``at`` of the program, after what that step does."""
+    steps = graph._last.executor(graph._world).program.steps
+    step = steps[at]
+
+    def fail(envs):
+        steps[at] = step
+        step(envs)
+        raise error
+
+    steps[at] = fail
+
+
+def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
+    graph, _ = trained(2, steps=1)
+    program = graph._last.executor(graph._world).program
+    for at in range(program.first_write):  # with transfers under way in some
+        _failing(graph, at, RuntimeError("odd"))
+        raises(RuntimeError, "odd", lambda: graph(*share(9)))
+    graph(*share(1))
+    saved = copy.deepcopy(graph.full_state_dict())
+    same(saved["modules"]["model"], eager(2)[0].state_dict())
+    for at in (program.first_write, len(program.steps) - 1):
+        _failing(graph, at, KeyboardInterrupt())
+        raises(KeyboardInterrupt, "", lambda: graph(*share(2)))
+        raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
+        graph.load_state_dict(saved)
+    graph._selection.stopped = dist.get_rank()
+    raises(gz.CaptureError, "the last call stopped in step: rank 0: 0; rank 1: 1", lambda: graph(*share(2)))
+    graph._selection.stopped = None
+    graph(*share(2))
+    same(graph.full_state_dict()["modules"]["model"], eager(3)[0].state_dict())
+
+
+def check_an_attribute_that_build_reads_is_agreed_on():
+    class Scaled(Train):
+        factor = 1.0
+
+        def build(self, x, y):
+            return self.model(x) * self.factor
+
+    graph = Scaled(make(0))
+    graph(*share(0))
+    graph.factor = 1.0 + dist.get_rank()
+    raises(gz.CaptureError, "attribute factor: rank 0: 1.0; rank 1: 2.0", lambda: graph(*share(0)))
+    graph.factor = 2.0
+    found, wanted = graph(*share(0)), make(0)(batch(0)[0]) * 2
+    torch.testing.assert_close(found, wanted.detach().chunk(2)[dist.get_rank()])
+
+
+def check_a_seed_set_on_rank_0_restarts_the_draws():
+    class Drop(gz.Graph):
+        def build(self, x):
+            return nn.functional.dropout(x, 0.5)
+
+    torch.manual_seed(dist.get_rank())
+    graph = Drop()
+    first, second = graph(torch.ones(3, 4)), graph(torch.ones(3, 4))
+    assert not torch.equal(first, second)
+    torch.manual_seed(7 + dist.get_rank())
+    other = graph(torch.ones(3, 4))
+    torch.manual_seed(dist.get_rank())
+    assert torch.equal(graph(torch.ones(3, 4)), first) and not torch.equal(other, first)
+    if dist.get_rank() == 1:  # rank 0 decides
+        torch.manual_seed(8)
+    assert torch.equal(graph(torch.ones(3, 4)), second)
+
+
+def check_draws_are_those_of_virtual_ranks():
+    class Drop(gz.Graph):
+        def __init__(self, placement=None):
+            super().__init__(placement)
+            self.drop = nn.Dropout(0.5)
+
+        def build(self, x):
+            return self.drop(x)
+
+    found = []
+    for graph, size in (Drop(), 3), (Drop(gz.placement("cpu", range(3), virtual=True)), 6):
+        torch.manual_seed(5)
+        found.append([graph(torch.ones(size, 4)) for _ in range(2)])
+    for real, whole in zip(*found, strict=True):
+        assert torch.equal(real, whole.chunk(2)[dist.get_rank()])
