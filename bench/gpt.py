@@ -22,6 +22,7 @@ class Shape:
 
 
 SHAPES = {
+    "toy": Shape(vocabulary=64, width=32, layers=1, heads=2, batch=2, context=16),  # to see that the commands run
     "A": Shape(vocabulary=8192, width=256, layers=4, heads=4, batch=4, context=128),  # 7.4 M parameters
     "B": Shape(vocabulary=2048, width=768, layers=3, heads=8, batch=2, context=64),  # 24 M
 }

@@ -51,7 +51,7 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
         ["scale.py", "--layers", "1"],
         ["memory.py", "--models", "mlp"],
         ["traffic.py", "--models", "mlp"],
-        ["step_time.py", "--layers", "1", "--width", "64", "--context", "16", "--rounds", "1", "--steps", "3"],
+        ["step_time.py", "--model", "toy", "--rounds", "1", "--steps", "3", "--no-compile"],
     ],
     ids=lambda command: command[0],
 )
