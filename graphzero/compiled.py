@@ -89,7 +89,7 @@ class Programs:
         return next((c for c in self.captures.get(key.captured, ()) if self._holds(c, numbers, has_state)), None)
 
     def _holds(self, captured: Captured, numbers: Mapping[Role, float], has_state: HasState | None) -> bool:
-        entered = has_state is None or captured.entry.holds(numbers, has_state)
+        entered = has_state is None or captured.enters(numbers, has_state)
         return entered and self.attributes.fits(captured) and captured.guards(dict(numbers))
 
     def add(self, key: Key, program: Compiled) -> None:

@@ -119,3 +119,13 @@ class Captured:
     constants: dict[str, Tensor]
     entry: Entry = field(default_factory=Entry)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def enters(self, numbers: Mapping[Role, float], has_state: Callable[[int, str], bool]) -> bool:
+        """Whether optimizer state is what this capture takes for granted.
+
+        ``entry`` holds, and of the parameters that share a step counter all have state, or none has.
+        """
+        sharing: dict[str, set[bool]] = {}
+        for spec in self.states:
+            sharing.setdefault(spec.placeholder, set()).add(has_state(spec.optimizer, spec.param))
+        return all(len(found) == 1 for found in sharing.values()) and self.entry.holds(numbers, has_state)

@@ -237,3 +237,39 @@ def test_the_plan_of_a_first_step_is_what_it_does(stage):
         made = sum(t.nbytes for n, (t,) in executor.bound.items() if graph.program.node(n).meta["role"].kind == "state")
         assert memory.resident["optimizer_states"] == made
         assert 0 <= mode.peak + sum(memory.resident.values()) - memory.peak <= 16  # 16: the loss, handed out
+
+
+def test_a_program_compiled_before_only_some_of_its_parameters_stepped_is_made_anew():
+    """Compiled while no parameter had state, their step counters were one; after a step of some they are two."""
+
+    class Parts(gz.Graph):
+        def __init__(self, first, second):
+            super().__init__(gz.placement("cpu", range(2), virtual=True))
+            self.first, self.second = first, second
+            self.add_optimizer(torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1))
+
+        def build(self, x, both):
+            h = self.first(x)
+            loss = (self.second(h) if both else h).square().mean()
+            loss.backward()
+            return loss
+
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    one, other = copy.deepcopy(first), copy.deepcopy(second)
+    optimizer = torch.optim.AdamW([*one.parameters(), *other.parameters()], lr=0.1)
+    graph, x = Parts(first, second), torch.randn(4, 4)
+    graph.compile(x, True)
+    with pytest.warns(UserWarning, match="no gradient reaches"):
+        graph(x, False)
+    graph(x, True)
+    graph(x, True)
+    for both in (False, True, True):
+        optimizer.zero_grad()
+        h = one(x)
+        (other(h) if both else h).square().mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(
+        [*first.parameters(), *second.parameters()], optimizer.param_groups[0]["params"], strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
