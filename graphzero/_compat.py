@@ -17,16 +17,19 @@ from torch._decomp import decomposition_table
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.nn.utils import stateless
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
+    "StridedShard",
     "annotate",
     "compile_guards",
     "decomposition_table",
@@ -187,3 +190,10 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensors are real and not traced, whatever goes on around."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield

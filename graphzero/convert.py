@@ -122,7 +122,7 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
         dist.all_gather(sizes, mine, group=mesh.get_group(axis))
         found = [int(size) for size in sizes] if dist.get_backend() != "fake" else [shape[sbp.dim]] * ranks
         total = sum(found)
-        if found != [chunk(total, ranks, place)[1] for place in range(ranks)]:
+        if found != [chunk(total, ranks, place)[1] for place in range(ranks)] or total % sbp.sections:
             raise SbpError(
                 f"to_global(sbp={sbp}): the ranks' pieces are {found} long in dim {sbp.dim}; a split is cut as "
                 f"torch.chunk cuts: {[chunk(total, ranks, place)[1] for place in range(ranks)]}"

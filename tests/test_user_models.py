@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import graphzero as gz
-from graphzero.passes.rows import factored, merged
 
 ROWS = 6
 
@@ -314,7 +313,7 @@ def test_their_memory_is_the_plans(name):
         assert 0 <= mode.peak + sum(memory.resident.values()) - memory.peak <= 16
 
 
-def test_a_program_with_reordered_rows_reads_back():
+def test_a_program_with_rows_in_sections_reads_back():
     case = CASES["encoder_layer"]
     model = made(case)
     twin = copy.deepcopy(model)
@@ -325,7 +324,7 @@ def test_a_program_with_reordered_rows_reads_back():
     assert str(gz.parse(str(graph.program))) == str(graph.program)
 
 
-def test_rows_are_only_reordered_where_that_spares_bytes():
+def test_a_view_of_rows_in_sections_that_takes_them_apart_otherwise_gathers():
     def step(model, x):
         y = model(x).reshape(3, 2 * ROWS // 3, 2)  # rows and columns in one dim, and then another one
         return square(y.reshape(-1, 4) @ y.reshape(4, -1)[:, :3])
@@ -335,15 +334,6 @@ def test_rows_are_only_reordered_where_that_spares_bytes():
     twin = copy.deepcopy(model)
     batch = case.batch()
     same(Train(case, model, virtual(2))(*batch), case.train(twin, *batch))
-
-
-def test_which_dims_a_view_merges():
-    assert factored([5, 12, 4], [30, 8]) == [[5], [6, 2], [4]]
-    rows = merged([5, 6, 2, 4], [30, 8], 1)
-    assert rows is not None and (rows.dim, rows.sizes, rows.first, rows.order) == (0, (5, 6), 1, [1, 0])
-    assert merged([6, 5, 4], [30, 4], 0) is None  # the leading one: its cut is a cut of all rows
-    assert merged([1, 6, 5], [6, 5], 1) is None
-    assert merged([5, 6, 4], [5, 24], 1) is None
 
 
 def packed(model, x, lengths):

@@ -61,14 +61,6 @@ def _number(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
 
 
-def is_reordered(wanted: Held, found: Held, rtol: float) -> bool:
-    """Whether the elements are the same in another order."""
-    a, b = wanted.whole(), found.whole()
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.numel() != b.numel() or a.is_complex():
-        return False
-    return difference(a.flatten().sort().values, b.flatten().sort().values) <= rtol
-
-
 def is_finite(x: Any) -> bool:
     return not isinstance(x, Tensor) or not x.dtype.is_floating_point or bool(x.isfinite().all())
 

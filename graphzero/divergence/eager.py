@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
+from graphzero.capture.dtensor_calls import dtensor_calls
 from graphzero.capture.randomness import Draws
 from graphzero.capture.surroundings import surroundings, untouched
 from graphzero.divergence.start import Start
@@ -117,10 +118,11 @@ def _numbers(start: Start) -> Iterator[None]:
             stack.callback(torch.set_default_dtype, default)
             torch.set_default_dtype(torch.float64)
             stack.enter_context(Wide())
+        stack.enter_context(dtensor_calls(start.step.placement))
         if start.key is not None:
             draws = Draws(start.key)
             stack.enter_context(draws.as_generator())
-            stack.enter_context(surroundings(start.step.placement.device_type))
+            stack.enter_context(surroundings(start.step.placement))
             stack.enter_context(_SameDraws(draws.table()))
         yield
 

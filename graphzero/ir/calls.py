@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphzero.ir.text import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import PIN
 from graphzero.sbp import registry
+from graphzero.sbp.local import nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, Sbp
 
@@ -32,8 +34,13 @@ def is_op(node: fx.Node) -> bool:
     )
 
 
-def signatures_of(graph: StepGraph, node: fx.Node, axis: int) -> tuple[Signature, ...]:
-    """What the op at ``node`` allows on placement axis number ``axis``, all-B first."""
+def signatures_of(
+    graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = ()
+) -> tuple[Signature, ...]:
+    """What the op at ``node`` allows on placement axis number ``axis``, all-B first.
+
+    stand: SBPs that operands or results have or shall have, for splits in as many sections as those.
+    """
     try:
         return registry.signatures(
             node.target,  # type: ignore[arg-type]
@@ -41,24 +48,26 @@ def signatures_of(graph: StepGraph, node: fx.Node, axis: int) -> tuple[Signature
             {name: meta_of(arg) for name, arg in node.kwargs.items()},
             result_metas(node),
             ranks=graph.placement.nesting[axis],
+            sections={sbp.sections for sbp in stand if sbp is not None} - {1},
         )
     except SbpError as error:
         source = value.source_of(node)
         raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
 
 
-def nests_evenly(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether dims that several axes split are cut at the same values in all operands and results.
+def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ...], Nd]]) -> bool:
+    """Whether dims that several axes split are cut at the same values in all operands and results of an op.
 
     A rule sees one axis.  Where an op shows the values of a dim in a dim of another size, as a view does, the cuts of
     nested splits agree if both sizes divide by all ranks.
     """
-    sizes: dict[tuple[int, ...], set[int]] = {}  # axes that split one dim together -> sizes of such dims
-    for shape, nd in (*operand_pairs(node), *result_pairs(node)):
-        for dim in {sbp.dim for sbp in nd if sbp.is_split}:
-            axes = tuple(i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim)
-            sizes.setdefault(axes, set()).add(shape[dim])
-    hierarchy = graph.placement.hierarchy
+    sizes: dict[tuple[int, ...], set[int]] = {}  # axes that cut one part of a dim together -> sizes of such parts
+    for shape, nd in pairs:
+        if not nests(shape, nd, hierarchy):
+            return False
+        for part in {sbp for sbp in nd if sbp.is_split}:
+            axes = tuple(i for i, sbp in enumerate(nd) if sbp is part)
+            sizes.setdefault(axes, set()).add(shape[part.dim] // part.sections)
     return all(
         len(found) == 1 or len(axes) == 1 or not any(size % prod(hierarchy[i] for i in axes) for size in found)
         for axes, found in sizes.items()

@@ -12,6 +12,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import op_name
 from graphzero.ir.violation import nd_text, violation
+from graphzero.sbp.local import sections_at
 from graphzero.sbp.route import is_possible
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 
@@ -45,12 +46,20 @@ def _check_move(
     for i, (src, dst) in enumerate(zip(have, made, strict=True)):
         on_axis = move is not ops.relabel and graph.placement.names[i] == _axis(move, args)
         possible = is_possible(have, i, src, dst, graph.placement.hierarchy)
-        good = possible and _moves(move, args, src, dst) if on_axis else src is dst
+        ends = [_plain(nd, i, graph) for nd in (have, made)]
+        good = possible and _moves(move, args, *ends) if on_axis else src is dst
         if move is ops.relabel:
             good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
         if not good:
             problem = f"'{node.name}' takes {nd_text(have)} to {nd_text(made)}, which {move.__name__} does not"
             raise violation(node, where, problem, "Make boxes, and let `lower_boxing` choose what they become")
+
+
+def _plain(nd: Nd, axis: int, graph: StepGraph) -> Sbp:
+    """The SBP on ``axis``; of a split in sections of which each rank holds a part of one, the split that it is there."""
+    sbp = nd[axis]
+    alone = sbp.sections > 1 and sections_at(nd, graph.placement.hierarchy, axis) == 1
+    return S(sbp.dim) if alone else sbp
 
 
 def _axis(move: Any, args: tuple[Any, ...]) -> Any:

@@ -18,7 +18,6 @@ source   "file:line in function" of the user's code, or ""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -175,13 +174,19 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in flat_nodes((node.args, node.kwargs)) if is_tensor(arg)]
 
 
-def flat_nodes(args: Any) -> Iterator[fx.Node]:
+def flat_nodes(args: Any) -> list[fx.Node]:
     """Every node in nested arguments, in order, repeats kept."""
+    found: list[fx.Node] = []
+    _collect(args, found)
+    return found
+
+
+def _collect(args: Any, found: list[fx.Node]) -> None:
     if isinstance(args, fx.Node):
-        yield args
-    elif isinstance(args, dict):
-        for value in args.values():
-            yield from flat_nodes(value)
+        found.append(args)
     elif isinstance(args, (tuple, list)):
         for value in args:
-            yield from flat_nodes(value)
+            _collect(value, found)
+    elif isinstance(args, dict):
+        for value in args.values():
+            _collect(value, found)

@@ -22,7 +22,7 @@ from graphzero.ir.storage_laws import check_storage
 from graphzero.ir.text import op_name
 from graphzero.ir.value import TensorType
 from graphzero.ir.violation import nd_text, violation
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.local import LocalSize, LocalStart, nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import Nd, Sbp
 
@@ -88,7 +88,6 @@ def _check_updates(graph: StepGraph, where: str) -> None:
 
 
 def _check_known(graph: StepGraph, where: str) -> None:
-    axes = graph.placement.names
     for node in graph.nodes:
         if node.op == "output" or value.is_scalar(node):
             continue
@@ -96,10 +95,11 @@ def _check_known(graph: StepGraph, where: str) -> None:
         pairs = zip(type_, nd or (None,) * len(type_), strict=True) if isinstance(type_, tuple) else [(type_, nd)]
         for one, sbp in pairs:
             if isinstance(one, TensorType):
-                _check_sbp(node, one, sbp, axes, where)
+                _check_sbp(node, one, sbp, graph, where)
 
 
-def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, axes: tuple[str, ...], where: str) -> None:
+def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph, where: str) -> None:
+    axes, hierarchy = graph.placement.names, graph.placement.hierarchy
     if nd is None or len(nd) != len(axes) or None in nd:
         problem = f"'{node.name}' has no SBP on each of the axes {', '.join(axes)}"
         raise violation(node, where, problem, "Run `propagate` after passes that add values, or set its SBP")
@@ -107,6 +107,9 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, axes: tuple[str,
         if sbp.is_split and sbp.dim >= len(type_.shape):
             problem = f"'{node.name}' is {sbp} on axis {axis}, but it has {len(type_.shape)} dims"
             raise violation(node, where, problem, "Split one of its dims, or pin it to B")
+    if not nests(type_.shape, nd, hierarchy):
+        problem = f"'{node.name}' of shape {list(type_.shape)} cannot be cut as {nd_text(nd)}: sections must be even"
+        raise violation(node, where, problem, "Pin it to B on one of the axes")
 
 
 def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
@@ -114,7 +117,8 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
         if node.op == "call_function" and calls.is_op(node) and not _is_beyond_rules(node):
             for axis in range(len(graph.placement.names)):
                 _check_op(graph, node, axis, where, boxed)
-            if boxed and len(graph.placement.names) > 1 and not calls.nests_evenly(graph, node):
+            pairs = (*calls.operand_pairs(node), *calls.result_pairs(node)) if boxed else ()
+            if len(graph.placement.names) > 1 and not calls.nests_evenly(graph.placement.hierarchy, pairs):
                 problem = f"'{node.name}' would cut one dim over several axes at other values than its operand's"
                 raise violation(node, where, problem, "Pin the value to B on one of the axes before this op")
         elif boxed and node.target in calls.IDENTITIES:
@@ -135,14 +139,13 @@ def _is_beyond_rules(node: fx.Node) -> bool:
 
 
 def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool) -> None:
-    allowed = calls.signatures_of(graph, node, axis)
-    outputs = calls.output_sbps(node, axis)
+    inputs, outputs = calls.input_sbps(node, axis), calls.output_sbps(node, axis)
+    allowed = calls.signatures_of(graph, node, axis, (*inputs, *outputs))
     if not boxed:
         if all(signature.outputs != outputs for signature in allowed):
             problem = f"'{node.name}' cannot be {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}"
             raise violation(node, where, problem, _allows(node, allowed))
         return
-    inputs = calls.input_sbps(node, axis)
     if any(signature.inputs == inputs and signature.outputs == outputs for signature in allowed):
         return
     operands = value.tensor_operands(node)

@@ -102,7 +102,7 @@ def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node])
     outputs = calls.output_sbps(node, axis)
     ranks = graph.placement.hierarchy[axis]
     best: tuple[float, Signature] | None = None
-    for signature in calls.signatures_of(graph, node, axis):
+    for signature in calls.signatures_of(graph, node, axis, (*calls.input_sbps(node, axis), *outputs)):
         if signature.outputs != outputs:
             continue
         total = 0.0

@@ -1,4 +1,7 @@
-"""Localize: global sizes in arguments become sizes as functions of the rank, so that one program serves all ranks."""
+"""Localize: global sizes in arguments become sizes as functions of the rank, so that one program serves all ranks.
+
+An op whose index points into a split dim becomes its offset form, which knows where the rank's piece begins.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
 from graphzero.ops import UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp import registry
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, unfold
 from graphzero.sbp.types import Nd
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -30,19 +37,18 @@ class Localize(BuiltinPass):
         def local(shape: Sequence[int], nd: Nd) -> list[Any]:
             return local_sizes(graph, shape, nd)
 
-        for node in graph.nodes:
+        def starts(shape: Sequence[int], nd: Nd) -> list[Any]:
+            return local_starts(graph, shape, nd)
+
+        for node in list(graph.nodes):
             if node.target is UNIFORM_LIKE:
                 _localize_draw(graph, node)
             elif calls.is_op(node) and _is_split(node):
-                args, kwargs = registry.local_args(
-                    node.target,  # type: ignore[arg-type]
-                    node.args,
-                    node.kwargs,
-                    calls.operand_pairs(node),
-                    calls.result_pairs(node),
-                    local,
-                )
-                node.args, node.kwargs = args, kwargs
+                op: Any = node.target
+                pairs = calls.operand_pairs(node), calls.result_pairs(node)
+                args, kwargs = registry.local_args(op, node.args, node.kwargs, *pairs, local)
+                node.target, node.kwargs = registry.offset_form(op, args, kwargs, *pairs, starts)
+                node.args = args
         graph.level = "local"
         return graph
 
@@ -56,17 +62,44 @@ def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     return sizes
 
 
+def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
+    """Where one rank's part begins: a ``LocalStart`` where a dim is split, else None."""
+    starts: list[Any] = list(shape)
+    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
+        if sbp.is_split and ranks > 1:
+            starts[sbp.dim] = LocalStart(starts[sbp.dim], axis)
+    return [found if isinstance(found, LocalStart) else None for found in starts]
+
+
 def _is_split(node: fx.Node) -> bool:
     pairs = calls.operand_pairs(node) + calls.result_pairs(node)
     return any(sbp.is_split for _, nd in pairs for sbp in nd)
 
 
 def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
-    """A random draw is a function of the global index: say where this rank's part begins."""
+    """A random draw is a function of the global index: say where this rank's part begins.
+
+    Where a dim is cut in sections, a draw for it is one over the dims that it falls into: their indices are the same.
+    """
     like, key, number, _, total = node.args
-    starts: list[Any] = list(total)  # type: ignore[arg-type]
-    for sbp, axis, ranks in zip(value.nd_of(node), graph.placement.names, graph.placement.hierarchy, strict=True):
-        if sbp.is_split and ranks > 1:
-            starts[sbp.dim] = LocalStart(starts[sbp.dim], axis)
-    start: Any = [found if isinstance(found, LocalStart) else 0 for found in starts]
+    nd = value.nd_of(node)
+    apart = unfold(total, nd)  # type: ignore[arg-type]
+    if len(apart.shape) > len(total):  # type: ignore[arg-type]
+        _draw_apart(graph, node, apart)
+        return
+    start: Any = [found or 0 for found in local_starts(graph, total, nd)]  # type: ignore[arg-type]
     node.args = (like, key, number, start, total)
+
+
+def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
+    like, key, number, _, total = node.args
+    assert isinstance(like, fx.Node)
+    nd, shape = apart.nd(value.nd_of(node)), list(apart.shape)
+    with graph.graph.inserting_before(node):
+        dtypes = (value.tensor_type(x).dtype for x in (like, node))
+        of_like, drawn = (TensorType(dtype, apart.shape) for dtype in dtypes)
+        sizes = local_sizes(graph, apart.shape, nd)
+        view = graph.call(aten.view.default, (like, sizes), of_like, sbp=nd, like=node)
+        draw = graph.call(UNIFORM_LIKE, (view, key, number, [0] * len(shape), shape), drawn, sbp=nd, like=node)
+    _localize_draw(graph, draw)
+    node.target, node.args = aten.view.default, (draw, local_sizes(graph, total, value.nd_of(node)))  # type: ignore

@@ -6,17 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
+from graphzero.sbp.local import sections_at, unfold
 from graphzero.sbp.route import route
-from graphzero.sbp.types import Sbp
+from graphzero.sbp.types import Nd, Sbp
 
 # Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.
 SMALL = 1 << 14
+VIEW = torch.ops.aten.view.default
 
 # Kind of move -> op and its arguments behind the value: (from, to, axis name).
 LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
@@ -55,17 +59,37 @@ def _lower(graph: StepGraph, box: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     type_, role = value.tensor_type(source), value.role_of(box)
     is_small = role is None and type_.nbytes < SMALL
-    steps = route(value.nd_of(source), value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small)
-    for axis, step in steps[:-1]:
-        nd = value.nd_of(source)
-        op, args = _call(graph, source, axis, step)
+    nd = value.nd_of(source)
+    steps = route(nd, value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small)
+    made: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
+    for axis, step in steps:
+        made += _written(graph, type_, nd, axis, step)
+        nd = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    for op, args, result, sbp in made[:-1]:
         with graph.graph.inserting_before(box):
-            source = graph.call(op, args, type_, sbp=(*nd[:axis], step.dst, *nd[axis + 1 :]), like=box)
-        if role is not None:
+            source = graph.call(op, (source, *args), result, sbp=sbp, like=box)
+        if role is not None and op is not VIEW:
             source.meta["role"] = role
-    box.target, box.args = _call(graph, source, *steps[-1]) if steps else (ops.relabel, (source,))
+    op, args = made[-1][:2] if made else (ops.relabel, ())
+    box.target, box.args = op, (source, *args)
+    if op is VIEW:
+        box.meta.pop("role", None)
 
 
-def _call(graph: StepGraph, source: fx.Node, axis: int, step: Move) -> tuple[Any, tuple[Any, ...]]:
+def _written(
+    graph: StepGraph, type_: TensorType, nd: Nd, axis: int, step: Move
+) -> list[tuple[Any, tuple[Any, ...], TensorType, Nd]]:
+    """One move on one axis as ops.  Where ranks hold several sections of a dim, it is taken apart for the move."""
     op, arguments = LOWERINGS[step.kind]
-    return op, (source, *arguments(step.src, step.dst, graph.placement.names[axis]))
+    name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
+    after = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    if not any(here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after)):
+        return [(op, arguments(step.src, step.dst, name), type_, after)]
+    apart = unfold(type_.shape, (*nd, step.dst))
+    inner = TensorType(type_.dtype, apart.shape)
+    before, behind = apart.nd(nd), apart.nd(after)
+    return [
+        (VIEW, (list(apart.shape),), inner, before),
+        (op, arguments(before[axis], behind[axis], name), inner, behind),
+        (VIEW, (list(type_.shape),), type_, after),
+    ]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graphzero.ir import calls, value
+from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.expand import expand_split
 from graphzero.passes.reductions import place_reductions
-from graphzero.passes.rows import RowOrder, is_scattered
 from graphzero.sbp import boxing
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
@@ -40,14 +40,8 @@ class Propagate(BuiltinPass):
 def propagation(graph: StepGraph) -> tuple[StepGraph, list[AxisPropagation]]:
     """The graph with an SBP for every value, and how each axis came to it."""
     axes = _swept(graph)
-    scattered = [axis.axis for axis in axes if axis.is_scattered]
-    if scattered:
-        other = graph.clone()
-        for i in scattered:
-            RowOrder(other, AxisPropagation(other, i)).run()
-        others = _swept(other)
-        if sum(axis.bytes for axis in others) < sum(axis.bytes for axis in axes):
-            graph, axes = other, others
+    while expand_split(graph, [axis.found for axis in axes]):
+        axes = _swept(graph)
     for axis in axes:
         axis.finish()
     graph.level = "propagated"
@@ -55,7 +49,9 @@ def propagation(graph: StepGraph) -> tuple[StepGraph, list[AxisPropagation]]:
 
 
 def _swept(graph: StepGraph) -> list[AxisPropagation]:
-    axes = [AxisPropagation(graph, i) for i in range(len(graph.placement.names))]
+    axes: list[AxisPropagation] = []
+    for i in range(len(graph.placement.names)):
+        axes.append(AxisPropagation(graph, i, axes))
     for axis in axes:
         axis.sweep()
     return axes
@@ -66,12 +62,14 @@ class Option:
     """What the first sweep sees of one signature of an op.
 
     moves: (operand, SBP it has, SBP it would be boxed to); nbytes: on the wire for those that are not made yet.
+    gathers: whether a weight that its user has split would be made whole: only where the op can do nothing else.
     barred: why it is not considered; "" if it is.
     """
 
     signature: Signature
     moves: tuple[tuple[fx.Node, Sbp, Sbp], ...]
     nbytes: float
+    gathers: bool
     barred: str
 
     @property
@@ -79,30 +77,32 @@ class Option:
         """B -> P costs no wire but work; between equals the one that boxes less is simpler."""
         return self.nbytes + 1e-3 * len(self.moves)
 
+    @property
+    def order(self) -> tuple[bool, float, bool]:
+        """What is taken first.  If data is moved anyway, then rather so that ranks share the work."""
+        shares = any(sbp.is_split for sbp in self.signature.outputs)
+        return self.gathers, self.cost, self.nbytes > 0 and not shares
+
 
 class AxisPropagation:
     """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
 
-    def __init__(self, graph: StepGraph, axis: int):
+    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation] = ()):
         self.graph, self.axis = graph, axis
+        self.axes = axes  # of all placement axes, this one too
         self.ranks = graph.placement.hierarchy[axis]
         self.found: dict[fx.Node, tuple[Sbp | None, ...]] = {}
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: set[tuple[fx.Node, Sbp]] = set()
         self.ends = Ends(graph)
         self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
-        self.is_scattered = False  # whether a view scatters the rows of a split value
+        self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
+        self.is_data = graph.placement.names[axis] in graph.placement.data_axes
 
     def sweep(self) -> None:
         for node in self.graph.nodes:
             if node.op != "output" and not value.is_scalar(node):
                 self.found[node] = self.forward_of(node)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes on the wire for what has been boxed so far."""
-        kinds = ((node, self.sbp(node), want) for node, want in self.boxed)
-        return sum(boxing.cost(have, want, value.tensor_type(n).nbytes, self.ranks) for n, have, want in kinds)
 
     def finish(self) -> None:
         place_reductions(self)
@@ -134,6 +134,7 @@ class AxisPropagation:
     def forward_of(self, node: fx.Node) -> tuple[Sbp | None, ...]:
         """The SBPs of a node's results, from those of its operands."""
         pinned = self.pinned(node)
+        self._note_weight(node, pinned)
         if pinned is not None:
             return (pinned,)
         if node.op == "placeholder":
@@ -145,9 +146,8 @@ class AxisPropagation:
             return (self.sbp(node.args[0]),)  # type: ignore[arg-type]
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
-        self.is_scattered |= self.ranks > 1 and is_scattered(node, have, self.ranks)
         options = self.options(node)
-        signature = min((o for o in options if not o.barred), key=lambda o: o.cost, default=options[0]).signature
+        signature = min((o for o in options if not o.barred), key=lambda o: o.order, default=options[0]).signature
         self.chosen[node], self.seen[node] = signature, (options, signature)
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
             if stands is not want:
@@ -159,12 +159,40 @@ class AxisPropagation:
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         options = []
-        for signature in calls.signatures_of(self.graph, node, self.axis):
+        for signature in calls.signatures_of(self.graph, node, self.axis, have):
             stands = zip(operands, have, signature.inputs, strict=True)
             moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
             total = sum(self.cost(*move) for move in moves)
-            options.append(Option(signature, moves, total, _barred(node, signature, have)))
+            gathers = any(o in self.weights and h.is_split for o, h, _ in moves)
+            barred = _barred(node, signature, have) or self._misfit(node, signature)
+            options.append(Option(signature, moves, total, gathers, barred))
         return options
+
+    def _misfit(self, node: fx.Node, signature: Signature) -> str:
+        """Why a signature does not go with what the op does on the other axes, "" if it does."""
+        here = (*signature.inputs, *signature.outputs)
+        others = {
+            axis.axis: (*axis.chosen[node].inputs, *axis.chosen[node].outputs)
+            for axis in self.axes
+            if axis is not self and node in axis.chosen
+        }
+        if not any(a.is_split and a.dim == b.dim for sbps in others.values() for a, b in zip(here, sbps, strict=True)):
+            return ""
+        metas = [m for m in calls.result_metas(node) if m is not None]
+        shapes = [*(value.tensor_type(o).shape for o in value.tensor_operands(node)), *(m.shape for m in metas)]
+        sbps = others | {self.axis: here}
+        nds = [tuple(sbps[i][k] if i in sbps else B for i in range(len(self.axes))) for k in range(len(here))]
+        if calls.nests_evenly(self.graph.placement.hierarchy, zip(shapes, nds, strict=True)):
+            return ""
+        return "would cut a dim over several axes at other values in one operand or result than in another"
+
+    def _note_weight(self, node: fx.Node, pinned: Sbp | None) -> None:
+        if self.is_data or node.op != "call_function":
+            return
+        operands = value.tensor_operands(node)
+        alone = len(operands) == 1 and (node.target is ops.use or operands[0] in self.weights)
+        if alone and (node.target is not ops.use or (pinned is not None and pinned.is_split)):
+            self.weights.add(node)
 
     # ---- sweep 3
 
@@ -174,8 +202,9 @@ class AxisPropagation:
         wants = {want for user in node.users for want in self.wants(user, node)}
         if len(wants) != 1 or not (want := next(iter(wants))).is_split:
             return
-        for signature in calls.signatures_of(self.graph, node, self.axis):
-            if signature.outputs == (want,) and self._only_slices(node, signature):
+        for signature in calls.signatures_of(self.graph, node, self.axis, (want,)):
+            fits = signature.outputs == (want,) and self._only_slices(node, signature)
+            if fits and not self._misfit(node, signature):
                 self.found[node], self.chosen[node] = (want,), signature
                 return
 
@@ -210,10 +239,11 @@ class AxisPropagation:
 
 def _barred(node: fx.Node, signature: Signature, have: Sequence[Sbp]) -> str:
     """Why a signature is not considered, "" if it is."""
+    stands = list(zip(have, signature.inputs, strict=True))
     splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
-    if splits and not any(h is w and h.is_split for h, w in zip(have, signature.inputs, strict=True)):
+    if splits and not any(w.is_split and h.is_split and h.dim == w.dim for h, w in stands):
         return "would split where no operand is split so yet"
-    if any(h.is_split and w.is_partial for h, w in zip(have, signature.inputs, strict=True)):
+    if any(h.is_split and w.is_partial for h, w in stands):
         return "would put pieces into zeros, and work on the whole from there on"
     if _rounds_in_update(node, signature):
         return "would add up 16-bit pieces, which rounds as one device does not"

@@ -1,12 +1,14 @@
-"""Where partial sums become whole: the second sweep of propagation.
+"""Where partial values become whole: the second sweep of propagation.
 
-The greedy sweep carries a partial sum through every linear op.  Every split is frozen now; a value that is partial
-because an operand is may be whole instead, if that operand is reduced before it.  Labelling values P or B so that
-the bytes of all reductions are least is a minimum cut: one unit of flow is one byte on the wire.
+The greedy sweep carries a partial sum through every linear op, and a partial maximum or minimum through those that
+keep order.  Every split is frozen now; a value that is partial because an operand is may be whole instead, if that
+operand is reduced before it.  Labelling values P or B so that the bytes of all reductions are least is a minimum cut:
+one unit of flow is one byte on the wire.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from torch import fx
 
 from graphzero.ir import calls, value
 from graphzero.sbp import boxing
-from graphzero.sbp.types import B, P, Sbp
+from graphzero.sbp.types import B, Sbp
 
 if TYPE_CHECKING:
     from graphzero.passes.propagate import AxisPropagation
@@ -26,12 +28,13 @@ FOREVER = float("inf")
 
 def place_reductions(state: AxisPropagation) -> None:
     """Turn partial values of ``state`` whole where that saves bytes; changes ``found`` and ``chosen``."""
-    partial = [node for node, sbps in state.found.items() if len(sbps) == 1 and sbps[0] is P]
+    made = ((node, [sbp for sbp in sbps if sbp is not None]) for node, sbps in state.found.items())
+    partial = [node for node, sbps in made if sbps and all(sbp.is_partial for sbp in sbps)]
     carried = {node for node in partial if _may_be_whole(state, node)}
     for region in _regions(partial, carried, state):
         if any(node in carried for node in region):
             for node in _cut(state, region, carried):
-                state.found[node] = (B,)
+                state.found[node] = tuple(sbp and B for sbp in state.found[node])
                 if node in state.chosen:
                     state.chosen[node] = calls.signatures_of(state.graph, node, state.axis)[0]
 
@@ -39,19 +42,26 @@ def place_reductions(state: AxisPropagation) -> None:
 def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
     """A value that is partial only because a partial operand passes through its op.
 
-    A gradient is not: it is reduced as the gradient, where the stage says, never in a smaller form before it.
+    A gradient over a data axis is not: it is reduced as the gradient, where the stage says, never in a smaller form
+    before it.
     """
-    role = value.role_of(node)
-    if state.pinned(node) is not None or (role is not None and role.kind == "gradient"):
+    if state.pinned(node) is not None or (state.is_data and _is_gradient(node)):
         return False
     if node.target in calls.IDENTITIES:
         return True
+    if node.target is operator.getitem:
+        return _may_be_whole(state, node.args[0])  # type: ignore[arg-type]
     signature = state.chosen.get(node)
     return (
         signature is not None
-        and any(s is P for s in signature.inputs)
+        and any(s.is_partial for s in signature.inputs)
         and not any(s.is_split for s in signature.inputs)
     )
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    role = value.role_of(node)
+    return role is not None and role.kind == "gradient"
 
 
 def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagation) -> Iterable[list[fx.Node]]:
@@ -77,10 +87,12 @@ def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagati
 
 
 def _partial_operands(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
     operands = value.tensor_operands(node)
     if node not in state.chosen:
         return operands
-    return [o for o, s in zip(operands, state.chosen[node].inputs, strict=True) if s is P]
+    return [o for o, s in zip(operands, state.chosen[node].inputs, strict=True) if s.is_partial]
 
 
 def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
@@ -92,6 +104,10 @@ def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -
             capacity[SOURCE][node] = FOREVER
         elif any(operand not in inside for operand in _partial_operands(state, node)):
             capacity[node][SINK] += 1e-3  # a whole operand is made partial for it: no bytes, but work
+        if value.is_multi(node):  # its results are partial together, or whole
+            for picked in (user for user in node.users if user in carried):
+                capacity[node][picked] = capacity[picked][node] = FOREVER
+            continue
         reduced = ("reduced", node)
         for user in node.users:
             for want in state.wants(user, node):
@@ -104,16 +120,20 @@ def _add_reader(
     state: AxisPropagation, capacity: Any, node: fx.Node, reduced: Any, carrier: fx.Node | None, want: Sbp
 ) -> None:
     """One reader of ``node``: it wants the value whole, cut, or partial, if it carries it on as such."""
-    nbytes = value.tensor_type(node).nbytes
-    if want is P:
+    rather = 1 - 1e-7 * _is_gradient(node)  # between equals it is the gradient that is reduced
+
+    def wire(sbp: Sbp) -> float:
+        return rather * boxing.cost(state.sbp(node), sbp, value.tensor_type(node).nbytes, state.ranks)
+
+    if want.is_partial:
         if carrier is None:
             return  # a pin to P
-        capacity[node][reduced] = boxing.cost(P, B, nbytes, state.ranks)
+        capacity[node][reduced] = wire(B)
         capacity[reduced][carrier] = FOREVER
     elif want.is_split:
-        capacity[node][SINK] += boxing.cost(P, want, nbytes, state.ranks)
+        capacity[node][SINK] += wire(want)
     else:
-        capacity[node][reduced] = boxing.cost(P, B, nbytes, state.ranks)
+        capacity[node][reduced] = wire(B)
         capacity[reduced][SINK] = FOREVER
 
 

@@ -136,6 +136,7 @@ def _way_on(launch: fx.Node) -> list[fx.Node]:
 def _await_late(graph: StepGraph, waits: list[fx.Node]) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     phase_end = _phase_ends(graph)
+    waits = sorted(waits, key=lambda wait: position[_launch_of(wait)])  # carrying on late may have changed their order
     for i, wait in enumerate(waits):
         picks = list(wait.users)
         readers = [user for pick in picks for user in pick.users]

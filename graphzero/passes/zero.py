@@ -17,6 +17,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.pin import pin_gradients
+from graphzero.sbp.local import nests
 from graphzero.sbp.types import B, Nd, S
 
 PADDING = 0.02  # dim 0 is split if its padding is under this share, else the dim with least padding
@@ -73,8 +74,8 @@ class Zero(BuiltinPass):
         """The SBP of a sharded parameter or state: its own, with B turned to S over the axes that shard.
 
         Over several axes the splits are nested in one dim: one gather and one scatter per axis, as many bytes as over
-        one axis of all ranks.  A dim that another axis splits is taken only where it has to be and where that axis lies
-        outside, so that the new cuts come and go within its own.
+        one axis of all ranks.  A dim that another axis splits is taken only where it has to be, so that the new cuts
+        come and go within its own: in as many sections as that axis makes pieces, or as nested cuts if it lies outside.
         """
         nd = list(value.nd_of(node))
         shape = value.tensor_type(node).shape
@@ -82,13 +83,17 @@ class Zero(BuiltinPass):
         ranks = prod(graph.placement.hierarchy[i] for i in over)
         taken = {sbp.dim: i for i, sbp in enumerate(nd) if sbp.is_split}
         free = [dim for dim in range(len(shape)) if dim not in taken]
-        free = free or [dim for dim, axis in taken.items() if over and axis < over[0]]
-        if not over or not free or prod(shape) // ranks < max(self.shard_min_size, 1):
+        if not over or not (free or taken) or prod(shape) // ranks < max(self.shard_min_size, 1):
             return tuple(nd)
-        dim = split_dim(shape, free, ranks)
-        for i in over:
-            nd[i] = S(dim)
-        return tuple(nd)
+        if free:
+            cut = S(split_dim(shape, free, ranks))
+        else:
+            dim = max(taken, key=lambda dim: shape[dim])
+            cutters = [i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim]
+            pieces = max(nd[i].sections for i in cutters) * prod(graph.placement.hierarchy[i] for i in cutters)
+            cut = S(dim, 1 if max(cutters) < over[0] else pieces)
+        found = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
+        return found if nests(shape, found, graph.placement.hierarchy) else tuple(nd)
 
     def _axes(self, graph: StepGraph) -> list[int]:
         names = self.axis if self.axis is not None else graph.placement.data_axes

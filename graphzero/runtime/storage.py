@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero.errors import ConfigError
-from graphzero.runtime.shards import as_dtensor, check_mesh, is_whole, local_of, local_shape, piece, wrap
+from graphzero.runtime.shards import as_dtensor, is_whole, local_of, local_shape, piece, window, wrap
+from graphzero.runtime.submesh import nd_on, on_whole
 from graphzero.runtime.world import World
-from graphzero.sbp.dtensor import annotate, nd_of_dtensor, to_placements
+from graphzero.sbp.dtensor import annotate, to_placements
 from graphzero.sbp.types import Nd
 
 
@@ -38,15 +39,14 @@ def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = Fa
     plain: give a tensor that every rank holds whole as a plain tensor, even if it comes as a DTensor.
     Raises PlacementError for a DTensor on other ranks.
     """
-    if isinstance(tensor, DTensor):
-        check_mesh(tensor, world.placement, what)
+    now = nd_on(tensor, world.placement, what) if isinstance(tensor, DTensor) else None
     if world.placement.virtual:
         return _virtual(tensor, nd, world)
     if isinstance(tensor, DTensor):
         if plain and is_whole(nd):
-            tensor = tensor.full_tensor() if not is_whole(nd_of_dtensor(tensor)) else tensor.to_local()
-        elif nd_of_dtensor(tensor) != nd:
-            tensor = tensor.redistribute(placements=to_placements(nd)).detach()
+            tensor = tensor.full_tensor() if now != nd else tensor.to_local()
+        elif now != nd:
+            tensor = on_whole(tensor, world.placement).redistribute(placements=to_placements(nd)).detach()
     elif not is_whole(nd):
         tensor = as_dtensor(tensor.detach(), world.placement, nd)
     if not isinstance(tensor, DTensor):
@@ -60,10 +60,11 @@ def _virtual(tensor: Tensor, nd: Nd, world: World) -> Laid:
     if is_whole(nd):
         return Laid(tensor, [whole] * len(world.local_ranks))
     pieces = [piece(whole, nd, world.placement.hierarchy, position) for position in world.local_ranks]
-    if all(p.is_contiguous() for p in pieces):
+    if all(p.is_contiguous() for p in pieces) and not any(sbp.sections > 1 for sbp in nd):
         return Laid(tensor, pieces)
     own = [p.clone(memory_format=torch.contiguous_format) for p in pieces]
-    return Laid(tensor, own, list(zip(pieces, own, strict=True)))
+    windows = (window(whole, nd, world.placement.hierarchy, position) for position in world.local_ranks)
+    return Laid(tensor, own, [(place, mine.view(place.shape)) for place, mine in zip(windows, own, strict=True)])
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World) -> Tensor:

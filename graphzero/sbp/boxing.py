@@ -68,7 +68,8 @@ def move(src: Sbp, dst: Sbp) -> Move:
         if src.is_broadcast:  # the maximum of equal values is that value
             return Move("same", src, dst)
         return Move("via", src, dst, via=(B,))
-    if src.is_partial and dst.is_partial:
+    same_dim = src.is_split and dst.is_split and src.dim == dst.dim  # in other sections
+    if same_dim or (src.is_partial and dst.is_partial):
         return Move("via", src, dst, via=(B,))
     return Move(_KIND[src.kind, dst.kind], src, dst)
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphzero import _compat
 from graphzero.errors import SbpError
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S, partial
@@ -42,8 +43,12 @@ def annotation(x: Tensor) -> tuple[Placement, Nd] | None:
 
 
 def to_placements(nd: Nd) -> tuple[Any, ...]:
-    """DTensor's placements: Replicate, Shard(i), Partial."""
-    return tuple(Replicate() if s.is_broadcast else Shard(s.dim) if s.is_split else Partial(s.reduction) for s in nd)
+    """DTensor's placements: Replicate, Shard(i), Partial; its strided shard is a split in sections."""
+    return tuple(
+        Replicate() if s.is_broadcast else Partial(s.reduction) if s.is_partial
+        else Shard(s.dim) if s.sections == 1 else _compat.StridedShard(s.dim, split_factor=s.sections)
+        for s in nd
+    )  # fmt: skip
 
 
 def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
@@ -54,6 +59,8 @@ def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
             found.append(B)
         elif type(item) is Shard:
             found.append(S(item.dim % ndim))
+        elif type(item) is _compat.StridedShard:
+            found.append(S(item.dim % ndim, int(item.split_factor)))
         elif type(item) is Partial and item.reduce_op in ("sum", "max", "min"):
             found.append(partial(item.reduce_op))
         else:

@@ -16,24 +16,28 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphzero.errors import SbpError
 from graphzero.sbp.call import op_name, overload_of
-from graphzero.sbp.local import chunk
-from graphzero.sbp.registry import has_rule, local_args, signatures
+from graphzero.sbp.local import chunk, piece_shape
+from graphzero.sbp.registry import has_rule, local_args, offset_form, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import Nd, S, Sbp
 
 Op = Callable[..., Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
+SECTIONS = (2, 3)
+
+
 def violations(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, values: bool = True) -> list[str]:
     """What signatures of ``op`` on these real arguments break the law on ``ranks`` ranks: one line each.
 
-    ``values=False`` compares shapes and dtypes alone, for ops that leave memory as it is.
+    Splits in SECTIONS are tried too.  ``values=False`` compares shapes and dtypes alone, for ops that leave memory as
+    it is.
     """
     whole = _outputs(op(*args, **kwargs))
     metas, made = _metas(args, kwargs, whole)
     found = []
-    for signature in signatures(op, *metas, made, ranks):
+    for signature in signatures(op, *metas, made, ranks, SECTIONS):
         problem = _broken(op, (tuple(args), dict(kwargs)), whole, signature, ranks, values)
         if problem:
             found.append(f"{op_name(op)} on {ranks} ranks, {signature}: {problem}")
@@ -100,21 +104,23 @@ def _broken(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     expected = [x for x in whole if x is not None]
     pieces = [shard(x, sbp, ranks, seed=i) for i, (x, sbp) in enumerate(zip(tensors, signature.inputs, strict=True))]
+    inputs = [(x.shape, (sbp,)) for x, sbp in zip(tensors, signature.inputs, strict=True)]
+    outputs = [(x.shape, (sbp,)) for x, sbp in zip(expected, signature.outputs, strict=True)]
     results: list[list[Tensor]] = []
     for rank in range(ranks):
         mine = iter([p[rank] for p in pieces])
         args, kwargs = tree_unflatten([next(mine) if isinstance(x, Tensor) else x for x in leaves], outline)
 
-        def local(shape: Sequence[int], nd: Nd, rank: int = rank) -> list[int]:
-            return [chunk(n, ranks, rank)[1] if nd[0].is_split and nd[0].dim == i else n for i, n in enumerate(shape)]
+        def local(shape: Sequence[int], nd: Nd, rank: int = rank) -> Sequence[int]:
+            return piece_shape(shape, nd, (ranks,), (rank,))
 
-        args, kwargs = local_args(
-            op, args, kwargs,
-            [(x.shape, (sbp,)) for x, sbp in zip(tensors, signature.inputs, strict=True)],
-            [(x.shape, (sbp,)) for x, sbp in zip(expected, signature.outputs, strict=True)], local,
-        )  # fmt: skip
+        def starts(shape: Sequence[int], nd: Nd, rank: int = rank) -> list[int | None]:
+            return [chunk(n, ranks, rank)[0] if nd[0] is S(dim) else None for dim, n in enumerate(shape)]
+
+        args, kwargs = local_args(op, args, kwargs, inputs, outputs, local)
+        called, kwargs = offset_form(op, args, kwargs, inputs, outputs, starts)
         try:
-            results.append([x for x in _outputs(op(*args, **kwargs)) if x is not None])
+            results.append([x for x in _outputs(called(*args, **kwargs)) if x is not None])
         except (RuntimeError, IndexError, ValueError) as error:
             return f"rank {rank} fails: {str(error).splitlines()[0]}"
     tolerance = _tolerance(tensors + expected)
@@ -128,7 +134,7 @@ def _compared(
         ranks = [result[i] for result in results]
         if sbp.is_broadcast and any(not _same(x, ranks[0], values, tolerance) for x in ranks):
             yield f"output {i} differs between ranks"
-        elif sbp.is_split and any(x.shape[sbp.dim] != chunk(want.shape[sbp.dim], len(ranks), r)[1]
+        elif sbp.is_split and any(x.shape != piece_shape(want.shape, (sbp,), (len(ranks),), (r,))
                                   for r, x in enumerate(ranks)):  # fmt: skip
             yield f"output {i} is not cut as chunk cuts"
         elif not _same(join(ranks, sbp), want, values, tolerance):
@@ -152,8 +158,10 @@ def shard(x: Tensor, sbp: Sbp, ranks: int, seed: int = 0) -> list[Tensor]:
     if sbp.is_broadcast:
         return [x.clone() for _ in range(ranks)]
     if sbp.is_split:
-        cuts = [chunk(x.shape[sbp.dim], ranks, rank) for rank in range(ranks)]
-        return [x.narrow(sbp.dim, start, length).clone(memory_format=torch.contiguous_format) for start, length in cuts]
+        parts = torch.unflatten(x, sbp.dim, (sbp.sections, -1)) if x.numel() else x.unsqueeze(sbp.dim)
+        cuts = [chunk(parts.shape[sbp.dim + 1], ranks, rank) for rank in range(ranks)]
+        pieces = (parts.narrow(sbp.dim + 1, start, length) for start, length in cuts)
+        return [p.flatten(sbp.dim, sbp.dim + 1).clone(memory_format=torch.contiguous_format) for p in pieces]
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
@@ -178,5 +186,10 @@ def join(pieces: list[Tensor], sbp: Sbp) -> Tensor:
     if sbp.is_broadcast:
         return pieces[0]
     if sbp.is_split:
-        return torch.cat([p for p in pieces if p.shape[sbp.dim]] or pieces[:1], sbp.dim)
+        full = [p for p in pieces if p.shape[sbp.dim]] or pieces[:1]
+        if sbp.sections == 1:
+            return torch.cat(full, sbp.dim)
+        return torch.cat([torch.unflatten(p, sbp.dim, (sbp.sections, -1)) for p in full], sbp.dim + 1).flatten(
+            sbp.dim, sbp.dim + 1
+        )
     return reduce(_JOIN[sbp.reduction], pieces)

@@ -1,15 +1,19 @@
 """Which piece of a tensor a rank holds.  The one place that knows how splits are cut: as torch.chunk cuts.
 
 On several placement axes the outermost cuts first and each further one cuts what it finds, so that nested splits of
-one dim, ``(S(0), S(0))``, are chunks of chunks, as two ``Shard(0)`` of a DTensor are.
+one dim, ``(S(0), S(0))``, are chunks of chunks, as two ``Shard(0)`` of a DTensor are.  With sections, ``S(0, k)``, a
+dim is seen as [k, size / k] and the inner part is cut; axes that cut a dim in different numbers of sections cut
+different parts of it, so that ``(S(0, 2), S(0))`` on 2 x 2 cuts inside first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from graphzero.sbp.types import Nd
+from graphzero.sbp.types import Nd, S, Sbp
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -19,8 +23,77 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+def cuts(nd: Nd, hierarchy: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The cuts that make a rank's piece, outermost first: (placement axis, dim, sections of what is there to cut).
+
+    Of the sections of a dim, an axis further out that cuts it in fewer has left to each rank a part.
+    """
+    found = []
+    for axis, sbp in enumerate(nd):
+        if sbp.is_split:
+            outside = zip(nd[:axis], hierarchy[:axis], strict=True)
+            coarser = (n for s, n in outside if s.is_split and s.dim == sbp.dim and s.sections < sbp.sections)
+            found.append((axis, sbp.dim, sbp.sections // prod(coarser)))
+    return found
+
+
+def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
+    """In how many sections a rank holds what ``axis`` splits, after all other axes' cuts."""
+    mine = nd[axis]
+    others = (i for i, s in enumerate(nd) if i != axis and s.is_split and s.dim == mine.dim)
+    return mine.sections // prod(hierarchy[i] for i in others if nd[i].sections < mine.sections)
+
+
+def nests(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int]) -> bool:
+    """Whether ranks can hold a tensor so: the sections of each dim, and their pieces over all axes, are even.
+
+    Cuts without sections may be uneven, one within the other.
+    """
+    splits: dict[int, dict[int, int]] = {}  # dim -> sections -> pieces that each is cut into
+    for sbp, ranks in zip(nd, hierarchy, strict=True):
+        if sbp.is_split and ranks > 1:
+            levels = splits.setdefault(sbp.dim, {})
+            levels[sbp.sections] = levels.get(sbp.sections, 1) * ranks
+    for dim, levels in splits.items():
+        if max(levels) > 1:
+            bounds = sorted(levels) + [shape[dim]]
+            if any(finer % (sections * levels[sections]) for sections, finer in itertools.pairwise(bounds)):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """A tensor's dims taken apart where sections begin, so that every split is without sections.
+
+    shape: with dims apart; dims: which of them each dim became; splits: what each split given is then.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    splits: Mapping[Sbp, Sbp]
+
+    def nd(self, nd: Nd) -> Nd:
+        return tuple(self.splits.get(sbp, sbp) for sbp in nd)
+
+
+def unfold(shape: Sequence[int], sbps: Iterable[Sbp]) -> Unfolded:
+    """``S(1, 3)`` of [4, 12] is ``S(2)`` of [4, 3, 4]."""
+    given = {sbp for sbp in sbps if sbp.is_split}
+    sizes: list[int] = []
+    dims: list[tuple[int, ...]] = []
+    splits: dict[Sbp, Sbp] = {}
+    for dim, size in enumerate(shape):
+        bounds = sorted({1, *(sbp.sections for sbp in given if sbp.dim == dim)})
+        places = range(len(sizes), len(sizes) + len(bounds))
+        splits |= {S(dim, sections): S(place) for sections, place in zip(bounds, places, strict=True)}
+        sizes += [inner // outer for outer, inner in itertools.pairwise([*bounds, size])]
+        dims.append(tuple(places))
+    return Unfolded(tuple(sizes), tuple(dims), splits)
+
+
 def bounds(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, length) per dim of the piece of the rank that stands at ``at``, one number per placement axis."""
+    """(start, length) per dim of the piece of the rank that stands at ``at``, of a tensor split without sections."""
     found = [(0, size) for size in shape]
     for sbp, ranks, place in zip(nd, hierarchy, at, strict=True):
         if sbp.is_split:
@@ -31,8 +104,10 @@ def bounds(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[
 
 
 def piece_shape(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of ``bounds``.  No rank's is longer in any dim than that of the rank at (0, 0, ...)."""
-    return tuple(length for _, length in bounds(shape, nd, hierarchy, at))
+    """The shape of that piece, of any tensor.  No rank's is longer in any dim than that of the rank at (0, 0, ...)."""
+    apart = unfold(shape, nd)
+    lengths = bounds(apart.shape, apart.nd(nd), hierarchy, at)
+    return tuple(prod(lengths[i][1] for i in dims) for dims in apart.dims)
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,27 @@
 
 A rule is a line of factors, or a function of a ``Call`` that returns one.  The line's operands are either the
 op's tensor arguments in the order of its schema (an absent optional one is then skipped, a number in a tensor's
-place is taken as such), or, where the schema has lists of tensors, the tensors that are there.
+place is taken as such), or, where the schema has lists of tensors, the tensors that are there.  Of an op that takes
+an index, the dim to which it points may be split where the op has another form, see ``Offset``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from graphzero.errors import SbpError
 from graphzero.sbp.call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
-from graphzero.sbp.factors import Factors, derive, parse
+from graphzero.sbp.derive import derive
+from graphzero.sbp.factors import Factors, parse
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
-from graphzero.sbp.types import Nd
+from graphzero.sbp.types import Nd, S
 
 Shape = Sequence[Any]  # of ints or LocalSize
 SizeRule = Callable[[Sequence[Shape], Sequence[Shape]], Any]  # local shapes of inputs and outputs -> the argument
+Pair = tuple[Sequence[int], Nd]  # global shape and SBP of a tensor
 
 
 class NoRuleWarning(UserWarning):
@@ -36,10 +39,40 @@ Rule = str | Factors | Callable[[Call], Written]
 
 
 @dataclass(frozen=True)
+class Offset:
+    """The form of an op that runs where the dim to which an index points is split: a rank knows where its piece begins.
+
+    op: takes the arguments of the op it stands for, and by keyword ``start`` and ``total``: where this rank's piece
+    begins, and how long the whole dim is.  rule: what it may do, beside what the op itself may.  tensor, dim: the dim
+    in question; the number of an operand, or -1 for the one result, and a number or the argument that holds it.
+    """
+
+    op: Op
+    rule: Rule
+    tensor: int
+    dim: int | str
+
+    def dim_in(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> int:
+        """The number of the dim; a tensor of too few dims has it last, as scores of a single sample have classes."""
+        if isinstance(self.dim, int):
+            return min(self.dim, ndim - 1)
+        at = argument_names(op).index(self.dim)
+        return int(kwargs[self.dim] if self.dim in kwargs else args[at]) % max(ndim, 1)
+
+    def splits(self, call: Call, signature: Signature) -> bool:
+        """Whether a signature splits the dim, in one section: a rank's piece has one beginning."""
+        metas = (*call.tensors, *(m for m in call.outputs if m is not None))
+        sbp = (*signature.inputs, *signature.outputs)[self.tensor]
+        ndim = len(metas[self.tensor].shape)
+        return ndim > 0 and sbp is S(self.dim_in(call.op, call.args, call.kwargs, ndim))
+
+
+@dataclass(frozen=True)
 class _Entry:
     rule: Rule
     sizes: Mapping[str, SizeRule]
     nonempty: bool
+    offset: Offset | None
 
 
 _entries: dict[Op, _Entry] = {}
@@ -52,13 +85,22 @@ RuleFunction = TypeVar("RuleFunction", bound=Callable[[Call], Written])
 
 @overload
 def rule(
-    ops: Op | Sequence[Op], *, sizes: Mapping[str, SizeRule] | None = None, nonempty: bool = False
+    ops: Op | Sequence[Op],
+    *,
+    sizes: Mapping[str, SizeRule] | None = None,
+    nonempty: bool = False,
+    offset: Offset | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]: ...
 
 
 @overload
 def rule(
-    ops: Op | Sequence[Op], written: Rule, *, sizes: Mapping[str, SizeRule] | None = None, nonempty: bool = False
+    ops: Op | Sequence[Op],
+    written: Rule,
+    *,
+    sizes: Mapping[str, SizeRule] | None = None,
+    nonempty: bool = False,
+    offset: Offset | None = None,
 ) -> None: ...
 
 
@@ -68,24 +110,27 @@ def rule(
     *,
     sizes: Mapping[str, SizeRule] | None = None,
     nonempty: bool = False,
+    offset: Offset | None = None,
 ) -> Any:
     """Give ``ops`` a rule, as a call with a line of factors or as a decorator of a function of a Call.
 
     ``sizes`` names arguments that hold sizes of tensors, each with a function of the local shapes of inputs and
     outputs that gives what one rank passes.  ``nonempty``: the op's kernel cannot take a piece with no elements.
+    ``offset``: the form of an op that takes an index, for the dim to which that points.
     A later rule for an op replaces graphzero's own.  Raises SbpError for a line that cannot be read.
     """
     if written is None:
 
         def register(function: RuleFunction) -> RuleFunction:
-            rule(ops, function, sizes=sizes, nonempty=nonempty)
+            rule(ops, function, sizes=sizes, nonempty=nonempty, offset=offset)
             return function
 
         return register
-    if isinstance(written, str):
-        parse(written)
+    for line in (written, offset.rule if offset is not None else None):
+        if isinstance(line, str):
+            parse(line)
     for op in ops if isinstance(ops, Sequence) else (ops,):
-        _register(overload_of(op), _Entry(written, dict(sizes or {}), nonempty))
+        _register(overload_of(op), _Entry(written, dict(sizes or {}), nonempty, offset))
     return None
 
 
@@ -124,52 +169,68 @@ def registered() -> tuple[Op, ...]:
 
 
 def signatures(
-    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, ranks: int | None = None
+    op: Op,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    ranks: int | None = None,
+    sections: Collection[int] = (),
 ) -> tuple[Signature, ...]:
     """What ``op`` may do on one placement axis, all-B first, then splits in the order of dims, then partials.
 
     ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is no constant for a run-time
     number; ``outputs`` is a TensorMeta or a sequence of them, with None for outputs that are not made.  ``ranks``
-    leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  An op without a rule gives
-    all-B alone and warns once.
+    leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  ``sections`` are counts of
+    sections in which dims may be split as well.  An op without a rule gives all-B alone and warns once.
     """
     _load()
     made = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
-    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, ranks)
+    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, ranks, frozenset(sections))
     found = _cache.get(key)
     if found is None:
         call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), made)
-        found = _cache[key] = _signatures(call, ranks)
+        found = _cache[key] = _signatures(call, ranks, sections)
     return found
 
 
-def _signatures(call: Call, ranks: int | None) -> tuple[Signature, ...]:
+def _signatures(call: Call, ranks: int | None, sections: Collection[int]) -> tuple[Signature, ...]:
     first = all_broadcast(len(call.tensors), sum(m is not None for m in call.outputs))
     entry = _entries.get(call.op)
     if entry is None:
         _warn(call.op)
         return (first,)
-    written = entry.rule(call) if callable(entry.rule) else entry.rule
+    found = (first, *_written(call, entry.rule, entry.nonempty, ranks, sections))
+    if entry.offset is not None:
+        placed = _written(call, entry.offset.rule, entry.nonempty, ranks, sections)
+        found += tuple(signature for signature in placed if entry.offset.splits(call, signature))
+    return tuple(dict.fromkeys(found))
+
+
+def _written(
+    call: Call, rule: Rule, nonempty: bool, ranks: int | None, sections: Collection[int]
+) -> tuple[Signature, ...]:
+    """The signatures that one rule gives."""
+    written = rule(call) if callable(rule) else rule
     if written is None:
-        return (first,)
+        return ()
     if isinstance(written, str):
         written = parse(written)
     if not isinstance(written, Factors):
-        return tuple(dict.fromkeys((first, *written)))
+        return tuple(written)
     given, order = operands_of(call, len(written.operands))
     try:
-        derived = derive(written, given, call.outputs, ranks, entry.nonempty)
+        derived = derive(written, given, call.outputs, ranks, nonempty, sections)
     except SbpError as error:
         raise SbpError(f"rule of {op_name(call.op)}: {error}") from None
-    return tuple(dict.fromkeys((first, *(Signature(tuple(s.inputs[i] for i in order), s.outputs) for s in derived))))
+    return tuple(Signature(tuple(s.inputs[i] for i in order), s.outputs) for s in derived)
 
 
 def local_args(
     op: Op,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    inputs: Sequence[tuple[Sequence[int], Nd]],
-    outputs: Sequence[tuple[Sequence[int], Nd]],
+    inputs: Sequence[Pair],
+    outputs: Sequence[Pair],
     local: Callable[[Sequence[int], Nd], Shape],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``args`` and ``kwargs`` with arguments that hold global sizes rewritten to what one rank passes.
@@ -185,12 +246,38 @@ def local_args(
     new_args, new_kwargs = list(args), dict(kwargs)
     names = argument_names(op)
     for name, compute in entry.sizes.items():
-        at = names.index(name)
+        at, size = names.index(name), compute(local_inputs, local_outputs)
+        if size is None:  # it says nothing here
+            continue
         if name in new_kwargs:
-            new_kwargs[name] = compute(local_inputs, local_outputs)
+            new_kwargs[name] = size
         elif at < len(new_args) and new_args[at] is not None:
-            new_args[at] = compute(local_inputs, local_outputs)
+            new_args[at] = size
     return tuple(new_args), new_kwargs
+
+
+def offset_form(
+    op: Op,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Pair],
+    outputs: Sequence[Pair],
+    starts: Callable[[Sequence[int], Nd], Sequence[Any]],
+) -> tuple[Op, dict[str, Any]]:
+    """What one rank calls for ``op``, and with which keyword arguments: the op itself, or its offset form.
+
+    ``inputs`` and ``outputs`` are as for ``local_args``; ``starts`` tells of each dim where the rank's piece begins, an
+    int or LocalStart, or None where it is whole.
+    """
+    _load()
+    offset = _entries[op].offset if op in _entries else None
+    shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
+    if offset is not None and shape:
+        dim = offset.dim_in(op, args, kwargs, len(shape))
+        start = starts(shape, nd)[dim]
+        if start is not None:
+            return offset.op, {**kwargs, "start": start, "total": shape[dim]}
+    return op, dict(kwargs)
 
 
 def _warn(op: Op) -> None:

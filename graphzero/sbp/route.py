@@ -6,6 +6,7 @@ outside have cut it, so a split of a dim may come or go on an axis only while no
     (S(0), S(0)) -> (B, B)     gathers inside first, then outside
     (B, B) -> (S(0), S(0))     cuts outside first, then inside
     (B, S(0)) -> (S(0), S(0))  is no cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
+    (B, S(0)) -> (S(0, 2), S(0))  is one: it comes within what the inner axis has cut
 
 Partial values complete inside first where the axes combine by different reductions.  An axis of one rank cuts
 nothing and completes nothing, whatever it says.
@@ -20,6 +21,7 @@ from functools import cache
 from math import prod
 
 from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
+from graphzero.sbp.local import nests
 from graphzero.sbp.types import B, Nd, S, Sbp
 
 Step = tuple[int, Move]  # placement axis, and what happens on it
@@ -33,12 +35,14 @@ def route(
     It is the way with the fewest bytes on the wire, or, if ``is_small``, with the fewest collectives; between equals,
     the one with fewer bytes on the outer axes, which are the slower ones.  The same on every rank.
     """
+    checked = tuple(shape) if any(sbp.sections > 1 for sbp in (*src, *dst)) else None
     changed = [axis for axis, (a, b) in enumerate(zip(src, dst, strict=True)) if a is not b]
     if len(changed) == 1 and hierarchy[changed[0]] > 1:
         steps = tuple((changed[0], step) for step in move(src[changed[0]], dst[changed[0]]).steps)
         if all(is_possible(src, axis, step.src, step.dst, hierarchy) for axis, step in steps):
             return steps
-    return _shortest(src, dst, hierarchy, () if is_small else _even_dims(shape, prod(hierarchy)), is_small)
+    spare = () if is_small else _even_dims(shape, prod(hierarchy))
+    return _shortest(src, dst, hierarchy, spare, is_small, checked)
 
 
 def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
@@ -55,7 +59,7 @@ def is_possible(nd: Nd, axis: int, src: Sbp, dst: Sbp, hierarchy: Sequence[int])
     if src is dst or hierarchy[axis] == 1:
         return True
     inside = [sbp for sbp, ranks in zip(nd[axis + 1 :], hierarchy[axis + 1 :], strict=True) if ranks > 1]
-    if any(s.is_split and s in (src, dst) for s in inside):
+    if any(s.is_split and s in (src, dst) for s in inside):  # other numbers of sections are cuts of other parts
         return False
     return not (src.is_partial and any(s.is_partial and s is not src for s in inside))
 
@@ -66,8 +70,10 @@ def _even_dims(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 @cache
-def _shortest(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...], is_small: bool) -> tuple[Step, ...]:
-    """Dijkstra's way through the SBPs that the moves of the table join."""
+def _shortest(
+    src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...], is_small: bool, shape: tuple[int, ...] | None
+) -> tuple[Step, ...]:
+    """Dijkstra's way through the SBPs that the moves of the table join; ``shape`` is given where cuts must fit it."""
     options = _options(src, dst, hierarchy, spare)
     count = itertools.count(1)  # what was found first wins between equals
     queue: list[tuple[tuple[int, ...], int, Nd, tuple[Step, ...]]] = [((0,) * (len(src) + 3), 0, src, ())]
@@ -80,6 +86,8 @@ def _shortest(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ..
             continue
         done.add(nd)
         for axis, step in _moves(nd, options, hierarchy):
+            if shape is not None and not nests(shape, _put(nd, axis, step.dst), hierarchy):
+                continue
             further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, hierarchy, is_small), strict=True))
             heapq.heappush(queue, (further, next(count), _put(nd, axis, step.dst), (*steps, (axis, step))))
     raise AssertionError(f"no moves lead from {src} to {dst} on {hierarchy}")
@@ -87,9 +95,10 @@ def _shortest(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ..
 
 def _options(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...]) -> list[list[Sbp]]:
     """Per axis, what a value may be there on the way.  It becomes partial only if that is where it goes."""
-    splits = [S(dim) for dim in sorted({*spare, *(sbp.dim for sbp in (*src, *dst) if sbp.is_split)})]
+    splits = {*map(S, spare), *(sbp for sbp in (*src, *dst) if sbp.is_split)}
+    ordered = sorted(splits, key=lambda sbp: (sbp.dim, sbp.sections))
     return [
-        list(dict.fromkeys((b, B, *splits, a))) if ranks > 1 else [a, b]
+        list(dict.fromkeys((b, B, *ordered, a))) if ranks > 1 else [a, b]
         for a, b, ranks in zip(src, dst, hierarchy, strict=True)
     ]
 

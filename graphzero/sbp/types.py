@@ -1,7 +1,8 @@
 """B, S(i) and P: how one global tensor lies on the ranks of one placement axis.
 
 * ``B`` (broadcast): every rank holds the whole tensor.
-* ``S(i)`` (split): rank ``r`` holds the ``r``-th piece of dim ``i``, cut as ``torch.chunk`` cuts.
+* ``S(i)`` (split): rank ``r`` holds the ``r``-th piece of dim ``i``, cut as ``torch.chunk`` cuts.  ``S(i, k)`` is split
+  in ``k`` sections: each rank holds its piece of each, as of the q, k and v of one fused projection.
 * ``P`` (partial): the tensor is the elementwise sum of what the ranks hold; ``P(max)`` and
   ``P(min)`` are the elementwise maximum and minimum.
 
@@ -11,6 +12,7 @@ Objects are interned: equal annotations are the same object.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +25,7 @@ class Sbp:
 
     kind: str  # "B", "S" or "P"
     dim: int = -1  # of S
+    sections: int = 1  # of S: into how many equal sections the dim falls, each of which is cut
     reduction: str = ""  # of P: "sum", "max" or "min"
 
     @property
@@ -42,7 +45,7 @@ class Sbp:
 
     def __str__(self) -> str:
         if self.kind == "S":
-            return f"S({self.dim})"
+            return f"S({self.dim})" if self.sections == 1 else f"S({self.dim}, {self.sections})"
         return self.kind if self.kind == "B" or self.reduction == "sum" else f"P({self.reduction})"
 
     __repr__ = __str__
@@ -62,15 +65,24 @@ Nd = tuple[Sbp, ...]
 B = Sbp("B")
 
 
-@cache
-def S(dim: int) -> Sbp:
+def S(dim: int, sections: int = 1) -> Sbp:
     """Split along tensor dim ``dim``, cut as ``torch.chunk`` cuts.
+
+    sections: into how many equal sections the dim falls, each of which is cut: ``S(1, 3)`` is how ranks hold a fused
+        projection of q, k and v so that each has its heads of all three.  Sections and their pieces must be even.
 
     Raises SbpError for a negative dim: a rule for any rank of tensor needs one name per dim.
     """
+    return _split(dim, sections)
+
+
+@cache
+def _split(dim: int, sections: int) -> Sbp:
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
         raise SbpError(f"S({dim!r}): a split names a tensor dim by a number from 0 up; write the last one so too")
-    return Sbp("S", dim)
+    if not isinstance(sections, int) or isinstance(sections, bool) or sections < 1:
+        raise SbpError(f"S({dim}, {sections!r}): the sections of a dim are counted from 1 up")
+    return Sbp("S", dim, sections)
 
 
 _PARTIALS = {reduction: Sbp("P", reduction=reduction) for reduction in ("sum", "max", "min")}
@@ -92,8 +104,9 @@ def parse_sbp(text: str) -> Sbp:
         return B
     if text == "P":
         return P
-    if text.endswith(")") and text[:2] == "S(" and text[2:-1].isdigit():
-        return S(int(text[2:-1]))
+    found = re.fullmatch(r"S\((\d+)(?:, *(\d+))?\)", text)
+    if found is not None:
+        return S(int(found[1]), int(found[2] or 1))
     if text.endswith(")") and text[:2] == "P(":
         return partial(text[2:-1])
-    raise SbpError(f"{text!r} is no SBP; write B, S(0), P, P(max) or P(min)")
+    raise SbpError(f"{text!r} is no SBP; write B, S(0), S(1, 3), P, P(max) or P(min)")

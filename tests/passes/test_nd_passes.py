@@ -125,7 +125,8 @@ def test_gathers_along_both_axes_are_prefetched() -> None:
         ("dp_a=2, dp_b=2", ("B", "B"), "8, 6", "(S(0)!, S(0)!)"),
         ("dp_a=2, dp_b=2", ("B", "B"), "6, 8", "(S(1)!, S(1)!)"),  # 6 rows over 4 ranks would be padded
         ("dp=2, tp=2", ("B", "S(0)"), "8, 6", "(S(1)!, S(0)!)"),
-        ("dp=2, tp=2", ("B", "S(0)"), "8", "(B!, S(0)!)"),  # a cut outside another of the same dim does not come and go
+        ("dp=2, tp=2", ("B", "S(0)"), "8", "(S(0, 2)!, S(0)!)"),  # within the inner axis' cuts, it comes and goes alone
+        ("dp=2, tp=2", ("B", "S(0)"), "6", "(B!, S(0)!)"),  # three rows a rank are not cut in two
         ("tp=2, dp=2", ("S(0)", "B"), "8", "(S(0)!, S(0)!)"),
         ("dp=2, tp=2", ("B", "B"), "8, 6", "(S(0)!, B!)"),
         ("dp=1, dp_b=4", ("B", "B"), "8, 6", "(B!, S(0)!)"),

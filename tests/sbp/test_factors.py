@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graphzero.errors import SbpError
-from graphzero.sbp.factors import NUMBER, derive, parse
+from graphzero.sbp.derive import derive
+from graphzero.sbp.factors import NUMBER, parse
 from graphzero.sbp.signature import TensorMeta
 
 
@@ -98,13 +99,40 @@ def test_a_letter_that_only_outputs_have_is_made_in_pieces() -> None:
     assert lines("->ab", [], [meta(4, 6)])[1:] == [" -> S(0)", " -> S(1)"]
 
 
-def test_dims_of_different_size_are_split_only_where_both_divide() -> None:
+def test_a_dim_is_split_with_the_dim_that_it_begins_with_where_both_divide() -> None:
     def view(ranks: int | None) -> list[str]:
-        return lines("a%_->a%", [meta(6, 4)], [meta(24)], ranks)
+        return lines("a_->(a_)", [meta(6, 4)], [meta(24)], ranks)
 
     assert "S(0) -> S(0)" in view(3)
     assert "S(0) -> S(0)" not in view(4)
     assert "S(0) -> S(0)" in view(None)
+
+
+def test_a_merged_dim_is_split_in_sections_where_an_inner_dim_is_cut() -> None:
+    assert lines("abc->(ab)c", [meta(6, 4, 3)], [meta(24, 3)], 2)[1:4] == [
+        "S(0) -> S(0)", "S(1) -> S(0, 6)", "S(2) -> S(1)"
+    ]  # fmt: skip
+    assert "S(1) -> S(0, 6)" not in lines("abc->(ab)c", [meta(6, 4, 3)], [meta(24, 3)], 3)  # 4 over 3 is uneven
+    assert lines("(_a)->a,a,a", [meta(12)], [meta(4)] * 3, 2)[1] == "S(0, 3) -> S(0), S(0), S(0)"
+
+
+def test_dims_are_split_in_the_sections_that_are_asked_for() -> None:
+    def mm(sections: list[int], ranks: int | None = 2) -> list[str]:
+        found = derive(parse("mk,kn->mn"), [meta(4, 6), meta(6, 12)], [meta(4, 12)], ranks, sections=sections)
+        return [str(s) for s in found]
+
+    assert "B, S(1, 3) -> S(1, 3)" in mm([3])
+    assert "B, S(1, 3) -> S(1, 3)" not in mm([])
+    assert "S(1, 3), S(0, 3) -> P" in mm([3])
+    assert "B, S(1, 5) -> S(1, 5)" not in mm([5])  # 12 does not fall into five sections
+    assert "B, S(1, 4) -> S(1, 4)" not in mm([4])  # nor can each of four be cut in two
+    inner = derive(parse("(ab)->ab"), [meta(24)], [meta(4, 6)], 3, sections=[8])
+    assert "S(0, 8) -> S(1, 2)" in [str(s) for s in inner]
+
+
+def test_letters_of_merged_dims_get_their_sizes_from_the_other_side() -> None:
+    with pytest.raises(SbpError, match=r"\(ab\) has size 20"):
+        lines("ab->(ab)", [meta(4, 6)], [meta(20)])
 
 
 def test_dims_of_one_size_may_be_cut_unevenly() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from graphzero.sbp.call import Call
-from graphzero.sbp.registry import rule
+from graphzero.sbp.registry import Shape, rule
 from graphzero.sbp.rules._write import MOVE, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.signature import TensorMeta
 
 INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
 
@@ -78,11 +82,36 @@ def select_scatter(call: Call) -> str:
     return f"{MOVE}{put(dims, at, '_')}+{put(dims, at, '')}->{put(dims, at, '_')}"
 
 
-@rule(overloads("split.Tensor", "split_copy.Tensor", "split_with_sizes", "split_with_sizes_copy", "unsafe_split.Tensor",
-                "unsafe_split_with_sizes"))  # fmt: skip
+def _cut_dim(whole: Shape, parts: Sequence[Shape]) -> int | None:
+    """The dim in which parts are shorter than the whole; None where there is but one."""
+    return next((d for part in parts for d, size in enumerate(part) if size != whole[d]), None)
+
+
+def _part_size(i: Sequence[Shape], o: Sequence[Shape]) -> Any:
+    dim = _cut_dim(i[0], o)
+    return None if dim is None else o[0][dim]
+
+
+def _part_sizes(i: Sequence[Shape], o: Sequence[Shape]) -> Any:
+    dim = _cut_dim(i[0], o)
+    return None if dim is None else [part[dim] for part in o]
+
+
+def _parts(parts: Sequence[TensorMeta | None], whole: Sequence[int], at: int) -> tuple[str, str]:
+    """(dims of the whole, dims of a part): where all parts are of one size, each may be cut, the whole in sections."""
+    dims = letters(len(whole))
+    even = len(parts) > 1 and len({meta.shape for meta in parts if meta is not None}) == 1
+    if not even:
+        return (line := put(dims, at, "_")), line
+    return put(dims, at, f"(_{dims[at]})"), "".join(dims)
+
+
+@rule(overloads("split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"), sizes={"split_size": _part_size})
+@rule(overloads("split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"),
+      sizes={"split_sizes": _part_sizes})  # fmt: skip
 def split(call: Call) -> str:
-    line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    return f"{MOVE}{line}->{','.join([line] * len(call.outputs))}"
+    whole, part = _parts(call.outputs, call.shape, dim_of(call["dim"], len(call.shape)))
+    return f"{MOVE}{whole}->{','.join([part] * len(call.outputs))}"
 
 
 @rule(overloads("unbind.int", "unbind_copy.int"))
@@ -95,17 +124,17 @@ def unbind(call: Call) -> str:
 def cat(call: Call) -> str:
     """Its operands add, each in zeros of the whole; an empty one-dim operand is ignored, whatever the others are."""
     ndim = len(call.out)
-    line = put(letters(ndim), dim_of(call["dim"], ndim), "_")
     ignored = [len(m.shape) != ndim for m in call.tensors]
+    whole, line = _parts(call.tensors, call.out, dim_of(call["dim"], ndim))
     terms = [line for skip in ignored if not skip]
     if not any(ignored):
-        return f"{MOVE}{'+'.join(terms)}->{line}"
+        return f"{MOVE}{'+'.join(terms)}->{whole}"
     operands = ["?_" if skip else line for skip in ignored]
     text, first = "", True
     for skip, operand in zip(ignored, operands, strict=True):
         text += operand if first else ("," if skip else "+") + operand
         first = False
-    return f"{MOVE}{text}->{line}"
+    return f"{MOVE}{text}->{whole}"
 
 
 @rule(overloads("stack"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import string
+from collections.abc import Iterator, Sequence
 
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
@@ -14,32 +16,49 @@ SHAPE = {"shape": lambda i, o: o[0]}
 
 
 def view_line(before: Sequence[int], after: Sequence[int]) -> str | None:
-    """Match runs of dims with equal products.  The leading dims of a run share a letter: cutting one cuts the other
-    at the same values, if both sizes divide by the ranks (``%``) or are the same."""
+    """A letter for each factor that dims of both shapes are products of: cutting it cuts both at the same values."""
     if 0 in (*before, *after) or math.prod(before) != math.prod(after):
         return None
-    left, right = ["1"] * len(before), ["1"] * len(after)
-    a = [i for i, size in enumerate(before) if size != 1]
-    b = [i for i, size in enumerate(after) if size != 1]
-    names = iter(letters(len(a) + len(b)) if len(a) + len(b) <= 26 else ["_"] * (len(a) + len(b)))
+    left, right = (["1" if size == 1 else "" for size in shape] for shape in (before, after))
+    names = itertools.chain(string.ascii_lowercase, itertools.repeat("_"))
+    a, b = ([i for i, size in enumerate(shape) if size != 1] for shape in (before, after))
     while a and b:
         run, other = [a.pop(0)], [b.pop(0)]
         have, want = before[run[0]], after[other[0]]
-        while have != want:
+        while have != want:  # the next dims of equal product
             if have < want:
                 run.append(a.pop(0))
                 have *= before[run[-1]]
             else:
                 other.append(b.pop(0))
                 want *= after[other[-1]]
-        name = next(names)
-        even = "" if before[run[0]] == after[other[0]] or name == "_" else "%"
-        left[run[0]], right[other[0]] = name + even, name + even
-        for i in run[1:]:
-            left[i] = "_"
-        for j in other[1:]:
-            right[j] = "_"
-    return f"{MOVE}{''.join(left)}->{''.join(right)}"
+        _name_run([(i, before[i]) for i in run], [(j, after[j]) for j in other], left, right, names)
+    return f"{MOVE}{''.join(map(_merged, left))}->{''.join(map(_merged, right))}"
+
+
+def _name_run(
+    run: list[tuple[int, int]], other: list[tuple[int, int]], left: list[str], right: list[str], names: Iterator[str]
+) -> None:
+    """Give both sides of a run its letters; from where they share but a divisor on, ``_`` stands for the rest."""
+    while run and other:
+        (i, size), (j, wide) = run[0], other[0]
+        shared = math.gcd(size, wide)
+        if shared > 1:
+            name = next(names)
+            left[i] += name
+            right[j] += name
+        if shared < min(size, wide):
+            for k, _ in run:
+                left[k] += "_"
+            for k, _ in other:
+                right[k] += "_"
+            return
+        run = [(i, size // shared), *run[1:]] if size > shared else run[1:]
+        other = [(j, wide // shared), *other[1:]] if wide > shared else other[1:]
+
+
+def _merged(letters: str) -> str:
+    return letters if len(letters) == 1 else f"({letters})"
 
 
 @rule(overloads("view.default", "_unsafe_view", "view_copy.default"), sizes=SIZE)

@@ -1,0 +1,291 @@
+"""Lines of factors met with shapes: the signatures that an op has there.
+
+Where each letter lies in the operands and outputs is found first; then each letter that may be split, and each choice
+of partial operands, gives a signature if all outputs are something that has a name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+
+from graphzero.errors import SbpError
+from graphzero.sbp.factors import REDUCTIONS, REST, Factors, Given, Operand
+from graphzero.sbp.local import chunk
+from graphzero.sbp.signature import Signature, TensorMeta
+from graphzero.sbp.types import B, S, Sbp, partial
+
+Places = dict[str, tuple[int, int]]  # label -> (the dim it lies in, sections that the labels before it make there)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Factors met with shapes: where each label lies that can be split, per operand and output."""
+
+    factors: Factors
+    given: tuple[Given, ...]
+    made: tuple[TensorMeta | None, ...]
+    inputs: tuple[Places, ...]
+    outputs: tuple[Places, ...]
+    sizes: dict[str, int]
+    merged: frozenset[str]  # labels that share a dim with others somewhere
+    terms: tuple[tuple[int, ...], ...]
+
+
+def derive(
+    factors: Factors,
+    given: Sequence[Given],
+    made: Sequence[TensorMeta | None],
+    ranks: int | None = None,
+    nonempty: bool = False,
+    sections: Collection[int] = (),
+) -> tuple[Signature, ...]:
+    """All one-axis signatures that the line allows for these operands and outputs, all-B first.
+
+    ``made`` are the outputs; absent operands and outputs have no place in a signature.  ``ranks`` leaves out
+    splits that do not cut alike; without it sizes are taken to divide.  ``nonempty`` leaves out splits that give a
+    rank nothing.  ``sections`` are counts of sections in which dims may be split, beside those that merged dims make.
+    Raises SbpError where shapes and line disagree.
+    """
+    bound = _bind(factors, tuple(given), tuple(made))
+    found: dict[Signature, None] = {}
+    for split, reduction, chosen in _candidates(bound, ranks, nonempty, sections):
+        signature = _signature(bound, split, reduction, chosen)
+        if signature is not None:
+            found[signature] = None
+    for signature in _unread(bound):
+        found[signature] = None
+    return tuple(found)
+
+
+def _bind(factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...]) -> _Bound:
+    operands = factors.operands
+    if not given and operands == (Operand(()),):
+        operands = ()
+    if len(given) != len(operands) or len(made) != len(factors.outputs):
+        raise SbpError(
+            f"factors {factors.text!r} have {len(operands)} operands and {len(factors.outputs)} outputs, "
+            f"the call has {len(given)} and {len(made)}"
+        )
+    inputs = [_label(o.dims, m, factors) for o, m in zip(operands, given, strict=True)]
+    outputs = [_label(o.dims, m, factors) for o, m in zip(factors.outputs, made, strict=True)]
+    sizes = _sizes(factors, inputs, given, outputs, made)
+    keep = {label for label, size in sizes.items() if (label.startswith(".") or label.islower()) and size > 1}
+    present = {i for i, m in enumerate(given) if m is not None}
+    terms = [tuple(i for i in term if i in present) for term in factors.terms]
+    return _Bound(
+        factors, given, made,
+        tuple(_places(dims, m, sizes, keep) for dims, m in zip(inputs, given, strict=True)),
+        tuple(_places(dims, m, sizes, keep) for dims, m in zip(outputs, made, strict=True)),
+        sizes, frozenset(label for dims in (*inputs, *outputs) for dim in dims if len(dim) > 1 for label in dim),
+        tuple(term for term in terms if term),
+    )  # fmt: skip
+
+
+Dims = list[tuple[str, ...]]  # the labels of each dim, outermost first
+
+
+def _label(dims: tuple[str, ...], meta: Given, factors: Factors) -> Dims:
+    """The labels of each dim of a tensor; dims of the rest are ``.0``, ``.1`` ... counted from the right."""
+    if not isinstance(meta, TensorMeta):
+        return []
+    rest = len(meta.shape) - (len(dims) - 1)
+    if rest < 0 or (REST not in dims and rest != 1):
+        raise SbpError(f"factors {factors.text!r}: {''.join(dims)!r} does not fit the shape {list(meta.shape)}")
+    labels: Dims = []
+    for dim in dims:
+        labels += [(f".{i}",) for i in reversed(range(rest))] if dim == REST else [tuple(dim.strip("()"))]
+    for label, size in zip(labels, meta.shape, strict=True):
+        if label == ("1",) and size != 1:
+            raise SbpError(f"factors {factors.text!r}: a dim written 1 has size {size} in {list(meta.shape)}")
+    return labels
+
+
+def _places(dims: Dims, meta: Given, sizes: dict[str, int], keep: Collection[str]) -> Places:
+    found: Places = {}
+    for i, (labels, size) in enumerate(zip(dims, meta.shape if isinstance(meta, TensorMeta) else (), strict=True)):
+        before = 1
+        left = size // max(prod(sizes.get(label, 1) for label in labels), 1)  # what ``_`` stands for
+        for label in labels:
+            if label in keep and size != 1:
+                found[label] = (i, before)
+            before *= left if label == "_" else sizes.get(label, 1)
+    return found
+
+
+def _sizes(
+    factors: Factors, inputs: list[Dims], given: tuple[Given, ...], outputs: list[Dims],
+    made: tuple[TensorMeta | None, ...],
+) -> dict[str, int]:  # fmt: skip
+    """The size of each label: of the dim it is alone in, else what the others leave of a merged one."""
+    seen: dict[str, set[int]] = {}
+    merged: list[tuple[tuple[str, ...], int]] = []
+    for dims, meta, is_input in [(x, m, True) for x, m in zip(inputs, given, strict=True)] + [
+        (x, m, False) for x, m in zip(outputs, made, strict=True)
+    ]:
+        for labels, size in zip(dims, meta.shape if isinstance(meta, TensorMeta) else (), strict=True):
+            if len(labels) > 1:
+                merged.append((labels, size))
+            elif labels[0] not in "1_" and not (is_input and labels[0].startswith(".") and size == 1):
+                seen.setdefault(labels[0], set()).add(size)
+    for label, sizes in seen.items():
+        if len(sizes) > 1:
+            name = "the rest" if label.startswith(".") else repr(label)
+            raise _disagree(factors, given, made, f"{name} has sizes {sorted(sizes)}", "a letter has one size")
+    found = {label: next(iter(sizes)) for label, sizes in seen.items()}
+    _divide(found, merged)
+    for labels, size in merged:
+        known = prod(found.get(label, 1) for label in labels)
+        if (size % known if known else size) or ("_" not in labels and size != known):
+            text = (
+                f"({''.join(labels)}) has size {size}, its letters {', '.join(f'{x}={found.get(x)}' for x in labels)}"
+            )
+            raise _disagree(factors, given, made, text, "a merged dim is the product of its letters")
+    return found
+
+
+def _divide(found: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) -> None:
+    """Sizes of letters that stand in merged dims alone: what others leave, or with ``_`` what all such dims share."""
+    while True:
+        news = {}
+        for labels, size in merged:
+            unknown = [label for label in labels if label not in found]
+            known = prod(found[label] for label in labels if label in found)
+            if len(unknown) == 1 and unknown[0] != "_" and known and size % known == 0:
+                news[unknown[0]] = size // known
+        shared = [label for labels, _ in merged for label in labels[:1] if label not in found and label != "_"]
+        if not news and shared:
+            news[shared[0]] = gcd(*(size for labels, size in merged if labels[0] == shared[0]))
+        if not news:
+            return
+        found.update(news)
+
+
+def _disagree(
+    factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...], what: str, law: str
+) -> SbpError:
+    shapes = [list(m.shape) for m in (*given, *made) if isinstance(m, TensorMeta)]
+    return SbpError(f"factors {factors.text!r}: {what} in shapes {shapes}; {law}")
+
+
+Split = tuple[str, int] | None  # the label that is split, and its sections
+Candidate = tuple[Split, str, tuple[int, ...]]  # with the kind of P, and the operands that are P
+
+
+def _candidates(bound: _Bound, ranks: int | None, nonempty: bool, sections: Collection[int]) -> Iterator[Candidate]:
+    yield None, "sum", ()
+    reductions = bound.factors.reductions
+    for label in dict.fromkeys(label for places in (*bound.inputs, *bound.outputs) for label in places):
+        summed = any(label in places for places in bound.inputs) and not all(label in o for o in bound.outputs)
+        full = nonempty or (summed and reductions != ("sum",))
+        lacking = [t for t in bound.terms if not any(label in bound.inputs[i] for i in t)]
+        for count in _sections(bound, label, sections):
+            if ranks is not None and not _cuts(bound, label, count, ranks, full):
+                continue
+            yield (label, count), reductions[0], ()
+            if lacking:
+                for chosen in itertools.product(*(_linear(bound, t) for t in lacking)):
+                    yield (label, count), reductions[0], chosen
+    for reduction in reductions:
+        if bound.terms:
+            for chosen in itertools.product(*(_linear(bound, t) for t in bound.terms)):
+                yield None, reduction, chosen
+
+
+def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
+    """In how many sections a label may be split, 1 first, so that some dim it lies in has a wanted count."""
+    before = {places[label][1] for places in (*bound.inputs, *bound.outputs) if label in places}
+    inner = {count // b for count in wanted for b in before if count % b == 0}
+    return [1, *sorted(n for n in inner - {1} if bound.sizes[label] % n == 0 and n < bound.sizes[label])]
+
+
+def _cuts(bound: _Bound, label: str, count: int, ranks: int, full: bool) -> bool:
+    """Whether a label can be cut so: evenly where the pieces of sections or of a merged dim would differ."""
+    size = bound.sizes[label]
+    if count > 1 or label in bound.merged:
+        return size % (count * ranks) == 0
+    return not full or chunk(size, ranks, ranks - 1)[1] > 0
+
+
+def _linear(bound: _Bound, term: tuple[int, ...]) -> list[int]:
+    """Operands of a term that may be partial."""
+    return [i for i in term if not bound.factors.operands[i].nonlinear and isinstance(bound.given[i], TensorMeta)]
+
+
+def _signature(bound: _Bound, split: Split, reduction: str, chosen: tuple[int, ...]) -> Signature | None:
+    inputs = []
+    for i, (places, meta) in enumerate(zip(bound.inputs, bound.given, strict=True)):
+        if isinstance(meta, TensorMeta):
+            inputs.append(partial(reduction) if i in chosen else _split_at(places, split) or B)
+    outputs = []
+    for j, meta in enumerate(bound.made):
+        if meta is None:
+            continue
+        sbp = _output_sbp(bound, j, split, reduction, chosen)
+        if sbp is None:
+            return None
+        outputs.append(sbp)
+    if not (_additive if reduction == "sum" else _ordered)(bound, chosen, outputs):
+        return None
+    return Signature(tuple(inputs), tuple(outputs))
+
+
+def _split_at(places: Places, split: Split) -> Sbp | None:
+    """The split of a tensor in which the label lies at ``places``; None if it does not."""
+    if split is None or split[0] not in places:
+        return None
+    dim, before = places[split[0]]
+    return S(dim, before * split[1])
+
+
+def _output_sbp(bound: _Bound, j: int, split: Split, reduction: str, chosen: tuple[int, ...]) -> Sbp | None:
+    """What output j then is; None where it is nothing that has a name."""
+    depends = bound.factors.outputs[j].depends
+    here = _split_at(bound.outputs[j], split)
+    if here is not None:
+        return None if depends.intersection(chosen) else here
+    touched = [
+        any(i in chosen or _split_at(bound.inputs[i], split) is not None for i in term if i in depends)
+        for term in bound.terms
+        if depends.intersection(term)
+    ]
+    if not any(touched):
+        return B
+    many = split is not None and len(bound.factors.reductions) > 1
+    return partial(reduction) if all(touched) and not many else None
+
+
+def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
+    """Truth values do not add, and a float that becomes an integer is rounded before the sum."""
+    made = [m for m in bound.made if m is not None]
+    partial_out = [m for m, sbp in zip(made, outputs, strict=True) if sbp.is_partial]
+    dtypes = [m.dtype for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
+    if any(m.dtype == torch.bool for m in partial_out) or torch.bool in dtypes:
+        return False
+    return all(_is_real(m.dtype) for m in partial_out) or not any(_is_real(d) for d in dtypes)
+
+
+def _ordered(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
+    """Complex numbers have no maximum."""
+    given = [m for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
+    made = [m for m in bound.made if m is not None]
+    partial_out = [m for m, sbp in zip(made, outputs, strict=True) if sbp.is_partial]
+    return not any(m.dtype.is_complex for m in (*given, *partial_out))
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _unread(bound: _Bound) -> Iterator[Signature]:
+    """Whatever is partial in an operand of which only the shape is read, the outputs are whole."""
+    present = [i for i, m in enumerate(bound.given) if isinstance(m, TensorMeta)]
+    outputs = tuple(B for m in bound.made if m is not None)
+    for i in present:
+        if bound.factors.operands[i].shape_only:
+            for reduction in REDUCTIONS:
+                yield Signature(tuple(partial(reduction) if k == i else B for k in present), outputs)
