@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.errors import SbpError
@@ -14,13 +15,19 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import print_line
 from graphzero.ir.value import TensorType
-from graphzero.ops import PIN
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp import registry
 from graphzero.sbp.local import nests
 from graphzero.sbp.signature import Signature, TensorMeta
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
 
 IDENTITIES = (ops.use, PIN)  # nodes that give a value a second SBP; a box comes to stand in front of them
+
+aten = torch.ops.aten
+VIEWS = (  # ops that show all values of one operand in other dims
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
+    aten.unsqueeze.default, aten.squeeze.dim,
+)  # fmt: skip
 
 
 def is_op(node: fx.Node) -> bool:
@@ -41,6 +48,8 @@ def signatures_of(
 
     stand: SBPs that operands or results have or shall have, for splits in as many sections as those.
     """
+    if node.target in (AS_LOCAL, AS_GLOBAL):
+        return (_end_of_region(node, axis),)
     try:
         return registry.signatures(
             node.target,  # type: ignore[arg-type]
@@ -53,6 +62,13 @@ def signatures_of(
     except SbpError as error:
         source = value.source_of(node)
         raise SbpError(f"{error}\n  > {print_line(node)}" + (f"    {source}" if source else "")) from None
+
+
+def _end_of_region(node: fx.Node, axis: int) -> Signature:
+    """The one signature of an end of per-rank code, inside of which all values are B."""
+    said = str(node.args[1][axis])  # type: ignore[index]
+    sbp = B if said == SAME else parse_sbp(said)
+    return Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,))
 
 
 def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ...], Nd]]) -> bool:

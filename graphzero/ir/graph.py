@@ -23,6 +23,7 @@ from graphzero.ops import PIN
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
+HELD = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
 LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
 
 
@@ -182,9 +183,19 @@ class StepGraph:
     def _check_pin(self, node: Node, axis: str, sbp: Sbp) -> None:
         if not isinstance(sbp, Sbp):
             raise SbpError(f"cannot pin '{node.name}' to {sbp!r}: write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
-        type_ = value.type_of(node)
+        type_, role = value.type_of(node), value.role_of(node)
+        if isinstance(type_, tuple):
+            raise SbpError(
+                f"cannot pin '{node.name}' to {sbp} on axis {axis}: it has {len(type_)} results; pin the value that "
+                f"picks one: {', '.join(user.name for user in node.users) or 'nobody does'}"
+            )
         if not isinstance(type_, TensorType):
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
+        if sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in HELD:
+            raise SbpError(
+                f"cannot pin the {role.kind} '{node.name}' : {type_} to {sbp} on axis {axis}: what a step keeps is no "
+                "sum of what the ranks hold; pin it to B, or to a split"
+            )
         if sbp.is_split and sbp.dim >= len(type_.shape):
             dims = len(type_.shape)
             raise SbpError(

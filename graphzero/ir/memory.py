@@ -18,11 +18,11 @@ from torch import fx
 from graphzero.ir import inplace, layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import PIN
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
 Storage = tuple[fx.Node, int]  # the node that makes it, and the number of the result
 
-ALIASES = (ops.use, PIN, ops.box, ops.relabel, ops.slice_shard, ops.assign)
+ALIASES = (ops.use, PIN, AS_LOCAL, AS_GLOBAL, ops.box, ops.relabel, ops.slice_shard, ops.assign)
 RESIDENT = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
 # ATen marks these as making a new tensor, but they return a view of their operand's storage.
 UNMARKED_VIEWS = (

@@ -56,7 +56,7 @@ def _check_move(
 
 
 def _plain(nd: Nd, axis: int, graph: StepGraph) -> Sbp:
-    """The SBP on ``axis``; of a split in sections of which each rank holds a part of one, the split that it is there."""
+    """The SBP on ``axis``; where ranks hold parts of one section each, a split of that."""
     sbp = nd[axis]
     alone = sbp.sections > 1 and sections_at(nd, graph.placement.hierarchy, axis) == 1
     return S(sbp.dim) if alone else sbp

@@ -57,6 +57,8 @@ class _Boxes:
             return node
         if reuse and (node, want) in self.made:
             return self.made[node, want]
+        if reuse and _shows_another(node, want):
+            return self._shown(node, want, reader)
         reduces = any(h.is_partial and h is not w for h, w in zip(have, want, strict=True))
         behind = reuse and reduces and node.op != "placeholder"
         place = self.graph.graph.inserting_after(node) if behind else self.graph.graph.inserting_before(reader)
@@ -71,6 +73,29 @@ class _Boxes:
             box.meta["role"] = role
         self.made[node, want] = box
         return box
+
+    def _shown(self, node: fx.Node, want: Nd, reader: fx.Node) -> fx.Node:
+        """``node`` shows another value in other dims: what that is gathered to serves all that show it."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        whole = tuple(
+            B if w is not h else s for w, h, s in zip(want, value.nd_of(node), value.nd_of(source), strict=True)
+        )
+        gathered = self.get(source, whole, reader)
+        with self.graph.graph.inserting_before(reader):
+            args = (gathered, *node.args[1:])
+            name = f"{node.name}_{''.join(sbp.kind.lower() for sbp in want)}"
+            made = self.graph.call(node.target, args, value.tensor_type(node), sbp=want, like=node, name=name)
+        made.meta["phase"] = value.phase_of(reader)
+        self.made[node, want] = made
+        return made
+
+
+def _shows_another(node: fx.Node, want: Nd) -> bool:
+    """Whether ``node`` is a view that is wanted gathered: the gather may as well be of what it is a view of."""
+    if node.target not in calls.VIEWS or value.role_of(node) is not None or value.phase_of(node) == "update":
+        return False
+    return all(h is w or (h.is_split and w is B) for h, w in zip(value.nd_of(node), want, strict=True))
 
 
 def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:

@@ -5,7 +5,7 @@ Follow the pins, and let cost only break ties.  Per placement axis, in three swe
 1. forward, greedily: each op takes the signature whose operands need least boxing.  A split is never introduced:
    an op may split only along what an operand is already split along.
 2. the reductions: where a partial sum becomes whole is a minimum cut over the ops it passes through (``reductions``).
-3. backward: a whole value that all its readers cut is made cut, so that no rank computes what it throws away.
+3. backward: a value that all its readers cut is made cut, so that no rank computes what it throws away (``cuts``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
+from graphzero.passes.cuts import cut_for_readers
 from graphzero.passes.expand import expand_split
 from graphzero.passes.reductions import place_reductions
 from graphzero.sbp import boxing
@@ -93,22 +94,28 @@ class AxisPropagation:
         self.ranks = graph.placement.hierarchy[axis]
         self.found: dict[fx.Node, tuple[Sbp | None, ...]] = {}
         self.chosen: dict[fx.Node, Signature] = {}
-        self.boxed: set[tuple[fx.Node, Sbp]] = set()
+        self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
+        self.before: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # the same, of the walk before
         self.ends = Ends(graph)
         self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
         self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
         self.is_data = graph.placement.names[axis] in graph.placement.data_axes
 
     def sweep(self) -> None:
+        """Walk forward; where something is gathered, once more, knowing what later readers gather anyway."""
+        self._walk()
+        if any(self.sbp(node).is_split for node, _ in self.boxed):
+            self.before, self.boxed = self.boxed, {}
+            self._walk()
+
+    def _walk(self) -> None:
         for node in self.graph.nodes:
             if node.op != "output" and not value.is_scalar(node):
                 self.found[node] = self.forward_of(node)
 
     def finish(self) -> None:
         place_reductions(self)
-        for node in reversed(list(self.graph.nodes)):
-            if node in self.chosen:
-                self._cut_for_readers(node)
+        cut_for_readers(self)
         for node, sbps in self.found.items():
             self._write(node, sbps)
 
@@ -123,9 +130,10 @@ class AxisPropagation:
         pins = value.pins_of(node)
         return nd[self.axis] if pins and pins[self.axis] else None
 
-    def cost(self, node: fx.Node, have: Sbp, want: Sbp) -> float:
-        """Bytes on the wire to box a value; what is boxed so already is free."""
-        if have is want or (node, want) in self.boxed:
+    def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
+        """Bytes on the wire to box a value for ``reader``; what is boxed so for another one is free."""
+        key = _moved(node, have, want)
+        if have is want or key in self.boxed or self.before.get(key, set()) - {reader}:
             return 0.0
         return boxing.cost(have, want, value.tensor_type(node).nbytes, self.ranks)
 
@@ -151,7 +159,7 @@ class AxisPropagation:
         self.chosen[node], self.seen[node] = signature, (options, signature)
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
             if stands is not want:
-                self.boxed.add((operand, want))
+                self.boxed.setdefault(_moved(operand, stands, want), set()).add(node)
         return _spread(node, signature.outputs)
 
     def options(self, node: fx.Node) -> list[Option]:
@@ -162,13 +170,13 @@ class AxisPropagation:
         for signature in calls.signatures_of(self.graph, node, self.axis, have):
             stands = zip(operands, have, signature.inputs, strict=True)
             moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
-            total = sum(self.cost(*move) for move in moves)
+            total = sum(self.cost(node, *move) for move in moves)
             gathers = any(o in self.weights and h.is_split for o, h, _ in moves)
-            barred = _barred(node, signature, have) or self._misfit(node, signature)
+            barred = _barred(node, signature, have) or self.misfit(node, signature)
             options.append(Option(signature, moves, total, gathers, barred))
         return options
 
-    def _misfit(self, node: fx.Node, signature: Signature) -> str:
+    def misfit(self, node: fx.Node, signature: Signature) -> str:
         """Why a signature does not go with what the op does on the other axes, "" if it does."""
         here = (*signature.inputs, *signature.outputs)
         others = {
@@ -194,23 +202,7 @@ class AxisPropagation:
         if alone and (node.target is not ops.use or (pinned is not None and pinned.is_split)):
             self.weights.add(node)
 
-    # ---- sweep 3
-
-    def _cut_for_readers(self, node: fx.Node) -> None:
-        if len(self.found[node]) != 1 or self.found[node][0] is not B:
-            return
-        wants = {want for user in node.users for want in self.wants(user, node)}
-        if len(wants) != 1 or not (want := next(iter(wants))).is_split:
-            return
-        for signature in calls.signatures_of(self.graph, node, self.axis, (want,)):
-            fits = signature.outputs == (want,) and self._only_slices(node, signature)
-            if fits and not self._misfit(node, signature):
-                self.found[node], self.chosen[node] = (want,), signature
-                return
-
-    def _only_slices(self, node: fx.Node, signature: Signature) -> bool:
-        have = (self.sbp(operand) for operand in value.tensor_operands(node))
-        return all(h is w or (h is B and w.is_split) for h, w in zip(have, signature.inputs, strict=True))
+    # ---- readers
 
     def wants(self, user: fx.Node, node: fx.Node) -> set[Sbp]:
         """In which SBPs ``user`` reads ``node``."""
@@ -235,6 +227,13 @@ class AxisPropagation:
 
     def _put(self, nd: tuple[Sbp | None, ...], sbp: Sbp) -> tuple[Sbp | None, ...]:
         return (*nd[: self.axis], sbp, *nd[self.axis + 1 :])
+
+
+def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
+    """What is moved, and to where.  A gather of a view is one of what it is a view of."""
+    while have.is_split and want is B and node.target in calls.VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node, want
 
 
 def _barred(node: fx.Node, signature: Signature, have: Sequence[Sbp]) -> str:

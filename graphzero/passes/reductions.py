@@ -131,7 +131,8 @@ def _add_reader(
         capacity[node][reduced] = wire(B)
         capacity[reduced][carrier] = FOREVER
     elif want.is_split:
-        capacity[node][SINK] += wire(want)
+        capacity[node][("cut", want, node)] = wire(want)  # once, for all who read it so
+        capacity[("cut", want, node)][SINK] = FOREVER
     else:
         capacity[node][reduced] = wire(B)
         capacity[reduced][SINK] = FOREVER
