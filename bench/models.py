@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import graphzero as gz
 
 Batch = tuple[Tensor, ...]
 
@@ -85,6 +88,31 @@ class Checkpointed(nn.Module):
         return scores
 
 
+class Routed(WithLoss):
+    """A mixture of experts of the transformers package.
+
+    torch's own product of groups takes no float64; there the package's own op stands in, for plain PyTorch too.
+    """
+
+    def __init__(self, body: nn.Module):
+        super().__init__(body)
+        from transformers.integrations import moe
+
+        forward, backward = (
+            torch.ops.transformers.grouped_mm_fallback,
+            torch.ops.transformers.grouped_mm_fallback_backward,
+        )
+        gz.sbp.rule(forward.default, "_k,_kn,~_->_n")
+        gz.sbp.rule(backward.default, "~_k,~_kn,~_,_n->_k:123,_kn:023")
+        self.package = moe
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kernel = self.package._can_use_grouped_mm
+        has_kernel = next(self.parameters()).dtype != torch.float64
+        with patch.object(self.package, "_can_use_grouped_mm", lambda *args: has_kernel and kernel(*args)):
+            return super().forward(x, y)
+
+
 class Translator(nn.Module):
     """An encoder-decoder of the transformers package that computes its own loss."""
 
@@ -137,6 +165,24 @@ def llama(layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 96
                 vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
                 num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=context,
                 use_cache=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+            )
+        )
+    )  # fmt: skip
+
+
+def qwen3moe(
+    layers: int = 1, width: int = 32, heads: int = 4, vocabulary: int = 96, context: int = 16, experts: int = 4
+) -> nn.Module:
+    """Qwen3 of the transformers package with a mixture of experts in place of its MLP; two experts see a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Routed(
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=vocabulary, hidden_size=width, moe_intermediate_size=width, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=width // heads, num_experts=experts,
+                num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=context, use_cache=False,
+                attention_dropout=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=None,
             )
         )
     )  # fmt: skip
@@ -222,6 +268,7 @@ CASES = {
         Case("convnet", convnet, images),
         Case("gpt2", gpt2, tokens),
         Case("llama", llama, tokens),
+        Case("qwen3moe", qwen3moe, tokens),
         Case("lstm", lstm, partial(tokens, context=6)),
         Case("gru", gru, partial(tokens, context=6)),
         Case("encoder", encoder, tokens),

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from graphzero.ir.parse import parse
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
+    from graphzero.region import local_region
+    from graphzero.sbp.links import Link
     from graphzero.sbp.placement import Placement, placement
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ _HOMES = {
     "Graph": "graph",
     "GraphConfig": "config",
     "GraphZeroError": "errors",
+    "Link": "sbp.links",
     "Pipeline": "passes",
     "Placement": "sbp.placement",
     "PlacementError": "errors",
@@ -50,6 +53,7 @@ _HOMES = {
     "check": "divergence",
     "explain": "explain",
     "load": "files",
+    "local_region": "region",
     "parse": "ir.parse",
     "placement": "sbp.placement",
     "save": "files",
@@ -65,6 +69,7 @@ __all__ = [
     "Graph",
     "GraphConfig",
     "GraphZeroError",
+    "Link",
     "Pipeline",
     "Placement",
     "PlacementError",
@@ -75,6 +80,7 @@ __all__ = [
     "check",
     "errors",
     "explain",
+    "local_region",
     "parse",
     "passes",
     "placement",

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.nn.utils import stateless
@@ -59,6 +60,19 @@ def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
     source = ConstantSource(name)
     symbol = env.create_unspecified_symbol(float(value), source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=float(value), source=source)
+
+
+def last_traced() -> Any:
+    """The last node of the fx graph that ``make_fx`` is writing, None in an empty one."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def is_traced_after(x: Tensor, node: Any) -> bool:
+    """Whether the graph that is being written makes ``x``, behind ``node``."""
+    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    return made is not None and (node is None or made > node)
 
 
 def symbol_name(number: Any) -> str:

@@ -6,8 +6,10 @@ configuration alone makes a new program from the capture that is there.  What a 
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +133,19 @@ class Programs:
         )
 
 
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Python looks for no garbage: nearly all that compiling makes is kept, and each round would look at all of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_at_rest()
 def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None) -> Compiled:
     """Capture (unless given), run the passes, plan.  Touches no real tensor."""
     if captured is None:
@@ -141,7 +156,8 @@ def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured
     graph = pipeline(captured.graph)
     roles = {node.name: node.meta["role"] for node in graph.placeholders()}
     uses_seed = any(role.kind == "seed" for role in roles.values())
-    return Compiled(captured, graph, pipeline.history, plan_of(graph), roles, uses_seed)
+    plan = plan_of(graph, links=config.links)
+    return Compiled(captured, graph, pipeline.history, plan, roles, uses_seed)
 
 
 def leaf_of(leaf: Any) -> Any:
@@ -154,7 +170,7 @@ def passes_of(config: GraphConfig, placed: Mapping[Role, Nd]) -> list[Pass]:
     """The built-in passes as configured, the user's own behind those they name."""
     zero = config.zero
     built = Zero(zero.stage, zero.shard_min_size, zero.axes) if zero.stage else None
-    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes))
+    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes), config.links)
     for own, after in config.user_passes:
         names = [pass_name(known) for known in passes]
         # Without ZeRO there is no pass "zero"; what would follow it stands where it would have been.

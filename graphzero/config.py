@@ -7,14 +7,17 @@ is process-global, and ``fingerprint`` says whether two configurations compile t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphzero.errors import ConfigError
+from graphzero.link_files import links_of
 from graphzero.passes import NAMES, pass_name
+from graphzero.sbp.links import Link, Links
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
@@ -41,6 +44,7 @@ class GraphConfig:
         self._executor = "eager"
         self._check_inputs = "always"
         self._bucket_bytes: int | None = None
+        self._links: Links = ()
         self._inputs: dict[str, Nd] = {}
         self._passes: list[tuple[Any, str]] = []
 
@@ -134,6 +138,14 @@ class GraphConfig:
             )
         self._inputs[name] = nd
 
+    def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
+        """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.
+
+        links: a ``gz.Link`` for each axis by name, or a dict of its two numbers; or the path of the file that
+        ``graphzero calibrate`` wrote, which every rank reads.  None, the default: all axes are alike and bytes decide.
+        """
+        self._links = links_of(links, self._placement) if links is not None else ()
+
     @property
     def check_inputs(self) -> str:
         """When ranks agree on the program: "always", before every call, or "first", before calls that compile."""
@@ -190,6 +202,11 @@ class GraphConfig:
         return self._executor
 
     @property
+    def links(self) -> Links:
+        """One Link per placement axis, outermost first, as ``set_links`` left them; () without it."""
+        return self._links
+
+    @property
     def inputs(self) -> dict[str, Nd]:
         """SBP of the inputs that set_input named."""
         return dict(self._inputs)
@@ -207,7 +224,7 @@ class GraphConfig:
         """
         inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
         passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
-        return self._zero, self._executor, self._bucket_bytes, inputs, passes
+        return self._zero, self._executor, self._bucket_bytes, self._links, inputs, passes
 
     @property
     def description(self) -> str:
@@ -218,8 +235,8 @@ class GraphConfig:
         settable = [n for n, p in vars(type(self)).items() if isinstance(p, property) and p.fset is not None]
         if not name.startswith("_") and name not in settable:
             raise ConfigError(
-                f"config.{name} = {held!r}: there is no such setting; settings are made by "
-                "enable_zero(...), set_input(...), add_pass(...), set_executor(...), and the attributes "
+                f"config.{name} = {held!r}: there is no such setting; settings are made by enable_zero(...), "
+                "set_input(...), set_links(...), add_pass(...), set_executor(...), and the attributes "
                 f"{', '.join(settable)}"
             )
         super().__setattr__(name, held)
@@ -236,6 +253,8 @@ class GraphConfig:
             parts.append(f"check_inputs={self._check_inputs}")
         if self._bucket_bytes is not None:
             parts.append(f"bucket_bytes={self._bucket_bytes}")
+        named = zip(self._placement.names, self._links, strict=bool(self._links))
+        parts += [f"{name}={link!r}" for name, link in named]
         parts += [f"{name}: {', '.join(map(str, nd))}" for name, nd in self._inputs.items()]
         parts += [f"{pass_name(own)} after {after}" for own, after in self._passes]
         return f"GraphConfig({', '.join(parts)})"

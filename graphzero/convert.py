@@ -14,14 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphzero.capture import axes_of_capture, is_capturing, pin_value
+from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
+from graphzero.runtime.agree import Ranks
 from graphzero.runtime.launch import located
+from graphzero.runtime.modules import Found
+from graphzero.runtime.placed import check_kept
+from graphzero.runtime.resplit import resplit
 from graphzero.runtime.shards import check_mesh, wrap
 from graphzero.runtime.world import device_of
-from graphzero.sbp.dtensor import annotate, to_placements
+from graphzero.sbp.dtensor import annotate, nd_of_dtensor
 from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import Placement, as_placement
 from graphzero.sbp.types import B, Nd, Sbp
@@ -39,14 +43,17 @@ def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
     if isinstance(x, nn.Module):
+        if is_capturing():
+            raise SbpError(
+                f"to_global of a {type(x).__name__} inside build: a module is placed once, before the first call. "
+                "Place it in __init__, or pin the values that it makes: gz.to_global(h, sbp=...)"
+            )
         return _module_to_global(x, _required(placement, x), _nd(sbp, _required(placement, x), x))
     if not isinstance(x, Tensor):
         raise SbpError(f"to_global takes a tensor or a module, not {type(x).__name__}; call it for each tensor")
-    if sbp is not None:
-        wanted = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp)
-        if is_capturing():
-            _check_pins(wanted, x)
-            return pin_value(x, wanted)
+    if sbp is not None and is_capturing():
+        _check_pins(sbp, x, placement)
+        return pin_value(x, _tuple(sbp))
     if isinstance(x, DTensor):
         return _redistributed(x, placement, sbp)
     if placement is None:
@@ -57,7 +64,9 @@ def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp 
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
     if where.virtual:
-        annotate(x, where, nd)
+        if isinstance(x, nn.Parameter):
+            check_kept(nd, "a parameter")
+        annotate(x, where, nd, by_user=True)
         return x
     return wrap(x, where.mesh(), nd, _gathered_shape(x, where, nd))
 
@@ -74,7 +83,7 @@ def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
 
 
 def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:
-    nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp or ())
+    nd = _tuple(sbp)
     if len(nd) != len(placement.names) or not all(isinstance(item, Sbp) for item in nd):
         raise SbpError(
             f"to_global of a {type(x).__name__} on {placement!r} needs sbp= with one SBP per axis "
@@ -83,12 +92,21 @@ def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:
     return nd
 
 
-def _check_pins(wanted: Sequence[Any], x: Tensor) -> None:
-    axes = axes_of_capture()
+def _tuple(sbp: Any) -> tuple[Any, ...]:
+    return tuple(sbp) if isinstance(sbp, (tuple, list)) else () if sbp is None else (sbp,)
+
+
+def _check_pins(sbp: Any, x: Tensor, placement: Placement | DeviceMesh | None) -> None:
+    wanted, own = _tuple(sbp), placement_of_capture()
+    axes = own.names
+    if placement is not None and as_placement(placement) != own:
+        raise PlacementError(
+            f"to_global inside build: the step runs on {own!r}, not on {as_placement(placement)!r}; leave placement out"
+        )
     if len(wanted) != len(axes) or not all(item is None or isinstance(item, Sbp) for item in wanted):
         raise SbpError(
             f"to_global inside build takes one SBP per placement axis ({', '.join(axes)}), such as gz.sbp.S(0), or "
-            f"None where the value is free, not {wanted!r}"
+            f"None where the value is free, not {sbp!r}"
         )
     _check_dims(x.shape, [item for item in wanted if item is not None], "to_global")
 
@@ -106,7 +124,12 @@ def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Sb
         return x
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
-    return x.redistribute(placements=to_placements(nd))
+    if any(new.is_partial and new is not old for new, old in zip(nd, nd_of_dtensor(x), strict=True)):
+        raise SbpError(
+            f"to_global: a DTensor that is ({', '.join(map(str, nd_of_dtensor(x)))}) has no summands that could become "
+            f"({', '.join(map(str, nd))}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
+        )
+    return resplit(x, nd)
 
 
 def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
@@ -133,15 +156,33 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
 
 def _module_to_global(module: nn.Module, placement: Placement, nd: Nd) -> nn.Module:
     plain = [found for found in tree.tensors({"": module}).values() if not isinstance(found.tensor, DTensor)]
+    check_kept(nd, f"a module, {type(module).__name__},")
     for found in plain:
         if found.tensor.dim():
             _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
+    if not placement.virtual:
+        _check_meta(plain, placement)
     for found in plain:
         here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
         if placement.virtual:
-            annotate(found.tensor, placement, here)
+            annotate(found.tensor, placement, here, by_user=True)
             continue
         tree.to_device(found.tensor, device_of(placement))
         tree.from_first_rank(found.tensor, placement)
         tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
     return module
+
+
+def _check_meta(found: Sequence[Found], placement: Placement) -> None:
+    """Raise PlacementError, on every rank, where a tensor has values on some ranks and none (meta device) on others."""
+    ranks = Ranks(placement)
+    mine = {one.path: one.tensor.is_meta for one in found}
+    first = ranks.share(lambda: mine)
+    odd = next((path for path in mine if mine[path] != first.get(path)), None)
+    failure = None
+    if odd is not None:
+        failure = PlacementError(
+            f"to_global: the module's {odd} is on the meta device {'here' if mine[odd] else 'on the first rank'}, not "
+            f"{'on the first rank' if mine[odd] else 'here'}; all ranks give it values, or none does"
+        )
+    ranks.agree("the module given to to_global", 0, dict, failure)

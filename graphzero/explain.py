@@ -7,19 +7,21 @@ signatures its op allows, what each would have cost there, which was taken, and 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
-from graphzero.ir import ops, value
+from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import print_line
+from graphzero.ops import AS_GLOBAL, AS_LOCAL
 from graphzero.passes.propagate import AxisPropagation, Option, propagation
-from graphzero.sbp import boxing
+from graphzero.sbp import boxing, registry
 from graphzero.sbp.signature import Signature
-from graphzero.sbp.types import Sbp
+from graphzero.sbp.types import B, P, Sbp
 
 _MOST = 12  # signatures shown
 
@@ -30,7 +32,8 @@ class Choice:
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
     made: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
-    why: in words.  boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
+    why: in words.  later: what the sweeps behind the first made of it.  lost: why splits of operands end here.
+    boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
     """
 
     axis: str
@@ -40,22 +43,26 @@ class Choice:
     options: list[Option] = field(default_factory=list)
     first: Signature | None = None
     made: Signature | None = None
+    later: str = ""
+    lost: list[str] = field(default_factory=list)
     boxes: list[tuple[str, Sbp, str, float]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """As text."""
         found = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
-        shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.cost))
+        shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.order))
         for option in shown[:_MOST]:
             mark = ">" if option.signature == self.first else " "
             cost = "-" if option.barred else f"{option.nbytes:,.0f} B"
             moves = ", ".join(f"{o.name} {have} -> {want}" for o, have, want in option.moves)
             note = option.barred or (f"boxes {moves}" if moves else "boxes nothing")
+            note += ", and so gathers a weight that is split" if option.gathers and not option.barred else ""
             found.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
         if len(shown) > _MOST:
             found.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
         if self.made is not None and self.made != self.first:
-            found.append(f"  then {self.made}: {_later(self.first, self.made)}")
+            found.append(f"  then {self.made}: {self.later}")
+        found += [f"  {line}" for line in self.lost]
         found += [f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes]
         return found
 
@@ -78,13 +85,14 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
 
     graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
     ``propagate`` was given).  value_: a value, or its name as it is printed.  Costs are bytes that one rank sends for
-    boxing the op's operands, given all that was boxed above it.
+    boxing the op's operands, given all that was boxed above it; with ``config.set_links``, those that the axis of
+    greatest bandwidth would carry in the same time.
 
     Raises:
         ConfigError: the Graph is not compiled, the graph is propagated already, or it has no such value.
     """
     given = _given(graph)
-    found, axes = propagation(given)
+    found, axes = propagation(given, graph.plan.links if isinstance(graph, Graph) else ())
     name = value_ if isinstance(value_, str) else value_.name
     node = _find(found, name, graph.program if isinstance(graph, Graph) else None)
     return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])
@@ -144,7 +152,10 @@ def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
     else:
         choice.options, choice.first = axis.seen[node]
         choice.made = axis.chosen[node]
-        choice.why = "the cheapest of what its op allows"
+        is_end = node.target in (AS_LOCAL, AS_GLOBAL)
+        choice.why = "as local_region says" if is_end else "the cheapest of what its op allows"
+        choice.later = _later(axis, node, choice.first, choice.made)
+        choice.lost = [] if is_end else list(_lost(axis, node, choice.made))
     choice.boxes = list(_boxes(axis, node, sbp))
     return choice
 
@@ -152,21 +163,76 @@ def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
 def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sbp, str, float]]:
     if value.is_multi(node):
         return []
-    nbytes = value.tensor_type(node).nbytes
+    nbytes = axis.nbytes(node)
     found = []
     for user in node.users:
         for want in axis.wants(user, node):
             if want is not sbp:
                 kinds = " and ".join(step.kind for step in boxing.move(sbp, want).steps)
                 reader = "the step's end" if user.op == "output" else user.name
-                found.append((reader, want, kinds, boxing.cost(sbp, want, nbytes, axis.ranks)))
+                found.append((reader, want, kinds, axis.costs.box(sbp, want, nbytes, axis.axis)))
     return found
 
 
-def _later(first: Signature | None, made: Signature) -> str:
-    if first is not None and any(sbp.is_partial for sbp in first.outputs):
-        return "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
-    return "all of its readers cut it, so no rank computes what it would throw away"
+def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signature) -> str:
+    if not any(sbp.is_partial for sbp in first.outputs):
+        return "all of its readers cut it, so no rank computes what it would throw away"
+    said = "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
+    if value.is_multi(node):
+        return said
+    places = [f"{o.name}, {_completion(axis, o):,.0f} B" for o in _completed(axis, node)]
+    return f"{said}: {'; '.join(places)} (here {_completion(axis, node):,.0f} B)" if places else said
+
+
+def _completed(axis: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    """The partial values above ``node`` that are completed so that it is whole."""
+    found: dict[fx.Node, None] = {}
+    todo, seen = [node], {node}
+    while todo:
+        for operand in value.tensor_operands(todo.pop()):
+            if value.is_multi(operand) or operand in seen:
+                continue
+            seen.add(operand)
+            options = axis.seen.get(operand)
+            if axis.sbp(operand).is_partial:
+                found[operand] = None
+            elif options is not None and any(sbp.is_partial for sbp in options[1].outputs):
+                todo.append(operand)
+    return list(found)
+
+
+def _completion(axis: AxisPropagation, node: fx.Node) -> float:
+    """Bytes that a rank sends to complete a partial value."""
+    return boxing.cost(P, B, value.tensor_type(node).nbytes, axis.ranks)
+
+
+def _lost(axis: AxisPropagation, node: fx.Node, made: Signature) -> Iterator[str]:
+    """Why an operand's split could not go on through the op, where it is gathered for it, or cut otherwise."""
+    operands = value.tensor_operands(node)
+    have = [axis.sbp(operand) for operand in operands]
+    allowed = calls.signatures_of(axis.graph, node, axis.axis, have)
+    evenly = registry.signatures(
+        node.target,  # type: ignore[arg-type]
+        [calls.meta_of(arg) for arg in node.args],
+        {name: calls.meta_of(arg) for name, arg in node.kwargs.items()},
+        calls.result_metas(node),
+        sections={sbp.sections for sbp in have} - {1},
+    )
+    shapes = [value.tensor_type(operand).shape for operand in operands]
+    shapes += [meta.shape for meta in calls.result_metas(node) if meta is not None]
+    for i, (operand, stands, want) in enumerate(zip(operands, have, made.inputs, strict=True)):
+        if not stands.is_split or want is stands or any(s.inputs[i] is stands for s in allowed):
+            continue
+        uneven = [
+            f"cannot cut {shape[sbp.dim]} into {axis.ranks * sbp.sections}"
+            for signature in evenly
+            if signature.inputs[i] is stands
+            for sbp, shape in reversed(list(zip((*signature.inputs, *signature.outputs), shapes, strict=True)))
+            if sbp.is_split and shape[sbp.dim] % (axis.ranks * sbp.sections)
+        ]
+        reason = uneven[0] if uneven else "no signature of the op reads it so"
+        moved = "gathered" if want.is_broadcast else f"moved to {want}"
+        yield f"{operand.name} is {moved} for it: {stands} would not survive, {reason}"
 
 
 __all__ = ["Choice", "Explanation", "explain"]

@@ -5,7 +5,13 @@
 * ``uniform_like``: random numbers that are a function of (key, op, global index of the element), so that a
   draw does not depend on placement, stage or world.
 * ``adam``, and ``adam_`` in place: the update of a parameter by AdamW; ``fused`` has the kernel.
+* ``grouped_mm``: products of matrices group by group; ``grouped`` has the kernel.
 * ``pin``: the identity; it marks a value whose SBP is fixed.
+* ``as_local`` and ``as_global``: the two ends of per-rank code.  ``sbp`` says, per placement axis, what the ranks'
+  tensors are of the global one (``SAME``: equal, and made by equal work), ``shape`` what comes out.  A rank that
+  executes them hands on what it holds.
+* ``rank_key``: the key of the random draws that are a rank's own.
+* ``embedding_from`` and others in ``_from``: ATen's ops that index, on a piece of the dim they index; ``pieces``.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero import attention, fused
+from graphzero import attention, fused, grouped, pieces
+from graphzero.errors import SbpError
 
 _lib: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
 _lib.define("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
@@ -32,14 +39,25 @@ _lib.define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, float lr, "
     "float beta1, float beta2, float eps, float weight_decay) -> ()"
 )
+_lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor")
 _lib.define("pin(Tensor x, int id) -> Tensor")
+_lib.define("as_local(Tensor x, str[] sbp, int[] shape) -> Tensor")
+_lib.define("as_global(Tensor x, str[] sbp, int[] shape) -> Tensor")
+_lib.define("rank_key(Tensor key, int[] at) -> Tensor")
+for _name, (_schema, _kernel) in pieces.FORMS.items():
+    _lib.define(_name + _schema)
+    _lib.impl(_name, _kernel, "CompositeExplicitAutograd")
 
 ATTENTION = torch.ops.graphzero.attention.default
 ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
 UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
 ADAM = torch.ops.graphzero.adam.default
 ADAM_ = torch.ops.graphzero.adam_.default
+GROUPED_MM = torch.ops.graphzero.grouped_mm.default
 PIN = torch.ops.graphzero.pin.default
+AS_LOCAL = torch.ops.graphzero.as_local.default
+AS_GLOBAL = torch.ops.graphzero.as_global.default
+RANK_KEY = torch.ops.graphzero.rank_key.default
 
 
 def _attention_meta(
@@ -69,6 +87,23 @@ def _signed(number: int) -> int:
     return ((number + 2**63) % 2**64) - 2**63
 
 
+def _mixed_(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in place."""
+    bits ^= (bits >> 30) & 0x3FFFFFFFF
+    bits *= -0x40A7B892E31B1A47
+    bits ^= (bits >> 27) & 0x1FFFFFFFFF
+    bits *= -0x6B2FB644ECCEEE15
+    bits ^= (bits >> 31) & 0x1FFFFFFFF
+    return bits
+
+
+def _rank_key(key: Tensor, at: list[int]) -> Tensor:
+    """A key that nothing else has, for the rank that stands at ``at`` on some placement axes."""
+    for place in at:
+        key = _mixed_(key + _signed((place + 1) * _PRIME_A))
+    return key
+
+
 def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> Tensor:
     """Uniform in [0, 1), float32, one number per element of ``like``.
 
@@ -83,14 +118,10 @@ def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: l
         length = like.shape[dim]
         line = torch.arange(start[dim] * stride, (start[dim] + length) * stride, stride, device=like.device)
         index = index + line.view((length,) + (1,) * (like.dim() - 1 - dim))
-        stride *= total[dim]
+        stride *= max(total[dim], 1)  # of an empty tensor no element is asked for
     bits = (index + 1) * _PRIME_A
     bits += key + _signed((op + 1) * 0x1F123BB5159A55E5)
-    bits ^= (bits >> 30) & 0x3FFFFFFFF
-    bits *= -0x40A7B892E31B1A47
-    bits ^= (bits >> 27) & 0x1FFFFFFFFF
-    bits *= -0x6B2FB644ECCEEE15
-    bits ^= (bits >> 31) & 0x1FFFFFFFF
+    bits = _mixed_(bits)
     bits &= 0xFFFFFF
     return bits.to(torch.float32).mul_(2.0**-24)
 
@@ -105,7 +136,14 @@ _lib.impl("adam", fused.adam, "CompositeExplicitAutograd")
 _lib.impl("adam_", fused.adam_, "CompositeExplicitAutograd")
 _lib.impl("adam", lambda p, g, m, v, *rest: (p.new_empty(p.shape), m.new_empty(m.shape), v.new_empty(v.shape)), "Meta")
 _lib.impl("adam_", lambda *args: None, "Meta")
+_lib.impl("grouped_mm", grouped.product, "CompositeExplicitAutograd")
+_lib.impl("grouped_mm", lambda a, b, ends: a.new_empty(grouped.shape(a, b, ends)), "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
+_lib.impl("rank_key", _rank_key, "CompositeExplicitAutograd")
+_lib.impl("rank_key", lambda key, at: torch.empty_like(key), "Meta")
+for _end in ("as_local", "as_global"):
+    _lib.impl(_end, lambda x, sbp, shape: x.clone(), "CompositeExplicitAutograd")
+    _lib.impl(_end, lambda x, sbp, shape: x.new_empty(shape), "Meta")
 
 
 def _save_attention(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -122,3 +160,42 @@ def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 torch.library.register_autograd("graphzero::attention", _attention_grad, setup_context=_save_attention, lib=_lib)
 torch.library.register_autograd("graphzero::pin", lambda ctx, grad: (grad, None), lib=_lib)
+
+
+SAME = "="
+_DUAL = {"B": "P", "P": "B"}
+
+
+def dual(sbp: list[str]) -> list[str]:
+    """What the gradient of an end of per-rank code is on each axis, by what the value is there.
+
+    Of what every rank holds whole, each rank's gradient is one summand: B and P change places.  A split stays, and so
+    does what ranks hold equal because they do the same.
+    Raises SbpError for maxima and minima of the ranks.
+    """
+    greatest = next((one for one in sbp if one[0] == "P" and one != "P"), None)
+    if greatest is not None:
+        raise SbpError(
+            f"a local_region has no gradient through {greatest}: nobody knows whose value it is. Give it a detached "
+            "tensor, or return one"
+        )
+    return [_DUAL.get(one, one) for one in sbp]
+
+
+def _save_end(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.sbp, _ = inputs
+    ctx.shape = list(x.shape)
+
+
+torch.library.register_autograd(
+    "graphzero::as_local",
+    lambda ctx, grad: (AS_GLOBAL(grad, dual(ctx.sbp), ctx.shape), None, None),
+    setup_context=_save_end,
+    lib=_lib,
+)
+torch.library.register_autograd(
+    "graphzero::as_global",
+    lambda ctx, grad: (AS_LOCAL(grad, dual(ctx.sbp), ctx.shape), None, None),
+    setup_context=_save_end,
+    lib=_lib,
+)

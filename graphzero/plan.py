@@ -16,6 +16,7 @@ from torch import fx
 from graphzero.ir import layout, memory, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.links import Links
 from graphzero.sbp.types import B
 
 RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication")
@@ -27,7 +28,8 @@ class Collective(NamedTuple):
 
     kind: all_gather, reduce_scatter, all_reduce or all_to_all; axis: the placement axis; bytes: on the wire, sent by
     one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
-    path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations).
+    path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations);
+    seconds: what it takes by itself, by ``config.set_links``; None without.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Collective(NamedTuple):
     phase: str
     names: tuple[str, ...]
     what_for: str
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Plan:
 
     memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
     only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
-    rank sends, without padding, in units of the number of parameters.
+    rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
+    ``config.set_links`` said.
     """
 
     name: str
@@ -75,11 +79,17 @@ class Plan:
     collectives: list[Collective]
     padding_bytes: float
     comm_volume: float
+    links: Links = ()
 
     @property
     def comm_bytes(self) -> float:
         """Bytes on the wire that one rank sends in a step, padding included."""
         return sum(collective.bytes for collective in self.collectives)
+
+    @property
+    def comm_seconds(self) -> float | None:
+        """Seconds of all collectives one after the other, hidden behind nothing; None without ``config.set_links``."""
+        return sum(c.seconds or 0.0 for c in self.collectives) if self.links else None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, lists and numbers."""
@@ -97,6 +107,7 @@ class Plan:
                 collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
             ],
             "comm_bytes": self.comm_bytes,
+            "comm_seconds": self.comm_seconds,
             "comm_volume": self.comm_volume,
             "padding_bytes": self.padding_bytes,
         }
@@ -111,17 +122,21 @@ class Plan:
         total = sum(self.memory.resident.values())
         lines.append(f"  {'total':<20}{_mega(total):>16}{_mega(self.memory.peak):>16}   at {self.memory.peak_at}")
         lines.append(f"  {'model state':<20}{_mega(self.memory.model_state):>16}")
-        lines += ["", f"  {'collectives':<34}{'calls':>6}{'sent':>14}"]
-        calls: Counter[tuple[str, str, str]] = Counter()
-        sent: Counter[tuple[str, str, str]] = Counter()
-        for c in self.collectives:
-            calls[c.phase, c.kind, c.what_for] += 1
-            sent[c.phase, c.kind, c.what_for] += c.bytes  # type: ignore[assignment]
-        for key, count in calls.items():
-            lines.append(f"  {' '.join(key):<34}{count:>6}{_mega(sent[key]):>14}")
-        lines.append(f"  {'total':<34}{len(self.collectives):>6}{_mega(self.comm_bytes):>14}")
+        lines += ["", *self._traffic_lines()]
         lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {_mega(self.padding_bytes)}")
         return "\n".join(lines)
+
+    def _traffic_lines(self) -> list[str]:
+        """Calls and bytes by phase, kind and purpose, with seconds where links are known."""
+        groups: dict[str, list[Collective]] = {}
+        for c in self.collectives:
+            groups.setdefault(f"{c.phase} {c.kind} {c.what_for}", []).append(c)
+        head = f"  {'collectives':<34}{'calls':>6}{'sent':>14}" + (f"{'alone':>14}" if self.links else "")
+        lines = [head]
+        for name, calls in [*groups.items(), ("total", self.collectives)]:
+            line = f"  {name:<34}{len(calls):>6}{_mega(sum(c.bytes for c in calls)):>14}"
+            lines.append(line + (f"{_time(sum(c.seconds or 0.0 for c in calls)):>14}" if self.links else ""))
+        return lines
 
 
 def _mega(nbytes: float) -> str:
@@ -131,10 +146,20 @@ def _mega(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def plan_of(graph: StepGraph, rank: int | None = None) -> Plan:
-    """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces."""
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"
+
+
+def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Plan:
+    """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces.
+
+    links: what communication costs on each placement axis, for seconds; () for none.
+    """
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
-    entries = list(_collectives(graph))
+    entries = list(_collectives(graph, links))
     return Plan(
         name=graph.name,
         placement=_place(graph),
@@ -143,6 +168,7 @@ def plan_of(graph: StepGraph, rank: int | None = None) -> Plan:
         collectives=[entry for entry, _, _ in entries],
         padding_bytes=sum(padding for _, padding, _ in entries),
         comm_volume=sum(elements for _, _, elements in entries) / max(parameters, 1),
+        links=links,
     )
 
 
@@ -154,7 +180,7 @@ def _place(graph: StepGraph) -> str:
 # ---- traffic
 
 
-def _collectives(graph: StepGraph) -> Iterator[tuple[Collective, float, float]]:
+def _collectives(graph: StepGraph, links: Links) -> Iterator[tuple[Collective, float, float]]:
     """Each call with its padding in bytes and its true elements of parameters and gradients, sent by one rank."""
     for node in graph.nodes:
         found = layout.layout_of(graph, node)
@@ -168,8 +194,10 @@ def _collectives(graph: StepGraph) -> Iterator[tuple[Collective, float, float]]:
         padding = found.wire_bytes - sum(exact) * found.itemsize
         counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
         names = tuple(_label(result) for result in results)
+        link = links[graph.placement.axis(found.axis)] if links else None
+        seconds = link.seconds(found.kind, found.wire_bytes, found.ranks) if link else None
         yield (
-            Collective(found.kind, found.axis, found.wire_bytes, value.phase_of(node), names, what),
+            Collective(found.kind, found.axis, found.wire_bytes, value.phase_of(node), names, what, seconds),
             max(padding, 0.0),
             counted,
         )

@@ -50,7 +50,7 @@ def test_what_was_taken_is_what_the_program_has_and_costs_least(graph: gz.Graph)
             considered = [option for option in choice.options if not option.barred]
             if considered:
                 taken = next(option for option in considered if option.signature == choice.first)
-                assert taken.cost == min(option.cost for option in considered)
+                assert taken.order == min(option.order for option in considered)
                 checked += 1
     assert checked > 10
 
@@ -101,7 +101,52 @@ def test_a_sum_that_is_completed_early_says_so() -> None:
     found = gz.explain(gz.Pipeline([gz.passes.Pin()])(gz.parse(text)), "z")
     (choice,) = found.choices
     assert choice.sbp is B and choice.first is not None and choice.first.outputs == (P,)
-    assert "completed where that moves the fewest bytes" in str(found)
+    # y is 4 x 4 floats, z 4 x 64: an all-reduce over two ranks sends as many bytes as a value has
+    assert (
+        "completed where that moves the fewest bytes in all, and that is above this value: y, 64 B (here 1,024 B)"
+        in (str(found))
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "view", "words"),
+    [
+        ("[4, 24]", "[4, 6, 4]", "x is moved to S(1, 6) for it: S(1) would not survive, cannot cut 6 into 4"),
+        ("[6, 6]", "[6, 2, 3]", "x is gathered for it: S(1) would not survive, cannot cut 2 into 4"),
+        ("[4, 24]", "[4, 8, 3]", ""),
+    ],
+)
+def test_a_split_that_ends_at_a_view_says_why(shape: str, view: str, words: str) -> None:
+    text = f"""
+    graph g(tp=4)
+      x = batch() : f32{shape}  S(1)!
+    forward:
+      y = view(x, {view}) : f32{view}
+      return y
+    """
+    found = str(gz.explain(gz.Pipeline([gz.passes.Pin()])(gz.parse(text)), "y"))
+    assert words in found and ("would not survive" in found) == bool(words), found
+
+
+def test_an_op_that_works_along_the_split_dim_says_that_it_cannot_keep_it() -> None:
+    text = """
+    graph g(tp=2)
+      x = batch() : f32[4, 8]  S(1)!
+    forward:
+      y = cumsum(x, 1) : f32[4, 8]
+      return y
+    """
+    found = str(gz.explain(gz.Pipeline([gz.passes.Pin()])(gz.parse(text)), "y"))
+    assert "x is gathered for it: S(1) would not survive, no signature of the op reads it so" in found
+
+
+def test_the_ends_of_a_local_region_are_as_it_says() -> None:
+    class Forward(gz.Graph):
+        def build(self, x: Tensor) -> Tensor:
+            return gz.local_region(torch.sin, S(0), S(0))(x)  # type: ignore[no-any-return]
+
+    graph = Forward(gz.placement("cpu", range(2), virtual=True)).compile(torch.randn(4, 3))
+    assert "axis dp, 2 ranks: S(0), as local_region says" in str(gz.explain(graph, "as_global"))
 
 
 def test_what_cannot_be_explained_says_what_to_give(graph: gz.Graph) -> None:

@@ -6,8 +6,9 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 
 from graphzero.capture.assemble import capture
 from graphzero.capture.hyper import baked, hyperparameters
-from graphzero.capture.pins import axes_of_capture, is_capturing, pin_value
+from graphzero.capture.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.reads import Written, frozen
+from graphzero.capture.regions import region_runs
 from graphzero.capture.spec import Captured, FloatLeaf, OptimizerSpec, StateSpec, Step, TensorLeaf
 
 __all__ = [
@@ -22,7 +23,8 @@ __all__ = [
     "capture",
     "frozen",
     "hyperparameters",
-    "axes_of_capture",
     "is_capturing",
     "pin_value",
+    "placement_of_capture",
+    "region_runs",
 ]

@@ -20,6 +20,7 @@ from graphzero.capture.optimizer import Member, Update
 from graphzero.capture.picks import pick_rows
 from graphzero.capture.pins import mark
 from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
+from graphzero.capture.regions import finish_regions
 from graphzero.capture.spec import Captured, Entry, FloatLeaf, StateSpec, Step, TensorLeaf
 from graphzero.capture.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.trace import BuildTrace, Slot, Traced
@@ -293,6 +294,7 @@ class _Capture:
         pick_rows(graph)
         canonicalise(graph)
         merge_equal(graph, lambda node: phase_of(node) == "forward")  # not in backward: recomputation is meant
+        finish_regions(graph, self.step.placement, losses)
         insert_uses(graph)
         finish(graph)
         mark(graph, traced.pins)

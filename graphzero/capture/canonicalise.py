@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphzero.ops import AS_LOCAL
+
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
@@ -26,7 +28,7 @@ VIEWS = _RESHAPES | {
     aten.diagonal.default, aten.as_strided.default,
 }  # fmt: skip
 PARAM_ONLY = VIEWS | _IDENTITIES | _COPIES | {
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, AS_LOCAL,
 }  # fmt: skip
 _DROPPED = ("device", "layout", "pin_memory", "non_blocking")
 _FACTORIES = {

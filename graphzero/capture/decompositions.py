@@ -2,7 +2,7 @@
 
 Everything that divides by a number of elements becomes a sum and a division by the complete count, so that a
 split batch sums partially and divides once: means, mean losses, variances, batch norm; and norms become roots of
-sums.  Ops with an exact rule (layer norm, gelu, softmax, convolution ...) stay whole.
+sums.  ``_foreach`` ops become one op a tensor.  Ops with an exact rule (layer norm, gelu, softmax ...) stay whole.
 
 A rule is a function of the op's own arguments; returning NotImplemented keeps the op.
 """
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
+from graphzero.capture import foreach
+from graphzero.ops import GROUPED_MM
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
-TABLE: dict[Any, Callable[..., Any]] = {}
+TABLE: dict[Any, Callable[..., Any]] = foreach.decompositions()
 
 
 def rule(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -125,9 +127,10 @@ _BORROWED = (
     "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
     "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "soft_margin_loss",
     "soft_margin_loss_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface",
-    "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace",
+    "rrelu_with_noise_backward", "mv", "dot", "vdot", "trace", "dist", "aminmax", "linalg_cross",
+    "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "_chunk_cat",
 )  # fmt: skip
-for _name in _BORROWED:  # torch's own, which end in a mean or a sum that is met above
+for _name in _BORROWED:  # torch's own, made of ops that have rules or that are met above
     _op = getattr(getattr(aten, _name, None), "default", None)
     if _op in _compat.decomposition_table:
         TABLE[_op] = _compat.decomposition_table[_op]
@@ -140,13 +143,23 @@ def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim:
     return g / norms * (grad - v * (along / norms)), along.to(g.dtype)
 
 
+# ---- experts
+
+
+@rule(aten._grouped_mm.default)
+def grouped_mm(x: Tensor, mat2: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if bias is not None or out_dtype not in (None, x.dtype):
+        return NotImplemented
+    return aten.bmm(x, mat2) if offs is None else GROUPED_MM(x, mat2, offs)
+
+
 # ---- variances
 
 
 def _deviations(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """(mean with dims kept, sum of squared deviations with dims kept): two passes."""
+    """(mean with dims kept, sum of squared deviations with dims kept): two passes.  Squares are of magnitudes."""
     mean_ = _sum(x, dims, True) / prod(x.shape[d] for d in dims)
-    apart = x - mean_
+    apart = (x - mean_).abs() if x.is_complex() else x - mean_
     return mean_, _sum(apart * apart, dims, True)
 
 
@@ -161,7 +174,8 @@ def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: boo
     wide = x.to(_WIDE.get(x.dtype, x.dtype))
     mean_, squares = _deviations(wide, dims)
     variance = squares / max(count, 0) if count > 0 else squares / 0.0
-    return _dropped(variance, dims, keepdim).to(x.dtype), _dropped(mean_, dims, keepdim).to(x.dtype)
+    real = variance if x.is_complex() else variance.to(x.dtype)
+    return _dropped(real, dims, keepdim), _dropped(mean_, dims, keepdim).to(x.dtype)
 
 
 @rule(aten.var.correction)
@@ -189,6 +203,7 @@ def vector_norm(
 ) -> Tensor:
     dims, order = _dims(x, dim), float(ord)
     x = x.to(dtype) if dtype else x
+    x = x.abs() if x.is_complex() else x
     result = x.dtype
     x = x.to(_WIDE.get(result, result))
     if order == float("inf"):

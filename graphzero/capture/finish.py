@@ -10,6 +10,7 @@ from torch import fx
 from graphzero.capture.canonicalise import VIEWS
 from graphzero.ir.ops import use
 from graphzero.ir.value import Role, is_tensor
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
 aten = torch.ops.aten
 _KNOWN = ("type", "sbp", "pins", "role", "phase", "source")
@@ -66,7 +67,7 @@ def _own_node(graph: fx.Graph, grad: fx.Node, taken: set[fx.Node]) -> fx.Node:
 
 def _is_held(node: fx.Node) -> bool:
     """Whether the value is storage that the runtime holds, so that build's output must be a copy."""
-    while node.target in VIEWS:
+    while node.target in VIEWS or node.target in (PIN, AS_LOCAL, AS_GLOBAL):
         node = node.args[0]  # type: ignore[assignment]
     return is_tensor(node) and (node.op == "placeholder" or node.target is use)
 

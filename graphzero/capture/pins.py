@@ -8,12 +8,15 @@ from contextvars import ContextVar
 
 from torch import Tensor, fx
 
+from graphzero.capture.regions import refuse_inside
 from graphzero.ops import PIN
+from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
 
+_LOCAL = "What runs there is per-rank code, whose values are global only as out_sbp says; pin what the region returns"
 Pinned = tuple[Sbp | None, ...]
 _running: ContextVar[list[Pinned] | None] = ContextVar("graphzero_pins", default=None)
-_axes: ContextVar[tuple[str, ...]] = ContextVar("graphzero_axes", default=())
+_placement: ContextVar[Placement | None] = ContextVar("graphzero_placement", default=None)
 
 
 def is_capturing() -> bool:
@@ -21,9 +24,11 @@ def is_capturing() -> bool:
     return _running.get() is not None
 
 
-def axes_of_capture() -> tuple[str, ...]:
-    """Names of the placement axes of the step that is being traced."""
-    return _axes.get()
+def placement_of_capture() -> Placement:
+    """The placement of the step that is being traced."""
+    found = _placement.get()
+    assert found is not None
+    return found
 
 
 def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
@@ -31,20 +36,21 @@ def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
     pins = _running.get()
     if pins is None:
         return x
+    refuse_inside("to_global pins a value inside of a local_region", _LOCAL)
     pins.append(tuple(sbp))
     return PIN(x, len(pins) - 1)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def collecting(axes: tuple[str, ...]) -> Iterator[list[Pinned]]:
-    """While this is open, ``pin_value`` writes down what is pinned in a step on these placement axes."""
+def collecting(placement: Placement) -> Iterator[list[Pinned]]:
+    """While this is open, ``pin_value`` writes down what is pinned in a step on ``placement``."""
     pins: list[Pinned] = []
-    tokens = _running.set(pins), _axes.set(axes)
+    tokens = _running.set(pins), _placement.set(placement)
     try:
         yield pins
     finally:
         _running.reset(tokens[0])
-        _axes.reset(tokens[1])
+        _placement.reset(tokens[1])
 
 
 def mark(graph: fx.Graph, pins: list[Pinned]) -> None:

@@ -77,6 +77,7 @@ class Draws:
             aten.exponential_.default: self._exponential_,
             getattr(aten.random_, "from"): self._random_from_,
             aten.rrelu_with_noise.default: self._rrelu,
+            aten.rrelu_with_noise_.default: lambda x, *rest: x.copy_(self._rrelu(x, *rest)),
             aten.rand.default: self._rand,
             aten.randn.default: self._randn,
             aten.rand_like.default: lambda x, **kw: self.uniform(x).to(kw.get("dtype") or x.dtype),
@@ -141,9 +142,21 @@ class Draws:
         )
 
 
+_REFUSED = """
+    multinomial randperm poisson binomial cauchy cauchy_ geometric geometric_ log_normal log_normal_ _sample_dirichlet
+    _standard_gamma random random_ normal normal_functional uniform exponential _fused_dropout
+    rrelu_with_noise_functional bernoulli.Tensor randint_like.Tensor
+"""
+
+
 def _refused() -> list[Any]:
-    names = ("multinomial", "randperm", "poisson", "binomial", "cauchy_", "geometric_", "log_normal_",
-             "_sample_dirichlet", "_standard_gamma", "random_", "normal")  # fmt: skip
+    """Every way to draw that the table does not write down, of those that this torch has."""
     known = {getattr(aten.random_, "from")}
-    ops = [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads()]
-    return [op for op in ops if op not in known and not str(op).endswith("out")]
+    found = []
+    for name in _REFUSED.split():
+        name, _, overload = name.partition(".")
+        packet = getattr(aten, name, None)
+        for which in () if packet is None else packet.overloads():
+            if overload in ("", which) and not which.endswith("out"):
+                found.append(getattr(packet, which))
+    return [op for op in found if op not in known]

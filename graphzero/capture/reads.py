@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphzero.capture.patches import patched
 from graphzero.capture.spec import Step
-from graphzero.capture.surroundings import patched
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _CODE = (FunctionType, BuiltinFunctionType)

@@ -17,8 +17,8 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphzero import _compat
+from graphzero.capture.patches import patched
 from graphzero.capture.problems import first_line, problem_here
-from graphzero.capture.surroundings import patched
 from graphzero.errors import CaptureError
 
 _SEED = (

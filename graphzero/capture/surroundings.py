@@ -15,25 +15,13 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.attention import attention
+from graphzero.capture.dtensor_calls import dtensor_calls
 from graphzero.capture.hyper import differs
+from graphzero.capture.patches import patched
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec, Step
 from graphzero.capture.unchecked import batch_norm
-
-
-@contextmanager
-def patched(holder: Any, name: str, made: Any) -> Iterator[None]:
-    """``holder.name`` is ``made``."""
-    missing = object()
-    before = vars(holder).get(name, missing)
-    setattr(holder, name, made)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
+from graphzero.sbp.placement import Placement
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -53,11 +41,12 @@ def _autocast_of(kind: str) -> Any:
 
 
 @contextmanager
-def surroundings(device_type: str = "cpu") -> Iterator[None]:
+def surroundings(placement: Placement) -> Iterator[None]:
     """Our attention and dropout in place of torch's, no fast paths that skip autograd or hide a network in one op.
 
-    An autocast region of ``device_type``, around build or in it, counts for the fakes, which are on the CPU.
+    An autocast region of the placement's device, around build or in it, counts for the fakes, which are on the CPU.
     """
+    device_type = placement.device_type
     fast = torch.backends.mha.get_fastpath_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -68,6 +57,7 @@ def surroundings(device_type: str = "cpu") -> Iterator[None]:
         stack.callback(log.setLevel, level)
         log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(dtensor_calls(placement))
         stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patched(_compat.functions(), "dropout", _dropout))
         stack.enter_context(patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))

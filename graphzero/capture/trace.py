@@ -20,19 +20,22 @@ from torch.utils import _pytree as pytree
 from graphzero import _compat
 from graphzero.capture import decompositions
 from graphzero.capture.modes import UserCode, Watch, read_problem
+from graphzero.capture.patches import patched
 from graphzero.capture.pins import Pinned, collecting
 from graphzero.capture.problems import first_line, none_swallowed, problem, problem_here
 from graphzero.capture.randomness import Draws
 from graphzero.capture.reads import reading
 from graphzero.capture.refused import refusals
+from graphzero.capture.regions import TracedRegions, refuse_inside, regions
 from graphzero.capture.source import line_of
 from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
-from graphzero.capture.surroundings import patched, surroundings, untouched, untouched_optimizers
+from graphzero.capture.surroundings import surroundings, untouched, untouched_optimizers
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir import tree
 
 _CLEARED = "build calls zero_grad() after backward(), which clears the gradients that the step is to be made with"
 _CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
+_LOCAL_LOSS = "Return the ranks' losses, out_sbp P adds them up, and call backward() on that sum"
 
 
 @dataclass
@@ -117,9 +120,9 @@ class BuildTrace:
             batch, scalars, params, buffers, _ = pytree.tree_unflatten(list(values), spec)
             return self._build(batch, scalars, params, buffers)
 
-        axes = self.step.placement.names
-        around = surroundings(self.step.placement.device_type)
-        with untouched(self.step, self.root), draws.as_generator(), around, collecting(axes) as pins:
+        place = self.step.placement
+        around, inside = surroundings(place), regions(TracedRegions(place, draws, self.code))
+        with untouched(self.step, self.root), draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
                     with reading(self.step, self.root) as attributes:
@@ -189,6 +192,7 @@ class BuildTrace:
 
     def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
         """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
+        refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.code)
         self._check_loss(loss)
         self.losses.append(loss)
         self.cleared = None

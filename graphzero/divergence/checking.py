@@ -132,7 +132,7 @@ class _Check:
 
     def _against_eager(self) -> Stage:
         found = {name: held.whole() for name, held in self.captured.results.items()}
-        return self._stage("captured", 1, self._gaps(eager_step(self.start), found))
+        return self._stage("captured", self.captured.ranks, self._gaps(eager_step(self.start), found))
 
     def _gaps(self, eager: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
         before = {f"new {path}": x for path, x in {**self.start.params, **self.start.buffers}.items()}

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphzero import _compat
 from graphzero.capture.dtensor_calls import dtensor_calls
 from graphzero.capture.randomness import Draws
+from graphzero.capture.regions import regions
 from graphzero.capture.surroundings import surroundings, untouched
+from graphzero.divergence.regions import EagerRegions
 from graphzero.divergence.start import Start
 from graphzero.divergence.wide import Wide
 
@@ -119,8 +121,9 @@ def _numbers(start: Start) -> Iterator[None]:
             torch.set_default_dtype(torch.float64)
             stack.enter_context(Wide())
         stack.enter_context(dtensor_calls(start.step.placement))
-        if start.key is not None:
-            draws = Draws(start.key)
+        draws = Draws(start.key) if start.key is not None else None
+        stack.enter_context(regions(EagerRegions(start.step.placement, draws)))
+        if draws is not None:
             stack.enter_context(draws.as_generator())
             stack.enter_context(surroundings(start.step.placement))
             stack.enter_context(_SameDraws(draws.table()))

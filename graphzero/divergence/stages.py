@@ -1,7 +1,8 @@
 """A program at one stage of the pipeline, run on whole copies: its results, and every value on the way.
 
 Up to ``propagate`` a program speaks of global values only, and runs op by op on one rank, whatever its pins say.
-From there on it runs on virtual ranks, lowered by the built-in passes that are still to come.
+From there on, and where it holds per-rank code, it runs on virtual ranks, lowered by the built-in passes that are
+still to come.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import print_line
+from graphzero.ops import AS_GLOBAL
 from graphzero.runtime import kernels
 from graphzero.simulate import Held, lowered, run
 
@@ -39,7 +41,7 @@ class Ran:
 
     @property
     def ranks(self) -> int:
-        return self.program.placement.size if self.program.level != "captured" else 1
+        return 1 if _is_global(self.program) else self.program.placement.size
 
 
 def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], device: str, watch: bool = False) -> Ran:
@@ -48,7 +50,7 @@ def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], d
     names: how a placeholder's new value is called among the results.  watch: keep every value.
     Raises whatever an op raises, with a note that shows its line.
     """
-    if graph.level == "captured":
+    if _is_global(graph):
         made = _walk(graph, values, torch.device(device))
         found = {node.name: Held([x], (), ()) for node, x in made.items() if isinstance(x, Tensor)}
         results = {f"output {i}": x for i, x in enumerate(graph.outputs)} | graph.aux
@@ -62,6 +64,10 @@ def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], d
     seen = {name.removeprefix(_SEEN): x for name, x in everything.items() if name.startswith(_SEEN)}
     states = {f"new {name}": called for name, called in names.items()}
     return Ran(program, {states.get(n, n): x for n, x in everything.items() if not n.startswith(_SEEN)}, seen)
+
+
+def _is_global(graph: StepGraph) -> bool:
+    return graph.level == "captured" and not graph.graph.find_nodes(op="call_function", target=AS_GLOBAL)
 
 
 def _walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> dict[fx.Node, Any]:

@@ -18,6 +18,7 @@ from graphzero.divergence.wide import wide
 from graphzero.graph import Graph
 from graphzero.ir import value
 from graphzero.runtime.modules import names
+from graphzero.runtime.resplit import whole
 from graphzero.runtime.seed import key_tensor
 from graphzero.runtime.shards import wrap
 from graphzero.sbp.placement import Placement
@@ -82,7 +83,7 @@ class _Copies:
     def of(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = (x.full_tensor() if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
+        x = (whole(x) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
         return wide(x) if self.is_wide else x
 
     def of_batch(self, leaf: Any) -> Any:

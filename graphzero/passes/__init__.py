@@ -15,6 +15,7 @@ from graphzero.passes.propagate import Propagate
 from graphzero.passes.reuse import Reuse
 from graphzero.passes.schedule import Schedule
 from graphzero.passes.zero import Zero
+from graphzero.sbp.links import Links
 
 __all__ = [
     "Bucket",
@@ -42,13 +43,18 @@ NAMES = (
 )  # fmt: skip
 
 
-def default_passes(pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None) -> list[Pass]:
-    """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0)."""
+def default_passes(
+    pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None, links: Links = ()
+) -> list[Pass]:
+    """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0).
+
+    links: what communication costs on each placement axis; () where bytes decide.
+    """
     first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
     rest: list[Pass] = [
-        Propagate(),
-        InsertBoxing(),
-        LowerBoxing(),
+        Propagate(links),
+        InsertBoxing(links),
+        LowerBoxing(links),
         Localize(),
         Fuse(),
         bucket or Bucket(),

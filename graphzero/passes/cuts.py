@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from graphzero.ir import calls, value
-from graphzero.sbp import boxing
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
 
@@ -51,7 +50,7 @@ def _wanted(state: AxisPropagation, node: fx.Node) -> Sbp | None:
 
 
 def _wire(state: AxisPropagation, node: fx.Node, want: Sbp) -> float:
-    return boxing.cost(state.sbp(node), want, value.tensor_type(node).nbytes, state.ranks)
+    return state.costs.box(state.sbp(node), want, state.nbytes(node), state.axis)
 
 
 def _in_pieces(state: AxisPropagation, node: fx.Node, want: Sbp) -> _Way | None:

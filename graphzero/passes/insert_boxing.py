@@ -7,7 +7,7 @@ or a cut right before its first reader, and a box in front of a ``use`` or a ``p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.propagate import Ends, output_sbp
-from graphzero.sbp import boxing
+from graphzero.sbp.links import Costs, Links
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -26,11 +26,14 @@ from graphzero.sbp.types import B, Nd, Sbp
 class InsertBoxing(BuiltinPass):
     """Puts a ``box`` wherever a value is read in another SBP than it has, once per value and SBP.
 
-    After it, every op reads its operands in an SBP that its rule allows.
+    After it, every op reads its operands in an SBP that its rule allows.  links: what communication costs on each axis,
+    () for bytes.
     """
 
+    links: Links = field(default=(), repr=False)
+
     def __call__(self, graph: StepGraph) -> StepGraph:
-        boxes = _Boxes(graph)
+        boxes = _Boxes(graph, Costs(graph.placement.hierarchy, self.links))
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in calls.IDENTITIES:
                 source = node.args[0]
@@ -44,10 +47,10 @@ class InsertBoxing(BuiltinPass):
 
 
 class _Boxes:
-    """The boxes made so far, by value and SBP."""
+    """The boxes made so far, by value and SBP, and what they cost."""
 
-    def __init__(self, graph: StepGraph):
-        self.graph = graph
+    def __init__(self, graph: StepGraph, costs: Costs):
+        self.graph, self.costs = graph, costs
         self.made: dict[tuple[fx.Node, Nd], fx.Node] = {}
 
     def get(self, node: fx.Node, want: Nd, reader: fx.Node, reuse: bool = True) -> fx.Node:
@@ -109,7 +112,7 @@ def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
     operands = value.tensor_operands(node)
     wants = [[] for _ in operands]  # type: list[list[Sbp]]
     for axis in range(len(graph.placement.names)):
-        for i, want in enumerate(_select(graph, node, axis, operands).inputs):
+        for i, want in enumerate(_select(graph, node, axis, operands, boxes.costs).inputs):
             wants[i].append(want)
     if all(value.nd_of(o) == tuple(w) for o, w in zip(operands, wants, strict=True)):
         return
@@ -122,10 +125,9 @@ def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
     node.args, node.kwargs = args, kwargs
 
 
-def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node]) -> Signature:
+def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node], costs: Costs) -> Signature:
     """The signature that makes the node's results in their SBP, with least boxing."""
     outputs = calls.output_sbps(node, axis)
-    ranks = graph.placement.hierarchy[axis]
     best: tuple[float, Signature] | None = None
     for signature in calls.signatures_of(graph, node, axis, (*calls.input_sbps(node, axis), *outputs)):
         if signature.outputs != outputs:
@@ -134,7 +136,7 @@ def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node])
         for operand, want in zip(operands, signature.inputs, strict=True):
             have = value.nd_of(operand)[axis]
             if have is not want:
-                total += boxing.cost(have, want, value.tensor_type(operand).nbytes, ranks) + 1e-3
+                total += costs.box(have, want, value.tensor_type(operand).nbytes, axis) + 1e-3
         if best is None or total < best[0]:
             best = (total, signature)
     if best is None:

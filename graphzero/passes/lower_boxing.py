@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
+from graphzero.sbp.links import Links
 from graphzero.sbp.local import sections_at, unfold
 from graphzero.sbp.route import route
 from graphzero.sbp.types import Nd, Sbp
@@ -39,13 +40,15 @@ LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
 class LowerBoxing(BuiltinPass):
     """Replaces boxes by collectives and local cuts on one axis each.
 
-    ``use`` and ``pin`` nodes, which only named an SBP, go.
+    ``use`` and ``pin`` nodes, which only named an SBP, go.  links: what communication costs on each axis, () for bytes.
     """
+
+    links: Links = field(default=(), repr=False)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.nodes):
             if node.target is ops.box:
-                _lower(graph, node)
+                _lower(graph, node, self.links)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in calls.IDENTITIES:
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
@@ -54,13 +57,16 @@ class LowerBoxing(BuiltinPass):
         return graph
 
 
-def _lower(graph: StepGraph, box: fx.Node) -> None:
+def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     source = box.args[0]
     assert isinstance(source, fx.Node)
     type_, role = value.tensor_type(source), value.role_of(box)
     is_small = role is None and type_.nbytes < SMALL
     nd = value.nd_of(source)
-    steps = route(nd, value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small)
+    steps = route(
+        nd, value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small, links=links,
+        nbytes=type_.nbytes,
+    )  # fmt: skip
     made: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
     for axis, step in steps:
         made += _written(graph, type_, nd, axis, step)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ from graphzero.passes.base import BuiltinPass
 from graphzero.passes.cuts import cut_for_readers
 from graphzero.passes.expand import expand_split
 from graphzero.passes.reductions import place_reductions
-from graphzero.sbp import boxing
+from graphzero.sbp.links import Costs, Links
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
 
@@ -32,27 +33,33 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Propagate(BuiltinPass):
-    """Gives every value an SBP on every placement axis; pins are kept."""
+    """Gives every value an SBP on every placement axis; pins are kept.
+
+    links: what communication costs on each axis, () for bytes.
+    """
+
+    links: Links = field(default=(), repr=False)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        return propagation(graph)[0]
+        return propagation(graph, self.links)[0]
 
 
-def propagation(graph: StepGraph) -> tuple[StepGraph, list[AxisPropagation]]:
+def propagation(graph: StepGraph, links: Links = ()) -> tuple[StepGraph, list[AxisPropagation]]:
     """The graph with an SBP for every value, and how each axis came to it."""
-    axes = _swept(graph)
+    costs = Costs(graph.placement.hierarchy, links)
+    axes = _swept(graph, costs)
     while expand_split(graph, [axis.found for axis in axes]):
-        axes = _swept(graph)
+        axes = _swept(graph, costs)
     for axis in axes:
         axis.finish()
     graph.level = "propagated"
     return graph, axes
 
 
-def _swept(graph: StepGraph) -> list[AxisPropagation]:
+def _swept(graph: StepGraph, costs: Costs) -> list[AxisPropagation]:
     axes: list[AxisPropagation] = []
     for i in range(len(graph.placement.names)):
-        axes.append(AxisPropagation(graph, i, axes))
+        axes.append(AxisPropagation(graph, i, axes, costs))
     for axis in axes:
         axis.sweep()
     return axes
@@ -88,10 +95,11 @@ class Option:
 class AxisPropagation:
     """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
 
-    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation] = ()):
+    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs):
         self.graph, self.axis = graph, axis
         self.axes = axes  # of all placement axes, this one too
         self.ranks = graph.placement.hierarchy[axis]
+        self.costs = costs
         self.found: dict[fx.Node, tuple[Sbp | None, ...]] = {}
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
@@ -130,12 +138,22 @@ class AxisPropagation:
         pins = value.pins_of(node)
         return nd[self.axis] if pins and pins[self.axis] else None
 
+    def nbytes(self, node: fx.Node) -> float:
+        """Bytes of a value for its price.  With links, which weigh bytes against messages, those that are left of it by
+        the axes that have been swept.
+        """
+        whole: float = value.tensor_type(node).nbytes
+        if self.costs.links:
+            others = (axis for axis in self.axes if axis is not self and node in axis.found)
+            whole /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
+        return whole
+
     def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
-        """Bytes on the wire to box a value for ``reader``; what is boxed so for another one is free."""
+        """The price of boxing a value for ``reader`` (``Costs``); what is boxed so for another one is free."""
         key = _moved(node, have, want)
         if have is want or key in self.boxed or self.before.get(key, set()) - {reader}:
             return 0.0
-        return boxing.cost(have, want, value.tensor_type(node).nbytes, self.ranks)
+        return self.costs.box(have, want, self.nbytes(node), self.axis)
 
     # ---- sweep 1
 

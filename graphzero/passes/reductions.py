@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graphzero.ir import calls, value
-from graphzero.sbp import boxing
 from graphzero.sbp.types import B, Sbp
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def _add_reader(
     rather = 1 - 1e-7 * _is_gradient(node)  # between equals it is the gradient that is reduced
 
     def wire(sbp: Sbp) -> float:
-        return rather * boxing.cost(state.sbp(node), sbp, value.tensor_type(node).nbytes, state.ranks)
+        return rather * state.costs.box(state.sbp(node), sbp, state.nbytes(node), state.axis)
 
     if want.is_partial:
         if carrier is None:

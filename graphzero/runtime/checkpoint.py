@@ -26,11 +26,13 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime import modules as tree
 from graphzero.runtime.modules import Found, group_paths
+from graphzero.runtime.resplit import resplit, whole
 from graphzero.runtime.shards import as_dtensor, is_whole
 from graphzero.runtime.state import State
 from graphzero.runtime.storage import filled
-from graphzero.sbp.dtensor import nd_of_dtensor, to_placements
-from graphzero.sbp.types import Nd
+from graphzero.runtime.submesh import on_mesh_of, on_whole
+from graphzero.sbp.dtensor import nd_of_dtensor
+from graphzero.sbp.types import B, Nd, S
 
 _SHOWN = 6
 
@@ -55,8 +57,8 @@ def state_dict(
         order = [name for group in groups for name in group["params"]]
         optimizers.append({"state": {name: held[name] for name in order if name in held}, "param_groups": groups})
     return {
-        "modules": {name: module.state_dict() for name, module in state.modules.items()},
-        "optimizers": optimizers,
+        "modules": {name: _map(module.state_dict(), _saveable) for name, module in state.modules.items()},
+        "optimizers": _map(optimizers, _saveable),
         "schedulers": [None if s is None else s.state_dict() for s in schedulers],
         "random": {"seed": state.random.seed, "step": state.random.step},
     }
@@ -68,9 +70,22 @@ def _initial(spec: Any, nd: Nd, state: State) -> Tensor:
     return filled(spec.shape, spec.dtype, spec.fill, nd, state.world)
 
 
+def _saveable(x: Tensor) -> Tensor:
+    """A DTensor that torch.distributed.checkpoint saves and loads: what ranks hold in sections is cut once instead.
+
+    It takes what a rank holds for one block of the whole, whatever its placements say.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    nd = nd_of_dtensor(x)
+    dims = [sbp.dim for sbp in nd]
+    cut = tuple(sbp if sbp.sections == 1 else S(sbp.dim) if dims.count(sbp.dim) == 1 else B for sbp in nd)
+    return resplit(x, cut)
+
+
 def full(x: Any) -> Any:
     """A state dict with plain whole tensors in place of DTensors.  Every rank calls it."""
-    return _map(x, lambda t: t.full_tensor().detach() if isinstance(t, DTensor) else t)
+    return _map(x, lambda t: whole(t) if isinstance(t, DTensor) else t)
 
 
 def _map(x: Any, fn: Callable[[Tensor], Any]) -> Any:
@@ -256,13 +271,14 @@ def _like(given: Any, have: Any, state: State) -> Any:
     if not isinstance(given, Tensor) or not isinstance(have, Tensor):
         return given
     if not isinstance(have, DTensor):
-        return given.full_tensor() if isinstance(given, DTensor) else given
-    return _laid(given, nd_of_dtensor(have), state)
+        return whole(given) if isinstance(given, DTensor) else given
+    made = _laid(given, state.nd_of(have), state)
+    return on_mesh_of(made, have) if isinstance(made, DTensor) else made
 
 
 def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
     if isinstance(given, DTensor):
-        return given if nd_of_dtensor(given) == nd else given.redistribute(placements=to_placements(nd))
+        return resplit(on_whole(given, state.world.placement), nd)
     return as_dtensor(given.to(state.world.device), state.world.placement, nd)
 
 
@@ -290,9 +306,9 @@ def _state_value(given: Any, have: Any, nd: Nd | None, state: State) -> Any:
     if given is have:
         return given
     if isinstance(have, DTensor):
-        nd = nd_of_dtensor(have)
+        nd = state.nd_of(have)
     if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
-        return given.full_tensor() if nd is not None else given.detach().clone()
+        return whole(given) if nd is not None else given.detach().clone()
     if nd is not None and not is_whole(nd) and not state.world.placement.virtual and given.dim():
         made = _laid(given.detach(), nd, state)
         return made.clone() if made is given else made

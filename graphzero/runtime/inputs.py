@@ -21,8 +21,10 @@ from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir import tree
 from graphzero.ir.value import Role
+from graphzero.runtime import resplit
 from graphzero.runtime.agree import tensor_text
-from graphzero.runtime.shards import check_mesh, global_shape, join, piece, wrap
+from graphzero.runtime.placed import check_here
+from graphzero.runtime.shards import global_shape, join, piece, wrap
 from graphzero.runtime.world import World
 from graphzero.sbp.dtensor import annotate, annotation, nd_of_dtensor
 from graphzero.sbp.placement import Placement
@@ -145,8 +147,8 @@ class Reader:
         return Input(name, raw, nd, shape)
 
     def _nd(self, name: str, raw: Tensor, wanted: Nd | None) -> Nd:
+        check_here(raw, self.placement, f"input {name}")
         if isinstance(raw, DTensor):
-            check_mesh(raw, self.placement, f"input {name}")
             return nd_of_dtensor(raw)
         known = annotation(raw)
         if known is not None and known[0] == self.placement:
@@ -243,12 +245,15 @@ def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placeme
     for sbp, n in zip(nd, placement.hierarchy, strict=True):
         if sbp.is_split:
             ranks[sbp.dim] = ranks.get(sbp.dim, 1) * n
+    axes = len(placement.names)
+    whole = "gz.sbp.B" if axes == 1 else f"({', '.join(['gz.sbp.B'] * axes)})"
     for dim, n in ranks.items():
         if shape[dim] % n:
+            drop = " or drop the last batch (drop_last=True)" if dim == 0 else ""
             raise CaptureError(
                 f"input {name} of shape {list(shape)} cannot be split over {n} ranks: dim {dim} is {shape[dim]} = "
-                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it or drop the last batch (drop_last=True); an input "
-                f"that is no batch is said so: config.set_input({name!r}, sbp=gz.sbp.B)"
+                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; an input that is no batch is said so: "
+                f"config.set_input({name!r}, sbp={whole})"
             )
 
 
@@ -282,4 +287,4 @@ def output_value(pieces: list[Any], nd: Nd, shape: tuple[int, ...], world: World
     if batch_split and not as_global:
         return local
     found = wrap(local, placement.mesh(), nd, shape)
-    return found if as_global else found.full_tensor()
+    return found if as_global else resplit.whole(found)

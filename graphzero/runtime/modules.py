@@ -161,14 +161,14 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
 
 
 def to_device(tensor: Tensor, device: torch.device) -> None:
-    """Move a tensor and keep its identity."""
-    if tensor.device != device:
+    """Move a tensor and keep its identity; one on the meta device has nothing to move."""
+    if tensor.device != device and not tensor.is_meta:
         tensor.data = tensor.data.to(device)
 
 
 def from_first_rank(tensor: Tensor, placement: Placement) -> None:
-    """Give a plain tensor on every rank the values that it has on the placement's first rank."""
-    if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0:
+    """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any."""
+    if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
         return
     mesh = placement.mesh()
     flat = tensor.detach().contiguous()

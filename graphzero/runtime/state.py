@@ -23,10 +23,12 @@ from graphzero.runtime.agree import Ranks
 from graphzero.runtime.bound import Bound, Spec
 from graphzero.runtime.first_rank import FirstValues, decisions_of, follow
 from graphzero.runtime.modules import Found
+from graphzero.runtime.placed import check_held
 from graphzero.runtime.seed import Stream
 from graphzero.runtime.storage import check_real
+from graphzero.runtime.submesh import nd_on
 from graphzero.runtime.world import World, check_device
-from graphzero.sbp.dtensor import annotation, annotation_count, nd_of_dtensor
+from graphzero.sbp.dtensor import annotation, annotation_count
 from graphzero.sbp.types import B, Nd
 
 
@@ -72,7 +74,7 @@ class State:
     def nd_of(self, tensor: Tensor) -> Nd:
         """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
         if isinstance(tensor, DTensor):
-            return nd_of_dtensor(tensor)
+            return nd_on(tensor, self.world.placement, "a parameter or buffer")
         known = annotation(tensor)
         if known is not None and known[0] == self.world.placement:
             return known[1]
@@ -80,6 +82,7 @@ class State:
 
     def given(self, entry: Found) -> Nd:
         """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
+        check_held(entry, self.world.placement)
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
         return moved.before if moved is not None and moved.tensor() is entry.tensor and moved.after == nd else nd
 

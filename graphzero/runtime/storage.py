@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero.errors import ConfigError
+from graphzero.runtime import resplit
 from graphzero.runtime.shards import as_dtensor, is_whole, local_of, local_shape, piece, window, wrap
 from graphzero.runtime.submesh import nd_on, on_whole
 from graphzero.runtime.world import World
-from graphzero.sbp.dtensor import annotate, to_placements
+from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd
 
 
@@ -44,9 +45,9 @@ def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = Fa
         return _virtual(tensor, nd, world)
     if isinstance(tensor, DTensor):
         if plain and is_whole(nd):
-            tensor = tensor.full_tensor() if now != nd else tensor.to_local()
+            tensor = resplit.whole(tensor) if now != nd else tensor.to_local()
         elif now != nd:
-            tensor = on_whole(tensor, world.placement).redistribute(placements=to_placements(nd)).detach()
+            tensor = resplit.resplit(on_whole(tensor, world.placement), nd).detach()
     elif not is_whole(nd):
         tensor = as_dtensor(tensor.detach(), world.placement, nd)
     if not isinstance(tensor, DTensor):

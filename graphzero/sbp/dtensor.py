@@ -19,11 +19,14 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S, partial
 
 _annotated: Any = WeakTensorKeyDictionary()  # tensor -> (Placement, Nd)
+_said: Any = WeakTensorKeyDictionary()  # tensor -> the Placement on which its user has put it
 _count = 0
 
 
-def annotate(x: Tensor, placement: Placement, nd: Nd) -> None:
+def annotate(x: Tensor, placement: Placement, nd: Nd, by_user: bool = False) -> None:
     """Note how the plain tensor ``x`` lies on ``placement``; forgotten with the tensor."""
+    if by_user:
+        _said[x] = placement
     known = _annotated.get(x)
     if known is None or known != (placement, nd):
         _annotated[x] = (placement, nd)
@@ -39,6 +42,12 @@ def annotation_count() -> int:
 def annotation(x: Tensor) -> tuple[Placement, Nd] | None:
     """What ``annotate`` noted last, or None."""
     found: tuple[Placement, Nd] | None = _annotated.get(x)
+    return found
+
+
+def said_placement(x: Tensor) -> Placement | None:
+    """The virtual placement on which the user has put a plain tensor, if he has."""
+    found: Placement | None = _said.get(x)
     return found
 
 

@@ -158,9 +158,9 @@ def shard(x: Tensor, sbp: Sbp, ranks: int, seed: int = 0) -> list[Tensor]:
     if sbp.is_broadcast:
         return [x.clone() for _ in range(ranks)]
     if sbp.is_split:
-        parts = torch.unflatten(x, sbp.dim, (sbp.sections, -1)) if x.numel() else x.unsqueeze(sbp.dim)
-        cuts = [chunk(parts.shape[sbp.dim + 1], ranks, rank) for rank in range(ranks)]
-        pieces = (parts.narrow(sbp.dim + 1, start, length) for start, length in cuts)
+        apart = torch.unflatten(x, sbp.dim, (sbp.sections, -1)) if x.numel() else x.unsqueeze(sbp.dim)
+        cuts = [chunk(apart.shape[sbp.dim + 1], ranks, rank) for rank in range(ranks)]
+        pieces = (apart.narrow(sbp.dim + 1, start, length) for start, length in cuts)
         return [p.flatten(sbp.dim, sbp.dim + 1).clone(memory_format=torch.contiguous_format) for p in pieces]
     generator = torch.Generator().manual_seed(seed)
 

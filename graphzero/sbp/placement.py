@@ -6,6 +6,7 @@ torch.distributed.  How a tensor lies on a placement is ``types``; who runs wher
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ _DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 class Placement:
     """Ranks in a hierarchy with one name per axis.  Made by ``placement``; equal by value; not to be changed.
 
+    hierarchy: ranks along each axis.
     nesting: per axis, into how many pieces a dim that it splits may be cut in all: batches and what ZeRO shards are
     split over all data axes, one within the other.
     """
@@ -32,6 +34,7 @@ class Placement:
     ranks: np.ndarray[Any, np.dtype[np.int64]]
     names: tuple[str, ...]
     virtual: bool
+    hierarchy: tuple[int, ...]
     nesting: tuple[int, ...]
 
     def __init__(self, device_type: str, ranks: np.ndarray[Any, Any], names: tuple[str, ...], virtual: bool) -> None:
@@ -39,6 +42,7 @@ class Placement:
         self.ranks = ranks
         self.names = names
         self.virtual = virtual
+        self.hierarchy = tuple(int(n) for n in ranks.shape)
         self._coordinates: dict[int, tuple[int, ...]] = {}
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the world it was made in
         over_data = math.prod(n for n, name in zip(self.hierarchy, names, strict=True) if name in self.data_axes)
@@ -46,11 +50,6 @@ class Placement:
             over_data if name in self.data_axes else n for n, name in zip(self.hierarchy, names, strict=True)
         )
         ranks.setflags(write=False)
-
-    @property
-    def hierarchy(self) -> tuple[int, ...]:
-        """Ranks along each axis."""
-        return tuple(int(n) for n in self.ranks.shape)
 
     @property
     def size(self) -> int:
@@ -101,6 +100,23 @@ class Placement:
         if self._mesh is None or self._mesh[0] is not dist.group.WORLD:
             self._mesh = (dist.group.WORLD, self._new_mesh())
         return self._mesh[1]
+
+    def axes_of(self, mesh: DeviceMesh) -> tuple[int, ...] | None:
+        """Which of its axes the dims of ``mesh`` are, seen from this process; None where it is no part of this.
+
+        A part is all of it, or some axes in their order with this process' place on the others, as ``mesh["tp"]`` is.
+        Names decide between axes that would do.
+        """
+        if self.virtual or not dist.is_initialized() or dist.get_rank() not in self.ranks:
+            return None
+        at, count = self.coordinate(dist.get_rank()), len(self.names)
+        fits = []
+        for axes in itertools.combinations(range(count), mesh.ndim):
+            line = self.ranks[tuple(slice(None) if axis in axes else at[axis] for axis in range(count))]
+            if line.shape == tuple(mesh.shape) and line.tolist() == mesh.mesh.tolist():
+                fits.append(axes)
+        named = [axes for axes in fits if tuple(self.names[axis] for axis in axes) == mesh.mesh_dim_names]
+        return next(iter(named or fits), None)
 
     def _new_mesh(self) -> DeviceMesh:
         if self.size == dist.get_world_size():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from graphzero.errors import SbpError
@@ -34,8 +34,9 @@ class NoRuleWarning(UserWarning):
     """An op has no rule, so every rank runs all of it."""
 
 
-Written = str | Factors | Sequence[Signature] | None  # None: nothing better than all-B
-Rule = str | Factors | Callable[[Call], Written]
+Lines = tuple[str, ...]  # an op seen in several ways: what any of its lines allows
+Written = str | Lines | Factors | Sequence[Signature] | None  # None: nothing better than all-B
+Rule = str | Lines | Factors | Callable[[Call], Written]
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,11 @@ def rule(
 
         return register
     for line in (written, offset.rule if offset is not None else None):
-        if isinstance(line, str):
-            parse(line)
+        for text in line if isinstance(line, tuple) else (line,):
+            if isinstance(text, str):
+                parse(text)
+    if offset is not None:
+        offset = replace(offset, op=overload_of(offset.op))
     for op in ops if isinstance(ops, Sequence) else (ops,):
         _register(overload_of(op), _Entry(written, dict(sizes or {}), nonempty, offset))
     return None
@@ -213,6 +217,8 @@ def _written(
     written = rule(call) if callable(rule) else rule
     if written is None:
         return ()
+    if isinstance(written, tuple) and written and isinstance(written[0], str):
+        return sum((_written(call, line, nonempty, ranks, sections) for line in written), ())  # type: ignore[arg-type]
     if isinstance(written, str):
         written = parse(written)
     if not isinstance(written, Factors):

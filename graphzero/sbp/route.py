@@ -21,6 +21,7 @@ from functools import cache
 from math import prod
 
 from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
+from graphzero.sbp.links import Costs, Links
 from graphzero.sbp.local import nests
 from graphzero.sbp.types import B, Nd, S, Sbp
 
@@ -28,12 +29,20 @@ Step = tuple[int, Move]  # placement axis, and what happens on it
 
 
 def route(
-    src: Nd, dst: Nd, hierarchy: tuple[int, ...], shape: Sequence[int], *, is_small: bool = False
+    src: Nd,
+    dst: Nd,
+    hierarchy: tuple[int, ...],
+    shape: Sequence[int],
+    *,
+    is_small: bool = False,
+    links: Links = (),
+    nbytes: int = 0,
 ) -> tuple[Step, ...]:
     """The moves that take a tensor of global ``shape`` from ``src`` to ``dst``, in order.
 
     It is the way with the fewest bytes on the wire, or, if ``is_small``, with the fewest collectives; between equals,
-    the one with fewer bytes on the outer axes, which are the slower ones.  The same on every rank.
+    the one with fewer bytes on the outer axes, which are the slower ones.  With ``links`` it is the way that takes the
+    least time for a tensor of ``nbytes`` in all.  The same on every rank.
     """
     checked = tuple(shape) if any(sbp.sections > 1 for sbp in (*src, *dst)) else None
     changed = [axis for axis, (a, b) in enumerate(zip(src, dst, strict=True)) if a is not b]
@@ -41,8 +50,10 @@ def route(
         steps = tuple((changed[0], step) for step in move(src[changed[0]], dst[changed[0]]).steps)
         if all(is_possible(src, axis, step.src, step.dst, hierarchy) for axis, step in steps):
             return steps
-    spare = () if is_small else _even_dims(shape, prod(hierarchy))
-    return _shortest(src, dst, hierarchy, spare, is_small, checked)
+    few = is_small and not links
+    spare = () if few else _even_dims(shape, prod(hierarchy))
+    size = nbytes if links else prod(hierarchy) ** 2  # without links any does; of this one pieces are whole numbers
+    return _shortest(src, dst, Costs(hierarchy, links), size, spare, few, checked)
 
 
 def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
@@ -71,9 +82,16 @@ def _even_dims(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 @cache
 def _shortest(
-    src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...], is_small: bool, shape: tuple[int, ...] | None
+    src: Nd,
+    dst: Nd,
+    costs: Costs,
+    nbytes: int,
+    spare: tuple[int, ...],
+    few: bool,
+    shape: tuple[int, ...] | None,
 ) -> tuple[Step, ...]:
     """Dijkstra's way through the SBPs that the moves of the table join; ``shape`` is given where cuts must fit it."""
+    hierarchy = costs.hierarchy
     options = _options(src, dst, hierarchy, spare)
     count = itertools.count(1)  # what was found first wins between equals
     queue: list[tuple[tuple[int, ...], int, Nd, tuple[Step, ...]]] = [((0,) * (len(src) + 3), 0, src, ())]
@@ -88,7 +106,7 @@ def _shortest(
         for axis, step in _moves(nd, options, hierarchy):
             if shape is not None and not nests(shape, _put(nd, axis, step.dst), hierarchy):
                 continue
-            further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, hierarchy, is_small), strict=True))
+            further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, costs, nbytes, few), strict=True))
             heapq.heappush(queue, (further, next(count), _put(nd, axis, step.dst), (*steps, (axis, step))))
     raise AssertionError(f"no moves lead from {src} to {dst} on {hierarchy}")
 
@@ -114,13 +132,12 @@ def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iter
                 yield axis, move(nd[axis], sbp)
 
 
-def _cost(nd: Nd, axis: int, step: Move, hierarchy: tuple[int, ...], is_small: bool) -> tuple[int, ...]:
-    """What a step adds, in the order in which it counts; exact, so that equals are equal."""
-    whole = prod(hierarchy) ** 2
-    nbytes = round(wire_bytes(step.kind, whole, hierarchy[axis]) / _cuts(nd, hierarchy, axis))
+def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -> tuple[int, ...]:
+    """What a step adds, in the order in which it counts; whole numbers, so that equals are equal."""
+    price = round(costs.of(step.kind, nbytes / _cuts(nd, costs.hierarchy, axis), axis))
     talks = int(step.kind in COLLECTIVES)
-    by_axis = [nbytes if i == axis else 0 for i in range(len(hierarchy))]
-    return (talks, nbytes, *by_axis, 1) if is_small else (nbytes, talks, *by_axis, 1)
+    by_axis = [price if i == axis else 0 for i in range(len(costs.hierarchy))]
+    return (talks, price, *by_axis, 1) if few else (price, talks, *by_axis, 1)
 
 
 def _cuts(nd: Nd, hierarchy: tuple[int, ...], axis: int) -> int:

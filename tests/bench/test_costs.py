@@ -49,11 +49,12 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
     [
         ["parity.py", "--models", "mlp", "--virtual", "2", "--gloo"],
         ["scale.py", "--layers", "1"],
+        ["scale.py", "--llama", "--layers", "1"],
         ["memory.py", "--models", "mlp"],
         ["traffic.py", "--models", "mlp"],
         ["step_time.py", "--model", "toy", "--rounds", "1", "--steps", "3", "--no-compile"],
     ],
-    ids=lambda command: command[0],
+    ids=" ".join,
 )
 def test_every_benchmark_prints_a_table(command):
     done = subprocess.run([sys.executable, str(BENCH / command[0]), *command[1:]], capture_output=True, text=True)

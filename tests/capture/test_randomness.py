@@ -79,6 +79,7 @@ DRAWS = {
     "exponential_": (lambda x: torch.empty(200, 100).exponential_(2.0), 0.5, 0.25),
     "dropout2d": (lambda x: F.dropout2d(torch.ones(200, 100, 1, 1), 0.5), 1, 1),
     "rrelu": (lambda x: F.rrelu(-torch.ones(200, 100), 0.1, 0.3, training=True), -0.2, 0.04 / 12),
+    "rrelu_": (lambda x: F.rrelu_(-torch.ones(200, 100), 0.1, 0.3, training=True), -0.2, 0.04 / 12),
 }
 
 
@@ -88,6 +89,11 @@ def test_distributions(name):
     found = evaluate(draw, torch.zeros(200, 100))(torch.zeros(200, 100), seed=7).double()
     assert found.mean().item() == pytest.approx(mean, abs=0.03)
     assert found.var().item() == pytest.approx(variance, abs=0.1 * variance)
+
+
+def test_nothing_is_drawn_for_a_tensor_without_elements():
+    x = torch.zeros(5, 0, 3)
+    assert evaluate(F.dropout, x)(x).shape == (5, 0, 3)
 
 
 def test_attention_with_dropout():

@@ -159,3 +159,34 @@ def check_a_grid_of_some_ranks_needs_only_these():
         x, y = (t.chunk(2)[dist.get_rank() // 2] for t in batch(0))
         graph(x, y)
     dist.barrier()
+
+
+class Local(nn.Module):
+    """Rows centred within each rank of a data axis, with dropout of its own, behind a layer of the region's."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 4), nn.Linear(4, 3)
+        data = dict.fromkeys([name for name in names if name.startswith("dp")], S(0))
+        self.region = gz.local_region(self.centred, data, data)
+
+    def centred(self, x):
+        h = nn.functional.dropout(self.inner(x).tanh(), 0.3)
+        return h - h.mean(0)
+
+    def forward(self, x):
+        return self.outer(self.region(x))
+
+
+def check_local_regions_train_as_on_virtual_ranks():
+    for names, stage in ((HYBRID, 3), (("dp", "tp"), 2)):
+        losses, params = [], []
+        for virtual in (False, True):
+            torch.manual_seed(7)
+            graph = Train(Local(names).double(), grid(names, virtual), stage)
+            parts = 4 if names is HYBRID else 2
+            calls = [batch(seed) if virtual else share(seed, parts) for seed in range(3)]
+            losses.append([graph(*call) for call in calls])
+            params.append(graph.full_state_dict()["modules"]["model"])
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(params[0], params[1], rtol=1e-12, atol=1e-12)

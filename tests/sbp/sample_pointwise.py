@@ -20,8 +20,10 @@ def pointwise() -> None:
     from graphzero.sbp.rules._write import overloads
 
     names = [*pointwise.LINEAR, pointwise.BACKWARDS, pointwise.GROWING_OPS, pointwise.NONLINEAR,
-             comparison.COMPARISONS, "maximum", "minimum", "max.other", "min.other", "logical_or", "logical_and",
-             "bitwise_or", "bitwise_and", "__or__", "__and__", "clone", "detach", "detach_copy", "alias", "alias_copy",
+             pointwise.SPECIAL, comparison.COMPARISONS, "maximum", "minimum", "max.other", "min.other",
+             "clamp_min.Tensor", "clamp_max.Tensor", "threshold",
+             "logical_or", "logical_and", "bitwise_or", "bitwise_and",
+             "__or__", "__and__", "clone", "detach", "detach_copy", "alias", "alias_copy",
              "lift", "lift_fresh", "lift_fresh_copy", "positive"]  # fmt: skip
     for op in overloads(*names):
         _add_elementwise(op, [(4, 5), (4, 5), (4, 5)])
@@ -35,7 +37,8 @@ def pointwise() -> None:
         if op is not aten.maximum.default:
             add(op, f(4, 5), 2.0)
         add(op, i(9, 4, 5), i(9, 5) + 1)
-    add(aten.add.Tensor, f(4, 5), f(4, 5), alpha=3)
+    add(aten.add.Tensor, f(4, 5), f(4, 5), alpha=-3)
+    add(aten.threshold.default, f(4, 5), 0.1, 0.5)
     add(aten.add.Tensor, b(4, 5), b(4, 5))
     add(aten.mul.Tensor, b(4, 5), f(5))
     add(aten._prelu_kernel.default, f(4, 5), u(1, 5))

@@ -11,6 +11,7 @@ from typing import Any
 
 import sample_layers as layers
 import sample_pointwise as pointwise
+import sample_rare as rare
 import sample_reductions as reductions
 import sample_shapes as shapes
 from sample_table import TABLE, Sample, generator
@@ -18,12 +19,15 @@ from sample_table import TABLE, Sample, generator
 from graphzero.sbp.call import op_name
 from graphzero.sbp.registry import registered
 
-UNCHECKED_VALUES = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
+UNCHECKED_VALUES = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default",
+                    "aten.empty_strided.default", "aten.new_empty_strided.default",
+                    "aten.empty_permuted.default")  # fmt: skip
 NO_CPU_KERNEL = ("aten._fused_rms_norm_backward.default",)
 LOCALIZED_ELSEWHERE = ("graphzero.uniform_like.default",)
 PARTS = (
     pointwise.pointwise, reductions.reduce, reductions.matmul, shapes.view, shapes.slicing, shapes.index, layers.norm,
-    layers.loss, layers.conv_pool, shapes.creation, layers.attention, reductions.linalg,
+    layers.loss, layers.conv_pool, shapes.creation, layers.attention, reductions.linalg, rare.matrices,
+    rare.moved, rare.bags, rare.pooled, rare.whole,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from graphzero.sbp.rules import (
     attention,
+    bags,
     comparison,
     conv_pool,
     creation,
@@ -9,15 +10,18 @@ from graphzero.sbp.rules import (
     linalg,
     loss,
     matmul,
+    moe,
     norm,
     own,
     pointwise,
+    rearrange,
     reduce,
     slicing,
     view,
+    whole,
 )
 
 __all__ = [
-    "attention", "comparison", "conv_pool", "creation", "index", "linalg", "loss", "matmul", "norm", "own",
-    "pointwise", "reduce", "slicing", "view",
+    "attention", "bags", "comparison", "conv_pool", "creation", "index", "linalg", "loss", "matmul", "moe", "norm",
+    "own", "pointwise", "rearrange", "reduce", "slicing", "view", "whole",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import overloads
+from graphzero.sbp.rules._write import letters, overloads
 
 COMPARISONS = """
     eq ne lt le gt ge isfinite isinf isnan isneginf isposinf isclose logical_not logical_xor bitwise_not
@@ -34,3 +34,15 @@ def both(call: Call) -> str:
 rule(overloads("bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor",
                "__or__.Scalar", "__and__.Scalar"), "~...->...")  # fmt: skip
 rule(overloads("bucketize.Tensor"), "~...,~_->...")
+rule(overloads("isin.Tensor_Scalar"), "~...->...")
+
+
+@rule(overloads("isin.Tensor_Tensor"))
+def among(call: Call) -> str:
+    return f"~...,~{'_' * len(call.tensors[1].shape)}->..."
+
+
+@rule(overloads("isin.Scalar_Tensor"))
+def holds(call: Call) -> str:
+    """Whether any piece holds the number, unless the question is whether none does."""
+    return f"{'min' if call['invert'] else 'max'}: ~{''.join(letters(len(call.shape)))}->"

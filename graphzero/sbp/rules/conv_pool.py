@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import overloads
+from graphzero.sbp.rules._write import MOVE, overloads
 
 
 def _convolution(call: Call, weight: int) -> tuple[str, str, str, str]:
@@ -38,7 +38,6 @@ def convolution_backward(call: Call) -> str:
 POOLS = {
     "max_pool{d}d_with_indices adaptive_max_pool{d}d": "~...{x}->...{x},...{x}",
     "max_pool{d}d_with_indices_backward adaptive_max_pool{d}d_backward": "...{x},?...{x},~...{x}->...{x}",
-    "avg_pool{d}d adaptive_avg_pool{d}d _adaptive_avg_pool{d}d": "...{x}->...{x}",
     "avg_pool{d}d_backward _adaptive_avg_pool{d}d_backward": "...{x},?...{x}->...{x}",
     "reflection_pad{d}d replication_pad{d}d": "...{x}->...{x}",
     "reflection_pad{d}d_backward replication_pad{d}d_backward": "...{x},?...{x}->...{x}",
@@ -47,6 +46,15 @@ for _d in (1, 2, 3):
     for _names, _line in POOLS.items():
         rule(overloads(_names.format(d=_d)), _line.format(x="_" * _d), nonempty=True)
 
+
+@rule(overloads("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+                "_adaptive_avg_pool2d _adaptive_avg_pool3d"), nonempty=True)  # fmt: skip
+def average_pool(call: Call) -> str:
+    """Linear, but for the rounding of whole numbers."""
+    space = "_" * int(call.op.__name__.split("pool")[1][0])
+    return f"{'' if call.tensors[0].dtype.is_floating_point else '~'}...{space}->...{space}"
+
+
 _RESAMPLE = ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
              "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]  # fmt: skip
 for _name in _RESAMPLE:
@@ -54,6 +62,16 @@ for _name in _RESAMPLE:
     rule(overloads(_name), f"...{_space}->...{_space}", nonempty=True)
     rule(overloads(f"{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
          sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
+
+for _name in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa"):
+    _space = "_" * int(_name[_name.index("d") - 1])
+    rule(overloads(f"_upsample_{_name}"), f"...{_space}->...{_space}", nonempty=True)
+    rule(overloads(f"_upsample_{_name}_backward"), f"...{_space}->...{_space}", nonempty=True,
+         sizes={"input_size": lambda i, o: o[0]})  # fmt: skip
+rule(overloads("fractional_max_pool2d"), "~nc__,~nc_->nc__,nc__", nonempty=True)
+rule(overloads("fractional_max_pool3d"), "~nc___,~nc_->nc___,nc___", nonempty=True)
+rule(overloads("fractional_max_pool2d_backward"), "...__,?...__,~...__->...__", nonempty=True)
+rule(overloads("fractional_max_pool3d_backward"), "...___,?...___,~...___->...___", nonempty=True)
 
 rule(overloads("max_unpool2d"), "...__,~...__->...__", nonempty=True)
 rule(overloads("max_unpool3d"), "...___,~...___->...___", nonempty=True)
@@ -69,6 +87,7 @@ def channel_shuffle(call: Call) -> str:
     return f"{line}->{line}"
 
 
-rule(overloads("pixel_shuffle", "pixel_unshuffle"), "...___->...___", nonempty=True)
+rule(overloads("pixel_shuffle"), MOVE + "...(c_)hw->...c(h_)(w_)", nonempty=True)
+rule(overloads("pixel_unshuffle"), MOVE + "...c(h_)(w_)->...(c_)hw", nonempty=True)
 rule(overloads("im2col"), "n___->n__", nonempty=True)
 rule(overloads("col2im"), "n__->n___", nonempty=True)

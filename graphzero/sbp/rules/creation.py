@@ -11,7 +11,10 @@ from graphzero.sbp.types import B, S, Sbp, partial
 SIZE = {"size": lambda i, o: o[0]}
 
 
-@rule(overloads("zeros.default", "ones.default", "full.default", "empty.memory_format"), sizes=SIZE)
+@rule(
+    overloads("zeros.default", "ones.default", "full.default", "empty.memory_format", "_efficientzerotensor"),
+    sizes=SIZE,
+)
 def made(call: Call) -> str:
     """Every element is the same, so any piece can be made by itself."""
     return f"->{''.join(letters(len(call.out)))}"
@@ -34,7 +37,15 @@ rule(overloads("zero"), "?...->...")
 B_ONLY = """
     arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m
     scalar_tensor.default tril_indices.default triu_indices.default
+    linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor
+    logspace.Tensor_Tensor logspace.Tensor_Scalar logspace.Scalar_Tensor
 """
+
+
+@rule(overloads("new_empty_strided"))
+def new_strided(call: Call) -> str:
+    """Its strides are of the whole."""
+    return f"?{'_' * len(call.shape)}->{'_' * len(call.out)}"
 
 
 @rule(overloads(B_ONLY))

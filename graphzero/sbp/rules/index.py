@@ -1,18 +1,32 @@
-"""Ops that read or write where an index tensor says.  The dim that is indexed stays whole; the index may be split."""
+"""Ops that read or write where an index tensor says.  The index may be split; or the dim that is indexed, where the op
+has an offset form: then each rank reads zeros outside of its piece, or writes its piece alone."""
 
 from __future__ import annotations
 
 import torch
 
+import graphzero.ops  # noqa: F401
 from graphzero.sbp.call import Call
-from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import MOVE, broadcast, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.registry import Offset, Rule, rule
+from graphzero.sbp.rules._write import GROWING, MOVE, broadcast, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
-rule(overloads("embedding.default"), "Ve,~...->...e")
+PLACE = "q"  # the dim that is indexed, where it is split; other dims have letters from a on, an index has z
 
 
-@rule(overloads("embedding_dense_backward"), sizes={"num_weights": lambda i, o: o[0][0]})
+def _offset(name: str, line: Rule, tensor: int = 0, dim: int | str = "dim") -> Offset:
+    return Offset(getattr(torch.ops.graphzero, f"{name}_from").default, line, tensor, dim)
+
+
+rule(overloads("embedding.default"), "Ve,~...->...e", offset=_offset("embedding", "ve,~...->...e", 0, 0))
+
+
+def _split_rows(call: Call) -> str | None:
+    return None if call["scale_grad_by_freq"] else "...e,~...->ve"
+
+
+@rule(overloads("embedding_dense_backward"), sizes={"num_weights": lambda i, o: o[0][0]},
+      offset=_offset("embedding_dense_backward", _split_rows, -1, 0))  # fmt: skip
 def embedding_backward(call: Call) -> str:
     """Rows add up over positions, but not where each is divided by how often it occurs."""
     if not call["scale_grad_by_freq"]:
@@ -21,13 +35,18 @@ def embedding_backward(call: Call) -> str:
     return f"{dims}e,~{dims}->_e"
 
 
-@rule(overloads("index_select"))
-def index_select(call: Call) -> str | None:
+def _select(call: Call, name: str = "_") -> str | None:
     if not call.shape:
         return None
     dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
     index = "z" if call.tensors[1].shape else ""
-    return f"{put(dims, at, '_')},~{index}->{put(dims, at, index or '1')}"
+    word = MOVE if name == "_" else ""  # the offset form reads zeros elsewhere, which only a sum leaves out
+    return f"{word}{put(dims, at, name)},~{index}->{put(dims, at, index or '1')}"
+
+
+@rule(overloads("index_select"), offset=_offset("index_select", lambda call: _select(call, PLACE)))
+def index_select(call: Call) -> str | None:
+    return _select(call)
 
 
 def _aligned(call: Call) -> bool:
@@ -35,16 +54,23 @@ def _aligned(call: Call) -> bool:
     return bool(call.shape) and all(len(m.shape) == len(call.shape) for m in call.tensors)
 
 
-def _pointed(call: Call, *others: tuple[int, ...]) -> tuple[str, str]:
+def _pointed(call: Call, *others: tuple[int, ...], name: str = "_") -> tuple[str, str]:
     """(dims of self, dims of index) where both have as many: other dims than ``dim`` are shared if of equal size."""
     shape, index = call.shape, call.tensors[1].shape
     at = dim_of(call["dim"], len(shape))
     same = [all(s[i] == size for s in (index, *others)) for i, size in enumerate(shape)]
     dims = [name if same[i] else "_" for i, name in enumerate(letters(len(shape)))]
-    return put(dims, at, "_"), put(dims, at, "z")
+    return put(dims, at, name), put(dims, at, "z")
 
 
-@rule(overloads("gather"))
+def _gathered(call: Call) -> str | None:
+    if not _aligned(call):
+        return None
+    own, index = _pointed(call, name=PLACE)
+    return f"{own},~{index}->{index}"
+
+
+@rule(overloads("gather"), offset=_offset("gather", _gathered))
 def gather(call: Call) -> str | None:
     if not _aligned(call):
         return None
@@ -52,8 +78,8 @@ def gather(call: Call) -> str | None:
     return f"{MOVE}{own},~{index}->{index}"
 
 
-def _written(call: Call) -> tuple[str, str] | None:
-    return _pointed(call, *(m.shape for m in call.tensors[2:])) if _aligned(call) else None
+def _written(call: Call, name: str = "_") -> tuple[str, str] | None:
+    return _pointed(call, *(m.shape for m in call.tensors[2:]), name=name) if _aligned(call) else None
 
 
 @rule(overloads("scatter.src"))
@@ -66,18 +92,21 @@ def scatter(call: Call) -> str | None:
     return f"{MOVE}{own}+~{index},{index}->{own}"
 
 
-@rule(overloads("scatter.value"))
-def scatter_value(call: Call) -> str | None:
-    if (found := _written(call)) is None:
+def _scattered(call: Call, name: str = "_") -> str | None:
+    if (found := _written(call, name)) is None:
         return None
     own, index = found
     mark = "" if is_zero(call["value"]) else "~"
     return f"{mark}{own},~{index.replace('z', '_')}->{own}"
 
 
-@rule(overloads("scatter_add"))
-def scatter_add(call: Call) -> str | None:
-    if (found := _written(call)) is None:
+@rule(overloads("scatter.value"), offset=_offset("scatter_value", lambda call: _scattered(call, PLACE)))
+def scatter_value(call: Call) -> str | None:
+    return _scattered(call)
+
+
+def _added(call: Call, name: str = "_") -> str | None:
+    if (found := _written(call, name)) is None:
         return None
     own, index = found
     source = call.tensors[2].shape
@@ -85,6 +114,11 @@ def scatter_add(call: Call) -> str | None:
     if source[at] != call.tensors[1].shape[at]:
         index = index.replace("z", "_")
     return f"{own}+~{index},{index}->{own}"
+
+
+@rule(overloads("scatter_add"), offset=_offset("scatter_add", lambda call: _added(call, PLACE)))
+def scatter_add(call: Call) -> str | None:
+    return _added(call)
 
 
 @rule(overloads("scatter.reduce", "scatter_reduce.two"))
@@ -96,14 +130,18 @@ def scatter_reduce(call: Call) -> str | None:
     return f"~{own},~{index},~{index}->{own}"
 
 
-@rule(overloads("index_add"))
-def index_add(call: Call) -> str | None:
+def _rows_added(call: Call, name: str = "_") -> str | None:
     if not call.shape:
         return None
     dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.shape))
     if len(call.tensors[1].shape) != 1 or len(call.tensors[2].shape) != len(call.shape):
         return None
-    return f"{put(dims, at, '_')}+~z,{put(dims, at, 'z')}->{put(dims, at, '_')}"
+    return f"{put(dims, at, name)}+~z,{put(dims, at, 'z')}->{put(dims, at, name)}"
+
+
+@rule(overloads("index_add"), offset=_offset("index_add", lambda call: _rows_added(call, PLACE)))
+def index_add(call: Call) -> str | None:
+    return _rows_added(call)
 
 
 @rule(overloads("index_copy"))
@@ -121,7 +159,8 @@ def index_fill(call: Call) -> str | None:
     if not call.shape:
         return None
     line = put(letters(len(call.shape)), dim_of(call["dim"], len(call.shape)), "_")
-    return f"{'' if is_zero(call['value']) else '~'}{line},~{'_' * len(call.tensors[1].shape)}->{line}"
+    word = MOVE if is_zero(call["value"]) else GROWING
+    return f"{word}{line},~{'_' * len(call.tensors[1].shape)}->{line}"
 
 
 @rule(overloads("index_fill.int_Tensor"))

@@ -1,36 +1,51 @@
 """Loss functions.  Sums add up over the batch; a mean taken inside the op divides by what one rank sees, so its
-dims stay whole (capture writes mean-reduced losses as a sum and a division by the global count)."""
+dims stay whole (capture writes mean-reduced losses as a sum and a division by the global count).  Classes may be split
+where a rank knows which it has: each picks the scores of targets in its piece."""
 
 from __future__ import annotations
 
+import torch
+
+import graphzero.ops  # noqa: F401
 from graphzero.sbp.call import Call
-from graphzero.sbp.registry import rule
+from graphzero.sbp.registry import Offset, rule
 from graphzero.sbp.rules._write import broadcast, letters, overloads
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def _scores(call: Call, shape: tuple[int, ...]) -> tuple[str, str]:
+def _scores(shape: tuple[int, ...], classes: str) -> tuple[str, str]:
     """(dims of the scores, dims of the target): class is dim 1, or dim 0 of a single sample."""
     space = "yxwvu"[: max(len(shape) - 2, 0)]
-    return ("nC" + space, "n" + space) if len(shape) > 1 else ("C", "")
+    return (f"n{classes}{space}", "n" + space) if len(shape) > 1 else (classes, "")
 
 
-@rule(overloads("nll_loss_forward", "nll_loss2d_forward"))
-def nll_loss(call: Call) -> str:
-    scores, target = _scores(call, call.shape)
+def _nll(call: Call, classes: str = "C") -> str:
+    scores, target = _scores(call.shape, classes)
     if call["reduction"] == NONE:
-        return f"{scores},~{target},~C->{target},:"
+        return f"{scores},~{target},~{classes}->{target},:"
     if call["reduction"] == MEAN:
         scores, target = scores.upper(), target.upper()
-    return f"{scores},~{target},~C->,:12"
+    return f"{scores},~{target},~{classes}->,:12"
 
 
-@rule(overloads("nll_loss_backward", "nll_loss2d_backward"))
-def nll_loss_backward(call: Call) -> str:
-    scores, target = _scores(call, call.tensors[1].shape)
+def _nll_of_pieces(call: Call) -> str | None:
+    """Not of a mean; nor of one sample by itself, of which the kernel counts the weight though nothing is summed."""
+    return _nll(call, "c") if call["reduction"] == SUM or (call["reduction"] == NONE and len(call.shape) > 1) else None
+
+
+def _nll_backward(call: Call, classes: str = "C") -> str:
+    scores, target = _scores(call.tensors[1].shape, classes)
     grad = target if call["reduction"] == NONE else ""
-    return f"{grad},?{scores},~{target},~C,~->{scores}"
+    return f"{grad},?{scores},~{target},~{classes},~->{scores}"
+
+
+for _name in ("nll_loss", "nll_loss2d"):
+    _own = getattr(torch.ops.graphzero, f"{_name}_forward_from"), getattr(torch.ops.graphzero, f"{_name}_backward_from")
+    _split = Offset(_own[0].default, _nll_of_pieces, 0, 1)
+    rule(overloads(f"{_name}_forward"), _nll, offset=_split)
+    _split = Offset(_own[1].default, lambda call: _nll_backward(call, "c"), -1, 1)
+    rule(overloads(f"{_name}_backward"), _nll_backward, offset=_split)
 
 
 @rule(overloads("multi_margin_loss"), nonempty=True)

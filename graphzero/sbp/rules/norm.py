@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import overloads
+from graphzero.sbp.rules._write import dim_of, overloads, put
 
 
 def _normalized(call: Call) -> tuple[str, str]:
@@ -83,6 +83,11 @@ def batch_norm_evaluation(call: Call) -> str:
     return _batch_norm(call, False, 3)
 
 
+@rule(overloads("_batch_norm_with_update_functional"), nonempty=True)
+def batch_norm_with_update(call: Call) -> str:
+    return _batch_norm(call, True, 6)
+
+
 BATCH_NORMS = "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"
 
 
@@ -100,3 +105,18 @@ def batch_norm_backward(call: Call) -> str:
     save = "c" if train or (saved is not None and saved.shape == (call.shape[1],)) else "_"
     used = "0156" if train else "0134"
     return f"{x},~{x},~c,~c,~c,~{save},~{save}->{x},c:{used},c:0"
+
+
+@rule(overloads("batch_norm_backward"), nonempty=True)
+def batch_norm_with_update_backward(call: Call) -> str:
+    """As ``native_batch_norm_backward``, with a reserve at the end that only some devices use."""
+    x = _batch(call, call["update"])
+    used = "0156" if call["update"] else "0134"
+    return f"{x},~{x},~c,~c,~c,~c,~c,~_->{x},c:{used},c:0"
+
+
+@rule(overloads("renorm"))
+def renorm(call: Call) -> str:
+    """Each part along ``dim`` is scaled by its own norm."""
+    line = put(["_"] * len(call.shape), dim_of(call["dim"], len(call.shape)), "n")
+    return f"~{line}->{line}"

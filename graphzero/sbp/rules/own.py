@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
+from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import MOVE
 
 rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
 rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
 rule(torch.ops.graphzero.adam.default, "~...,~...,~...,~...,~->...,...,...")
+
+
+@rule(torch.ops.graphzero.rank_key.default)
+def rank_key(call: Call) -> None:
+    """All-B alone: which rank draws from which key is in its arguments."""

@@ -11,8 +11,6 @@ from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import GROWING, MOVE, is_zero, overloads
 
 LINEAR = {
-    "add.Tensor": "...+...->...",
-    "sub.Tensor": "...+...->...",
     "mul.Tensor": "...,...->...",
     "mul.Scalar": "...->...",
     "div.Tensor": "...,~...->...",
@@ -20,8 +18,9 @@ LINEAR = {
     "true_divide.Tensor": "...,~...->...",
     "true_divide.Scalar": "...->...",
     "neg": "...->...",
-    "deg2rad": "...->...",
-    "rad2deg": "...->...",
+    "deg2rad": MOVE + "...->...",
+    "rad2deg": MOVE + "...->...",
+    "positive": MOVE + "...->...",
     "addcmul": "...+...,...->...",
     "addcdiv": "...+...,~...->...",
     "lerp.Scalar": "...+...->...",
@@ -32,6 +31,7 @@ LINEAR = {
     "real": "...->...",
     "imag": "...->...",
     "_conj": "...->...",
+    "_conj_physical": "...->...",
     "conj_physical": "...->...",
     "_neg_view": "...->...",
 }
@@ -45,17 +45,27 @@ BACKWARDS = """
 
 # never decreasing, and defined everywhere: the log of a value below the maximum may be NaN, which would win
 GROWING_OPS = """
-    asinh atan ceil erf exp exp2 expm1 floor hardsigmoid hardtanh relu relu6 round sigmoid sgn sign sinh tanh trunc
+    asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sgn sign sinh
+    special_modified_bessel_i1 tanh trunc
 """
 
 NONLINEAR = """
-    abs acos acosh add.Scalar angle asin atan2 atanh celu clamp clamp_max clamp_min clip complex copysign cos cosh
-    digamma div.Scalar_mode div.Tensor_mode elu erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd
-    gelu hardshrink hardswish heaviside hypot i0 igamma igammac lcm leaky_relu lgamma log log10 log1p log2
+    abs acos acosh add.Scalar angle asin atan2 atanh celu clamp clamp_max.default clamp_min.default clip complex
+    copysign cos cosh digamma div.Scalar_mode div.Tensor_mode elu erfc erfinv float_power floor_divide fmax fmin fmod
+    frac frexp gcd gelu hardswish heaviside hypot i0 igamma igammac lcm leaky_relu lgamma log log10 log1p log2
     log_sigmoid_forward logaddexp logaddexp2 logit mish mvlgamma nan_to_num nextafter polar polygamma pow reciprocal
-    remainder rsqrt rsub.Scalar selu signbit silu sin sinc softplus softshrink special_entr special_erfcx
-    special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta sqrt square
-    sub.Scalar tan threshold xlogy
+    remainder rsqrt rsub.Scalar selu signbit silu sin sinc softplus softshrink special_entr special_erfcx special_i0e
+    special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta sqrt square sub.Scalar tan xlogy
+"""
+
+SPECIAL = """
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0
+    special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
 """
 
 for _name, _line in LINEAR.items():
@@ -64,14 +74,16 @@ for _op in overloads(BACKWARDS):
     _saved = sum("Tensor" in str(a.type) for a in _op._schema.arguments) - 1
     rule(_op, "..." + ",~..." * _saved + "->...")
 rule(overloads(GROWING_OPS), GROWING + "...->...")
-for _op in overloads(NONLINEAR):
+for _op in overloads(NONLINEAR, SPECIAL):
     _tensors = sum("Tensor" in str(a.type) for a in _op._schema.arguments)
     rule(_op, ",".join(["~..."] * _tensors) + "->" + ",".join(["..."] * len(_op._schema.returns)))
 
-rule(overloads("maximum", "max.other"), "max: ...+...->...")
-rule(overloads("minimum", "min.other"), "min: ...+...->...")
+# where one operand is the same everywhere, these never decrease in the other
+FIRST, SECOND = GROWING + "...,~...->...", GROWING + "~...,...->..."
+rule(overloads("add.Tensor", "sub.Tensor"), ("...+...->...", FIRST))
+rule(overloads("maximum", "max.other", "clamp_min.Tensor"), ("max: ...+...->...", FIRST, SECOND))
+rule(overloads("minimum", "min.other", "clamp_max.Tensor"), ("min: ...+...->...", FIRST, SECOND))
 rule(overloads("clone detach detach_copy alias alias_copy lift lift_fresh lift_fresh_copy"), MOVE + "...->...")
-rule(overloads("positive"), "...->...")
 rule(overloads("_prelu_kernel"), "~...,~...->...")
 rule(overloads("_prelu_kernel_backward"), "...,~...,~...->...,...:012")
 rule(overloads("copy.default"), "?...,...->...")
@@ -91,6 +103,14 @@ def to_copy(call: Call) -> str:
     return "~...->..." if to == torch.bool else "...->..."
 
 
+@rule(overloads("threshold"))
+def threshold(call: Call) -> str:
+    """It never decreases where what replaces small values is small itself."""
+    numbers = call["threshold"], call["value"]
+    growing = all(isinstance(n, (int, float)) for n in numbers) and numbers[1] <= numbers[0]
+    return f"{GROWING}...->..." if growing else "~...->..."
+
+
 @rule(overloads("where.self"))
 def where(call: Call) -> str:
     return MOVE + "~...,...+...->..."
@@ -98,12 +118,12 @@ def where(call: Call) -> str:
 
 @rule(overloads("where.ScalarOther"))
 def where_scalar_other(call: Call) -> str:
-    return "~...,...->..." if is_zero(call["other"]) else "~...,~...->..."
+    return (MOVE if is_zero(call["other"]) else GROWING) + "~...,...->..."
 
 
 @rule(overloads("where.ScalarSelf"))
 def where_scalar_self(call: Call) -> str:
-    return "~...,...->..." if is_zero(call["self"]) else "~...,~...->..."
+    return (MOVE if is_zero(call["self"]) else GROWING) + "~...,...->..."
 
 
 rule(overloads("where.Scalar"), "~...->...")
@@ -111,7 +131,8 @@ rule(overloads("where.Scalar"), "~...->...")
 
 @rule(overloads("masked_fill.Scalar"))
 def masked_fill(call: Call) -> str:
-    return "...,~...->..." if is_zero(call["value"]) else "~...,~...->..."
+    """A number is its own maximum on all ranks, and its own sum if it is zero."""
+    return (MOVE if is_zero(call["value"]) else GROWING) + "...,~...->..."
 
 
 rule(overloads("masked_fill.Tensor"), MOVE + "...,~...+->...")

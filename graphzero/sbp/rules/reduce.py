@@ -64,19 +64,19 @@ def minimum_all(call: Call) -> str:
 
 @rule(overloads("linalg_vector_norm"))
 def vector_norm(call: Call) -> str:
-    """The 1-norm adds up, the largest and the smallest combine; other norms of pieces do not."""
-    word = {1: "", float("inf"): "max: ", float("-inf"): "min: "}.get(call["ord"])
+    """The 1-norm adds up, and so does the count of what is not 0; the largest and the smallest combine."""
+    word = {0: "", 1: "", float("inf"): "max: ", float("-inf"): "min: "}.get(call["ord"])
     return reduction(call, adds=word is not None, linear=False, word=word or "")
 
 
 WHOLE = """
     prod.dim_int var.dim var.correction std.dim std.correction var_mean.dim var_mean.correction std_mean.dim
-    std_mean.correction logsumexp argmax argmin max.dim min.dim median.dim mode kthvalue norm.ScalarOpt_dim
-    norm.ScalarOpt_dim_dtype
+    std_mean.correction logsumexp argmax argmin max.dim min.dim median.dim nanmedian.dim mode kthvalue
+    norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype aminmax hash_tensor
 """
 WHOLE_ALL = """
-    prod.default var.default std.default var_mean.default std_mean.default median.default norm.Scalar
-    norm.ScalarOpt_dtype
+    prod.default var.default std.default var_mean.default std_mean.default median.default nanmedian.default
+    norm.Scalar norm.ScalarOpt_dtype
 """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import Shape, rule
-from graphzero.sbp.rules._write import MOVE, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._write import GROWING, MOVE, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}
@@ -152,4 +152,4 @@ def constant_pad(call: Call) -> str:
         if tuple(pad[2 * i : 2 * i + 2]) != (0, 0):
             dims[-1 - i] = "_"
     line = "".join(dims)
-    return f"{line}->{line}" if is_zero(call["value"]) else f"~{line}->{line}"
+    return f"{MOVE if is_zero(call['value']) else GROWING}{line}->{line}"

@@ -1,0 +1,188 @@
+"""Layouts: every model, forward, backward and AdamW in float64, on four virtual ranks in every layout at every stage.
+
+    python bench/layouts.py                       # three models
+    python bench/layouts.py --full                # all of them
+    python bench/layouts.py --models llama --layouts "dp2 x tp2"
+
+Layouts: data parallel, data x tensor parallel, tensor parallel, and two data axes, ZeRO over both or over the inner.
+Per row: the largest relative difference of a loss from plain PyTorch's at each stage over five steps (the limit is
+1e-6), the largest difference of a parameter or buffer, seconds for capture, passes and steps of all stages, and what
+one rank sends in a step on each axis, at stage 0 and 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+
+import torch
+from _run import markdown, options_of
+from compare import BATCH, Cell, Trained, TrainGraph, difference, plain
+from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
+from plans import PLANS, parallelise
+from torch import fx
+
+import graphzero as gz
+from graphzero.ir import value
+from graphzero.plan import Collective
+
+STEPS, LIMIT = 5, 1e-6
+STAGES = (0, 1, 2, 3)
+_PHASES = ("forward", "backward")
+for _name, _make in (("gpt2", gpt2), ("bert", bert), ("vit", vit), ("t5", t5)):  # heads that four ranks divide
+    CASES[f"{_name}, 4 heads"] = replace(CASES[_name], make=partial(_make, heads=4))
+    PLANS[f"{_name}, 4 heads"] = PLANS[_name]
+MODELS = [name for name in CASES if f"{name}, 4 heads" not in CASES]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks: their hierarchy and the names of its axes; over which axis ZeRO splits, by default all data axes."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    axis: str | None = None
+
+    def placement(self, virtual: bool = True) -> gz.placement:
+        ranks = torch.arange(prod(self.ranks)).reshape(self.ranks).tolist()
+        return gz.placement("cpu", ranks, names=self.names, virtual=virtual)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the data axes split a batch."""
+        return prod(count for count, name in zip(self.ranks, self.names, strict=True) if name != "tp")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return STAGES if self.parts > 1 else (0,)  # ZeRO splits over data axes
+
+
+HYBRID = ("dp_replicate", "dp_shard")
+LAYOUTS = {
+    "dp4": Layout((4,), ("dp",)),
+    "dp2 x tp2": Layout((2, 2), ("dp", "tp")),
+    "tp4": Layout((4,), ("tp",)),
+    "dp2 x dp2": Layout((2, 2), HYBRID),
+    "dp2 x dp2, inner": Layout((2, 2), HYBRID, "dp_shard"),
+}
+
+
+@cache
+def reference(model: str) -> Trained:
+    return plain(Cell(model, "adamw", 0, 1), STEPS)
+
+
+def graph_of(model: str, layout: Layout, stage: int, virtual: bool = True) -> TrainGraph:
+    """A Graph that is to train ``model``, tensor-parallel where the layout has a tensor axis."""
+    placement = layout.placement(virtual)
+    network = CASES[model].model(torch.float64)
+    if "tp" in layout.names and not parallelise(network, PLANS[model], placement):
+        raise ValueError(f"the plan of {model} splits nothing on {placement!r}")
+    graph = TrainGraph(network, *OPTIMIZERS["adamw"](network.parameters(), STEPS), placement=placement)
+    if stage:
+        graph.config.enable_zero(stage=stage, axis=layout.axis)
+    return graph
+
+
+def train(graph: TrainGraph, model: str, parts: int = 1, part: int = 0) -> Trained:
+    """Five steps.  ``part`` of so many ``parts`` of each batch is what this process gives: all, on virtual ranks."""
+    losses = []
+    for step in range(STEPS):
+        batch = CASES[model].batch(step, BATCH, torch.float64)
+        losses.append(graph(*(x.chunk(parts)[part] for x in batch)).item())
+    return Trained(losses, graph.full_state_dict()["modules"]["model"])
+
+
+# ---- what a program must not do
+
+
+def batch_gathers(graph: TrainGraph) -> list[Collective]:
+    """Activations that are moved whole or across along a data axis, in forward and backward; ZeRO's are not meant."""
+    data = graph.placement.data_axes
+    return [
+        c
+        for c in graph.plan.collectives
+        if c.axis in data and c.what_for == "other" and c.phase != "update" and c.kind in ("all_gather", "all_to_all")
+    ]
+
+
+def whole_batches(graph: TrainGraph, other: TrainGraph) -> list[str]:
+    """Values of forward and backward that are made from the batch, have a dim of it, and are whole on a data axis.
+
+    other: the same step for a batch of another size, which tells what has such a dim: what has grown.
+    """
+    axes = [graph.placement.names.index(name) for name in graph.placement.data_axes]
+    grown = {node.name: value.type_of(node) for node in _made_from_batch(other)}
+    return [
+        node.name
+        for node in _made_from_batch(graph)
+        if grown.get(node.name, value.type_of(node)) != value.type_of(node)
+        and any(value.nd_of(node)[axis].is_broadcast for axis in axes)
+    ]
+
+
+def _made_from_batch(graph: TrainGraph) -> list[fx.Node]:
+    """Tensors of forward and backward that depend on an input."""
+    made = set(graph.program.placeholders("batch"))
+    for node in graph.program.nodes:
+        if node.op == "call_function" and made.intersection(node.all_input_nodes):
+            made.add(node)
+    return [n for n in graph.program.nodes if n in made and value.is_tensor(n) and value.phase_of(n) in _PHASES]
+
+
+# ---- the table
+
+
+HEAD = ("model", "layout", *(f"stage {stage}" for stage in STAGES), "parameters", "seconds", "sent at stage 0", "at 3")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all models")
+    parser.add_argument("--models", nargs="+", choices=CASES)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    options = options_of(parser)
+    models = options.models or (MODELS if options.full else ["mlp", "gpt2, 4 heads", "llama"])
+    started, beyond, rows = time.perf_counter(), 0, []
+    for model in models:
+        for name in options.layouts:
+            cells, worst = row(model, name)
+            rows.append(cells)
+            beyond += not worst <= LIMIT
+            print(f"{model}, {name}: {worst:.0e}", file=sys.stderr, flush=True)
+    print(markdown(HEAD, rows))
+    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s; {beyond} beyond {LIMIT}")
+    return 1 if beyond else 0
+
+
+def row(model: str, name: str) -> tuple[list[str], float]:
+    """A line of the table, and the largest difference of a loss in it."""
+    layout, wanted, started = LAYOUTS[name], reference(model), time.perf_counter()
+    losses, tensors, sent = dict.fromkeys(STAGES, ""), [], dict.fromkeys(STAGES, "")
+    worst = 0.0
+    for stage in layout.stages:
+        graph = graph_of(model, layout, stage)
+        found = difference(train(graph, model), wanted)
+        losses[stage] = f"{found.loss:.0e}"
+        worst = max(worst, found.loss)
+        tensors.append(found.tensor)
+        sent[stage] = wire(graph)
+    seconds = f"{time.perf_counter() - started:.0f}"
+    return [model, name, *losses.values(), f"{max(tensors):.0e}", seconds, sent[0], sent[3]], worst
+
+
+def wire(graph: TrainGraph) -> str:
+    """kB that one rank sends in a step, by axis."""
+    nbytes: Counter[str] = Counter()
+    for c in graph.plan.collectives:
+        nbytes[c.axis] += c.bytes  # type: ignore[assignment]
+    return ", ".join(f"{axis} {nbytes[axis] / 1e3:.0f} kB" for axis in graph.placement.names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

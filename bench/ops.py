@@ -1,0 +1,297 @@
+"""Rules on PyTorch's own operator samples: ``python bench/ops.py``.
+
+Every sample becomes a step, the op and its backward, and is captured as a Graph captures it.  The step is run on real
+values, which must give what PyTorch gives.  Each ATen call in it is then run as every signature of its rule says, on 2
+and on 3 ranks: the pieces must join to the call's own result.  What is printed: how many samples a Graph takes, how
+many calls may be split, which are whole on every rank and why, and what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from _run import markdown, options_of
+from torch import Tensor, fx, nn
+from torch.testing._internal import common_methods_invocations as invocations
+from torch.utils import _pytree as pytree
+
+from graphzero.capture import Captured, Step, TensorLeaf, capture
+from graphzero.errors import CaptureError
+from graphzero.ir import ops as ir_ops
+from graphzero.ir.value import role_of
+from graphzero.ops import UNIFORM_LIKE
+from graphzero.sbp.call import op_name
+from graphzero.sbp.law import meta_of, violations
+from graphzero.sbp.placement import placement
+from graphzero.sbp.registry import has_rule, signatures
+
+# In the last two a partial sum rounds more than small results are large: of signatures only shapes and types compare.
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32, torch.bfloat16)
+COARSE = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+UNSPECIFIED = ("aten.empty", "aten.new_empty", "aten.resize")  # memory as it is
+SAVED_WIDER = ("native_batch_norm", "_native_batch_norm_legit")  # their saved statistics stay float32 under bfloat16
+DRAWS = (UNIFORM_LIKE,)  # where a piece of it begins is localize's to say
+RANKS = (2, 3)
+PLACE = placement("cpu", range(1))
+invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a step sets no seed
+
+
+@dataclass(frozen=True)
+class AtenCall:
+    """One call of an op in a step, with its values."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+    def key(self) -> Any:
+        return self.op, str(_metas((self.args, self.kwargs)))
+
+    def signatures(self) -> Sequence[Any]:
+        """What the rule allows, taking sizes to divide by the ranks."""
+        return signatures(self.op, *_metas((self.args, self.kwargs)), _metas(self.results()))
+
+    def results(self) -> list[Tensor | None]:
+        with torch.no_grad():
+            made = self.op(*self.args, **self.kwargs)
+        return [x if isinstance(x, Tensor) else None for x in (made if isinstance(made, (list, tuple)) else [made])]
+
+
+def _metas(values: Any) -> Any:
+    return pytree.tree_map(lambda x: meta_of(x) if isinstance(x, Tensor) else x, values)
+
+
+@dataclass
+class Tally:
+    """What came of the samples of one dtype."""
+
+    operators: set[str] = field(default_factory=set)
+    samples: int = 0
+    refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # what capture says: where
+    calls: int = 0
+    split: int = 0  # calls that may be split or partial
+    tiny: int = 0  # calls on single elements
+    whole: Counter[str] = field(default_factory=Counter)  # ops with a rule that here allows nothing but all-B
+    bare: Counter[str] = field(default_factory=Counter)  # ops without a rule
+    untried: int = 0  # calls too large, or with values so large that they drown the others
+    wrong: list[str] = field(default_factory=list)
+
+
+class Sampled:
+    """One sample of an operator as a step: operands with a gradient are parameters, other tensors are inputs."""
+
+    def __init__(self, info: Any, sample: Any) -> None:
+        self.info, self.name = info, str(info.full_name)
+        leaves, self.outline = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        self.trained = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        self.leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self.module = nn.Module()
+        for i, (x, trained) in enumerate(zip(self.leaves, self.trained, strict=True)):
+            if trained:
+                self.module.register_parameter(f"p{i}", nn.Parameter(x))
+        self.inputs = [x for x, p in zip(self.leaves, self.trained, strict=True) if isinstance(x, Tensor) and not p]
+        self.weights = [torch.rand_like(x) for x in _differentiable(self._forward(self.inputs))]
+        self.expected = [x.detach() for x in self.build(*self.inputs, *self.weights)]
+
+    def _forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = iter(inputs)
+        values = []
+        for i, (x, trained) in enumerate(zip(self.leaves, self.trained, strict=True)):
+            values.append(getattr(self.module, f"p{i}") if trained else next(given) if isinstance(x, Tensor) else x)
+        args, kwargs = pytree.tree_unflatten(values, self.outline)
+        out = self.info(*args, **kwargs)
+        return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+
+    def build(self, *given: Tensor) -> list[Tensor]:
+        inputs, weights = given[: len(self.inputs)], given[len(self.inputs) :]
+        out = self._forward(inputs)
+        results = _differentiable(out)
+        if not results:
+            return out
+        grads = torch.autograd.grad(results, list(self.module.parameters()), weights, allow_unused=True)
+        return [*out, *(x for x in grads if x is not None)]
+
+    def capture(self) -> Captured:
+        given = (*self.inputs, *self.weights)
+        leaves = [TensorLeaf(f"x{i}", x.dtype, tuple(x.shape)) for i, x in enumerate(given)]
+        step = Step("Sampled", PLACE, self.build, {"module": self.module})
+        return capture(step, leaves, pytree.tree_structure((given, {})))
+
+    def calls(self, captured: Captured, made: list[Any]) -> Iterator[AtenCall]:
+        """Run what was captured, call by call; the step's results go to ``made``."""
+        given = {f"x{i}": x for i, x in enumerate((*self.inputs, *self.weights))}
+        held = {f"module.{name}": p.detach() for name, p in self.module.named_parameters()}
+        env: dict[fx.Node, Any] = {}
+        for node in captured.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = _placed(node, captured, given, held)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: env[x])
+                if node.target is ir_ops.use:
+                    env[node] = args[0]
+                    continue
+                if isinstance(node.target, torch._ops.OpOverload):
+                    yield AtenCall(node.target, args, dict(kwargs))
+                with torch.no_grad():
+                    env[node] = node.target(*args, **kwargs)
+        made += [env[x] if isinstance(x, fx.Node) else x for x in captured.graph.outputs]
+
+
+def _differentiable(out: list[Tensor]) -> list[Tensor]:
+    return [x for x in out if x.requires_grad]
+
+
+def _placed(node: fx.Node, captured: Captured, given: dict[str, Tensor], held: dict[str, Tensor]) -> Any:
+    role = role_of(node)
+    if node.name in captured.constants:
+        return captured.constants[node.name]
+    if role.kind == "seed":
+        return torch.tensor(0)
+    return given[role.of] if role.kind == "batch" else held[role.of]
+
+
+def steps(dtype: torch.dtype, every: int = 1, most: int = 4) -> Iterator[Sampled]:
+    """Of every ``every``-th operator that takes ``dtype``, up to ``most`` samples that PyTorch itself runs."""
+    infos = [info for info in invocations.op_db if dtype in info.supported_dtypes("cpu")]
+    for info in infos[::every]:
+        differs = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu") and not dtype.is_complex
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=differs))
+        for sample in samples[:: max(len(samples) // most, 1)][:most]:
+            try:
+                yield Sampled(info, sample)
+            except (RuntimeError, TypeError, NotImplementedError, AssertionError):
+                continue
+
+
+def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> Tally:
+    """Capture and try samples; ``seen`` holds the keys of calls that need not be tried again."""
+    found = Tally()
+    for step in steps(dtype, every, most):
+        found.samples += 1
+        found.operators.add(step.name)
+        try:
+            captured = step.capture()
+        except CaptureError as error:
+            found.refused[_reason(error)][step.name] += 1
+            continue
+        made: list[Any] = []
+        try:
+            for call in step.calls(captured, made):
+                if call.key() not in seen:
+                    seen.add(call.key())
+                    _try(call, found)
+        except (RuntimeError, NotImplementedError) as error:
+            found.wrong.append(f"{step.name}: the captured step fails: {error}")
+            continue
+        if not _agrees(step, captured, made):
+            found.wrong.append(f"{step.name}: the captured step computes something else")
+    return found
+
+
+def _reason(error: CaptureError) -> str:
+    text = str(error).splitlines()[0].removeprefix("build ")
+    return text.split(": ")[0] if text.startswith(("reads", "the shape")) else text[:110]
+
+
+def _agrees(step: Sampled, captured: Captured, made: list[Any]) -> bool:
+    """Whether what was captured computes what the op does.  Random numbers are other ones, memory is as it is."""
+    ops = [node.target for node in captured.graph.nodes if node.op == "call_function"]
+    if any(op in DRAWS or op_name(op).startswith(UNSPECIFIED) for op in ops):
+        return [x.shape for x in made] == [x.shape for x in step.expected]
+    if step.name in SAVED_WIDER:
+        return _close(made[0], step.expected[0])
+    return all(map(_close, made, step.expected))
+
+
+def _close(have: Tensor, want: Tensor) -> bool:
+    if want.layout != torch.strided:
+        return have.layout == want.layout
+    real = want.is_floating_point() or want.is_complex()
+    tolerance = 64 * torch.finfo(want.dtype).eps if real else 0.0
+    return have.dtype == want.dtype and torch.allclose(have, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _try(call: AtenCall, found: Tally) -> None:
+    found.calls += 1
+    name = op_name(call.op)
+    if not has_rule(call.op):
+        found.bare[name] += 1
+    elif call.op in DRAWS:
+        found.split += 1
+    elif all(x.numel() < 2 for x in call.tensors):
+        found.tiny += 1
+    elif any(x.layout != torch.strided or x.numel() > 4000 or not _small(x) for x in call.tensors):
+        found.untried += 1
+    elif len(call.signatures()) == 1:
+        found.whole[name] += 1
+    else:
+        found.split += 1
+        values = [*call.tensors, *(x for x in call.results() if x is not None)]
+        compared = not name.startswith(UNSPECIFIED) and not any(x.dtype in COARSE for x in values)
+        for ranks in RANKS:
+            found.wrong += violations(call.op, call.args, call.kwargs, ranks, values=compared)
+
+
+def _small(x: Tensor) -> bool:
+    """Huge values drown the partial addends, which are of order ten."""
+    return x.dtype == torch.bool or not bool((x.abs() > 1e5).any())
+
+
+def report(tallies: dict[torch.dtype, Tally]) -> str:
+    """The tables."""
+    head = ["dtype", "operators", "samples", "refused", "calls", "may be split", "one element", "whole", "no rule",
+            "not tried", "wrong"]  # fmt: skip
+    rows = [
+        [str(dtype).removeprefix("torch."), len(t.operators), t.samples, sum(c.total() for c in t.refused.values()),
+         t.calls, t.split, t.tiny, t.whole.total(), t.bare.total(), t.untried, len(t.wrong)]
+        for dtype, t in tallies.items()
+    ]  # fmt: skip
+    refused: dict[str, Counter[str]] = defaultdict(Counter)
+    for t in tallies.values():
+        for reason, names in t.refused.items():
+            refused[reason] += names
+    parts = [markdown(head, rows), markdown(["refused by capture", "samples", "operators"], [
+        [reason, names.total(), _shown(names)] for reason, names in sorted(refused.items())])]  # fmt: skip
+    for title, kind in (("whole, though there is a rule", "whole"), ("whole, for there is none", "bare")):
+        ops: Counter[str] = sum((getattr(t, kind) for t in tallies.values()), Counter())
+        parts.append(f"{title}: {', '.join(f'{name} {n}' for name, n in sorted(ops.items())) or 'nothing'}")
+    parts += [line for t in tallies.values() for line in t.wrong]
+    return "\n\n".join(parts)
+
+
+def _shown(names: Counter[str], most: int = 4) -> str:
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
+    parser.add_argument("--every", type=int, default=1, help="take every n-th operator")
+    parser.add_argument("--most", type=int, default=1, help="samples of one operator and dtype")
+    options = options_of(parser)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    started, seen = time.perf_counter(), set[Any]()
+    tallies = {}
+    for name in options.dtypes:
+        dtype = getattr(torch, name)
+        tallies[dtype] = tally(dtype, seen, options.every, options.most)
+    print(report(tallies))
+    print(f"\n{time.perf_counter() - started:.0f} s")
+    if any(t.wrong for t in tallies.values()):
+        raise SystemExit("some results are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What a collective costs on each placement axis: the alpha-beta model (Hockney, 1994; Thakur et al., 2005).
+
+    seconds = latency * messages + bytes / bandwidth
+
+The bytes are those that one rank sends (``boxing``), the messages those that it sends one after the other in the same
+ring or pairwise algorithm.  Where nobody has said what links cost, all axes are alike and bytes alone decide.  Which
+moves there are is ``boxing``'s, which of them is taken ``route``'s and propagation's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+from graphzero.errors import ConfigError
+from graphzero.sbp.boxing import COLLECTIVES, move, wire_bytes
+from graphzero.sbp.types import Sbp
+
+_MESSAGES: dict[str, Callable[[int], int]] = {
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "all_reduce": lambda n: 2 * (n - 1),  # a reduce_scatter, then an all_gather
+    "all_to_all": lambda n: n - 1,
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What ranks that meet along one placement axis pay to talk.
+
+    latency: seconds until a message arrives, whatever its size (alpha); 0 where only bytes count.
+    bandwidth: bytes that one rank sends per second while all ranks do (1 / beta).
+    Raises ConfigError for what is no such number.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check("latency", self.latency, "seconds per message, 0 or more")
+        _check("bandwidth", self.bandwidth, "bytes per second and rank, more than 0")
+        if self.bandwidth == 0:
+            raise ConfigError("Link(bandwidth=0): nothing would ever arrive; give bytes per second and rank")
+
+    def seconds(self, kind: str, sent: float, ranks: int) -> float:
+        """Seconds of a collective of ``kind`` over ``ranks`` ranks, each of which sends ``sent`` bytes."""
+        return self.latency * messages(kind, ranks) + sent / self.bandwidth
+
+
+Links = tuple[Link, ...]  # one per placement axis, outermost first; () where nobody has said
+
+
+def messages(kind: str, ranks: int) -> int:
+    """Messages that one rank sends, one after the other, in a move of ``kind``; none for what is local."""
+    return _MESSAGES[kind](ranks) if kind in COLLECTIVES and ranks > 1 else 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The price of moves on a placement, in bytes: what is cheaper, not how long it takes.
+
+    Without links these are the bytes that one rank sends.  With links they are the bytes that the axis of greatest
+    bandwidth would carry in the same time, so that prices on different axes compare, and next to none stays next to
+    none.  hierarchy: ranks along each axis.
+    """
+
+    hierarchy: tuple[int, ...]
+    links: Links = ()
+    _weights: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.links and len(self.links) != len(self.hierarchy):
+            raise ConfigError(
+                f"{len(self.links)} links for {len(self.hierarchy)} placement axes; give one Link for each"
+            )
+        best = max((link.bandwidth for link in self.links), default=1.0)
+        weights = [(link.latency * best, best / link.bandwidth) for link in self.links]
+        object.__setattr__(self, "_weights", tuple(weights) or ((0.0, 1.0),) * len(self.hierarchy))
+
+    def of(self, kind: str, nbytes: float, axis: int) -> float:
+        """A move of one step on ``axis``; ``nbytes``: of the tensor, whole on this axis, as it is on the others."""
+        per_message, per_byte = self._weights[axis]
+        ranks = self.hierarchy[axis]
+        return per_message * messages(kind, ranks) + per_byte * wire_bytes(kind, nbytes, ranks)
+
+    def box(self, src: Sbp, dst: Sbp, nbytes: float, axis: int) -> float:
+        """All steps from ``src`` to ``dst`` on ``axis``; see ``of``."""
+        per_message, per_byte = self._weights[axis]
+        count, share = _box(src, dst, self.hierarchy[axis])
+        return per_message * count + per_byte * (share * nbytes)
+
+
+@cache
+def _box(src: Sbp, dst: Sbp, ranks: int) -> tuple[int, float]:
+    """Messages, and bytes sent in multiples of the tensor's bytes."""
+    steps = move(src, dst).steps
+    return sum(messages(step.kind, ranks) for step in steps), sum(wire_bytes(step.kind, 1, ranks) for step in steps)
+
+
+def _check(name: str, found: object, unit: str) -> None:
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0:
+        raise ConfigError(f"Link({name}={found!r}): give {unit}, a finite number")

@@ -1,0 +1,53 @@
+"""Ops that turn tensors, put them side by side, or write them into one another, and move every value as it is."""
+
+from __future__ import annotations
+
+from graphzero.sbp.call import Call
+from graphzero.sbp.registry import rule
+from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
+
+
+@rule(overloads("rot90"))
+def rot90(call: Call) -> str:
+    """A quarter turn swaps two dims and reverses one of them, which then stays whole; a half turn reverses both."""
+    turns, (a, b) = call["k"] % 4, dims_of(call["dims"], len(call.shape))
+    dims = letters(len(call.shape), whole={0: (), 1: (b,), 2: (a, b), 3: (a,)}[turns])
+    turned = list(dims)
+    if turns % 2:
+        turned[a], turned[b] = dims[b], dims[a]
+    return f"{MOVE}{''.join(dims)}->{''.join(turned)}"
+
+
+@rule(overloads("block_diag"))
+def block_diag(call: Call) -> str:
+    """Between the blocks stand zeros, so that sums pass and maxima do not."""
+    return f"{'+'.join('_' * len(m.shape) for m in call.tensors)}->__"
+
+
+@rule(overloads("as_strided", "as_strided_copy"))
+def as_strided(call: Call) -> str:
+    """Its strides are of the whole."""
+    return f"{MOVE}{'_' * len(call.shape)}->{'_' * len(call.out)}"
+
+
+@rule(overloads("as_strided_scatter"))
+def as_strided_scatter(call: Call) -> str:
+    return f"{MOVE}{'_' * len(call.shape)}+{'_' * len(call.tensors[1].shape)}->{'_' * len(call.out)}"
+
+
+@rule(overloads("put"))
+def put(call: Call) -> str:
+    """Places are counted in the whole; with accumulate the values add up over the index."""
+    own, index = "_" * len(call.shape), letters(len(call.tensors[1].shape))
+    if call["accumulate"]:
+        return f"{own}+~{''.join(index)},{''.join(index)}->{own}"
+    return f"{MOVE}{own}+~{'_' * len(index)},{'_' * len(index)}->{own}"
+
+
+@rule(overloads("index_reduce"))
+def index_reduce(call: Call) -> str | None:
+    if not call.shape:
+        return None
+    at = dim_of(call["dim"], len(call.shape))
+    line = "".join("_" if i == at else name for i, name in enumerate(letters(len(call.shape))))
+    return f"~{line},~_,~{line}->{line}"

@@ -1,0 +1,116 @@
+"""Calls of ops that few models have, for the law; see ``samples``."""
+
+from __future__ import annotations
+
+import torch
+from sample_table import add, aten, b, f, i, u
+
+
+def matrices() -> None:
+    x = f(4, 3, 3)
+    positive = x @ x.mT + torch.eye(3, dtype=x.dtype)
+    for op in (aten.cholesky, aten.geqrf, aten.linalg_eig, aten.linalg_lu, aten.linalg_ldl_factor_ex):
+        add(op.default, positive)
+    factors, pivots, _ = aten.linalg_ldl_factor_ex.default(positive)
+    add(aten.linalg_ldl_solve.default, factors, pivots, f(4, 3, 2))
+    reflectors, scales = aten.geqrf.default(positive)
+    add(aten.ormqr.default, reflectors, scales, f(4, 3, 2))
+    add(aten.triangular_solve.default, f(4, 3, 2), positive)
+    add(aten._linalg_solve_ex.default, positive, f(4, 3, 2))
+    add(aten._linalg_solve_ex.default, positive, f(4, 3))
+    factors, pivots, _ = aten.linalg_lu_factor_ex.default(positive)
+    for values, places in ((True, True), (True, False), (False, True)):
+        add(aten.lu_unpack.default, factors, pivots, values, places)
+    for tolerance in (None, u(), u(4)):
+        add(aten.linalg_pinv.atol_rtol_tensor, f(4, 3, 2), rtol=tolerance)
+    add(aten.nanmedian.default, f(4, 5))
+    add(aten.nanmedian.dim, f(4, 5), 1)
+    add(aten.aminmax.default, f(4, 5))
+    add(aten.aminmax.default, f(4, 5), dim=1)
+    add(aten.renorm.default, f(4, 5, 3), 2, 1, 0.5)
+    add(aten.hash_tensor.default, f(4, 5), [1])
+    add(aten.isin.Tensor_Tensor, i(9, 4, 5), i(9, 3))
+    add(aten.isin.Tensor_Scalar, i(9, 4, 5), 3)
+    add(aten.isin.Scalar_Tensor, 3, i(9, 3))
+
+
+def moved() -> None:
+    for turns in (1, 2, -1):
+        add(aten.rot90.default, f(4, 5, 3), turns, [0, 2])
+    add(aten.block_diag.default, [f(4, 5), f(3), f(2, 2)])
+    for op in (aten.as_strided, aten.as_strided_copy):
+        add(op.default, f(4, 5), [2, 3], [5, 1], 1)
+    add(aten.as_strided_scatter.default, f(4, 5), f(2, 3), [2, 3], [5, 1], 1)
+    add(aten.put.default, f(4, 5), i(20, 6), f(6), True)
+    add(aten.put.default, f(4, 5), torch.tensor([7, 0, 19]), f(3))
+    for how in ("prod", "mean", "amax", "amin"):
+        add(aten.index_reduce.default, f(4, 5), 1, i(5, 6), f(4, 6), how)
+    add(aten.index_reduce.default, f(4, 5), 0, i(4, 6), f(6, 5), "amax", include_self=False)
+    add(aten._efficientzerotensor.default, [4, 5], dtype=torch.float64)
+
+
+def bags() -> None:
+    words, starts = i(7, 8), torch.tensor([0, 3, 4])
+    for mode in (0, 1, 2):
+        for scales in (None, u(8)) if mode == 0 else (None,):
+            tail = (False, mode, False, scales)
+            add(aten._embedding_bag.default, f(7, 4), words, starts, *tail)
+            add(aten._embedding_bag_forward_only.default, f(7, 4), words, starts, *tail)
+            _, bag, sizes, largest = aten._embedding_bag.default(f(7, 4), words, starts, *tail)
+            add(aten._embedding_bag_backward.default, f(3, 4), words, starts, bag, sizes, largest, 7, *tail)
+            add(aten._embedding_bag_dense_backward.default, f(3, 4), words, bag, sizes, largest, 7, False, mode, scales)
+    _, bag, _, _ = aten._embedding_bag.default(f(7, 4), words, starts)
+    add(aten._embedding_bag_per_sample_weights_backward.default, f(3, 4), f(7, 4), words, starts, bag, 0)
+
+
+def pooled() -> None:
+    for n in (1, 2, 3):
+        tail = ([6] * n,)
+        add(getattr(aten, f"_upsample_nearest_exact{n}d").default, f(4, 3, *[4] * n), *tail)
+        add(getattr(aten, f"_upsample_nearest_exact{n}d_backward").default, f(4, 3, *[6] * n), *tail, [4, 3, *[4] * n])
+        add(getattr(aten, f"_upsample_nearest_exact{n}d").vec, f(4, 3, *[4] * n), *tail, None)
+    for name in ("bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa"):
+        add(getattr(aten, f"_upsample_{name}").default, f(4, 3, 4, 4), [6, 6], False)
+        add(getattr(aten, f"_upsample_{name}").vec, f(4, 3, 4, 4), [6, 6], False, None)
+        add(getattr(aten, f"_upsample_{name}_backward").default, f(4, 3, 6, 6), [6, 6], [4, 3, 4, 4], False)
+    for n in (2, 3):
+        x, kernel, size = f(4, 3, *[5] * n), [2] * n, [3] * n
+        pool = getattr(aten, f"fractional_max_pool{n}d").default
+        _, at = pool(x, kernel, size, picks := u(4, 3, n))
+        add(pool, x, kernel, size, picks)
+        backward = getattr(aten, f"fractional_max_pool{n}d_backward").default
+        add(backward, f(4, 3, *size), x, kernel, size, at)
+    for n in (1, 2, 3):
+        if n > 1:
+            add(getattr(aten, f"avg_pool{n}d").default, i(9, 4, 3, *[4] * n), [2] * n)
+    x, weight = f(4, 5, 3), u(5)
+    add(aten._batch_norm_with_update_functional.default, x, weight, weight, u(5), u(5), 0.1, 1e-5)
+    none = torch.empty(0, dtype=torch.uint8)
+    for update in (True, False):
+        add(aten.batch_norm_backward.default, f(4, 5, 3), x, weight, u(5), u(5), u(5), u(5), update, 1e-5,
+            [True, True, True], none)  # fmt: skip
+
+
+def whole() -> None:
+    mask = b(4, 5)
+    add(aten.masked_scatter.default, f(4, 5), mask, f(4, 5))
+    add(aten.masked_scatter_backward.default, f(4, 5), mask, [4, 5])
+    add(aten._pdist_forward.default, f(4, 5))
+    add(aten._pdist_backward.default, f(6), f(4, 5), 2.0, aten._pdist_forward.default(f(4, 5)))
+    add(aten.empty_strided.default, [4, 5], [5, 1])
+    add(aten.new_empty_strided.default, f(3), [4, 5], [5, 1])
+    add(aten.empty_permuted.default, [4, 5], [1, 0])
+    add(aten.nonzero_static.default, f(4, 5), size=3)
+    add(aten.histogram.bin_ct, f(9), 3)
+    add(aten.histogram.bins_tensor, f(9), u(4).sort().values)
+    add(aten._histogramdd_bin_edges.default, f(9, 2), [3, 3])
+    add(aten._histogramdd_from_bin_cts.default, f(9, 2), [3, 3])
+    lengths = torch.tensor([1, 3, 2])
+    add(aten.segment_reduce.default, x := f(6, 2), "sum", lengths=lengths)
+    add(aten._segment_reduce_backward.default, f(3, 2), f(3, 2), x, "sum", lengths=lengths)
+    add(aten.resize.default, f(4, 5), [5, 4])
+    add(aten.resize_as.default, f(4, 5), f(5, 4))
+    for start, end in ((u(), u()), (u(), 2), (1, u())):
+        kinds = "_".join("Tensor" if isinstance(x, torch.Tensor) else "Scalar" for x in (start, end))
+        for op in (aten.linspace, aten.logspace):
+            add(getattr(op, kinds), start, end, 5)

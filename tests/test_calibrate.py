@@ -1,0 +1,128 @@
+"""graphzero calibrate: the fit on made-up times, two real processes, and what it says where nothing travels."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphzero as gz
+from graphzero.calibrate import Measured, Sample, calibrate, fit, table
+from graphzero.cli import main
+from graphzero.config import GraphConfig
+from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
+from graphzero.sbp.links import messages
+
+ROOT = Path(__file__).resolve().parents[1]
+FACTORY = """
+import torch
+import graphzero as gz
+
+class Twice(gz.Graph):
+    def build(self, x):
+        return x * 2
+
+def make(placement, stage):
+    return Twice(placement), torch.ones(4)
+
+def other(placement, stage):
+    return "no graph"
+"""
+
+
+def samples(link, ranks=4, noise=0.0, sizes=(1 << 10, 1 << 14, 1 << 18, 1 << 22)):
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for kind in COLLECTIVES:
+        for size in sizes:
+            sent = wire_bytes(kind, size, ranks)
+            off = 1 + noise * (2 * float(torch.rand((), generator=generator)) - 1)
+            found.append(Sample(kind, messages(kind, ranks), sent, link.seconds(kind, sent, ranks) * off))
+    return found
+
+
+@pytest.mark.parametrize("link", [gz.Link(5e-6, 5e10), gz.Link(3e-4, 1e9), gz.Link(0.0, 2e8)])
+def test_the_fit_finds_the_numbers_that_times_were_made_of(link):
+    found = fit(samples(link))
+    assert found.latency == pytest.approx(link.latency, rel=1e-6, abs=1e-12)
+    assert found.bandwidth == pytest.approx(link.bandwidth, rel=1e-6)
+
+
+def test_the_fit_weighs_short_and_long_messages_alike_under_noise():
+    link = gz.Link(5e-6, 1e10)
+    found = fit(samples(link, noise=0.2))
+    assert found.latency == pytest.approx(link.latency, rel=0.1)
+    assert found.bandwidth == pytest.approx(link.bandwidth, rel=0.1)
+    assert 0.05 < Measured("dp", 4, found, samples(link, noise=0.2)).error < 0.2
+
+
+def test_times_below_the_line_through_zero_give_no_negative_latency():
+    seconds = {1000: 0.5e-6, 10_000: 9e-6, 100_000: 100e-6}
+    found = fit([Sample("all_gather", 3, sent, t) for sent, t in seconds.items()])
+    assert found.latency == 0 and found.bandwidth > 0
+
+
+def test_times_that_do_not_grow_are_refused():
+    with pytest.raises(gz.ConfigError, match="along tp .* larger ones"):
+        fit([Sample("all_gather", 1, sent, 1e-3 - sent * 1e-9) for sent in (10, 1000, 100_000)], "tp")
+
+
+def test_the_table_has_a_line_for_each_axis():
+    link = gz.Link(5e-6, 5e10)
+    lines = table([Measured("dp", 4, link, samples(link))]).splitlines()
+    assert lines[1].split() == ["dp", "4", "5.0", "us", "50.000", "GB/s", "0%"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "steps.py").write_text(FACTORY)
+    return str(tmp_path / "steps.py")
+
+
+def test_virtual_ranks_have_nothing_to_measure(file, capsys):
+    with pytest.raises(gz.ConfigError, match="nothing to measure.*virtual.*torchrun"):
+        calibrate(gz.placement("cpu", range(4), virtual=True))
+    assert main(["calibrate", f"{file}:make"]) == 1
+    assert "nothing to measure" in capsys.readouterr().err
+
+
+def test_a_fake_world_has_nothing_to_measure():
+    with gz.testing.fake_world(4), pytest.raises(gz.ConfigError, match="is fake"):
+        calibrate(gz.placement("cpu", range(4)))
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "word"),
+    [
+        ("{file}:nothing", [], "no callable 'nothing'"),
+        ("{file}:other", [], "returned str; return (graph, example_args)"),
+        ("nowhere.py:make", [], "no file 'nowhere.py'"),
+        ("make", [], "FILE:FACTORY"),
+        ("{file}:make", ["--axes", "dp4"], "dp=4,tp=2"),
+        ("{file}:make", ["--axes", "dp=2,tp=2"], "torchrun"),
+        ("{file}:make", ["--sizes", "8"], "two sizes"),
+    ],
+)
+def test_a_wrong_command_says_what_to_write(file, capsys, what, more, word):
+    assert main(["calibrate", what.format(file=file), *more]) == 1
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_measure_their_links_into_a_file_that_the_configuration_reads(file, tmp_path):
+    out = tmp_path / "links.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "graphzero"]
+    command += ["calibrate", f"{file}:make", "--axes", "dp=1,tp=2", "--output", str(out)]
+    command += ["--sizes", "1024", "1048576", "4194304", "--repeat", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("bandwidth") == 1 and str(out) in done.stdout  # rank 0 alone speaks
+    config = GraphConfig(gz.placement("cpu", [[0, 1]], virtual=True))
+    config.set_links(out)
+    assert 0 <= config.links[1].latency < 1 and 1e6 < config.links[1].bandwidth < 1e13
+    (measured,) = json.loads(out.read_text())["measured"]
+    assert measured["axis"] == "tp" and {s["kind"] for s in measured["samples"]} == set(COLLECTIVES)

@@ -1,0 +1,83 @@
+"""Products of groups: one op whatever the dtype and the size of a piece, the same as torch's kernel where that is."""
+
+import pytest
+import torch
+
+import graphzero as gz
+from graphzero import grouped
+from graphzero.sbp import B, S
+from graphzero.sbp.law import check_rule
+
+pytestmark = pytest.mark.filterwarnings("error")
+ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)
+FORMS = {"rows": ((8, 4), (3, 4, 8)), "inner": ((4, 8), (8, 4))}
+
+
+def operands(form, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in FORMS[form]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float64_and_the_kernel_of_float32_agree(form):
+    exact = grouped.product(*operands(form, torch.float64), ENDS)
+    torch.testing.assert_close(
+        grouped.product(*operands(form, torch.float32), ENDS).double(), exact, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_piece_that_the_kernel_refuses_is_computed_all_the_same():
+    a, b = operands("rows", torch.float32)
+    piece = b[..., :3].contiguous()  # rows 12 bytes apart
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        torch.ops.aten._grouped_mm(a, piece, ENDS)
+    torch.testing.assert_close(grouped.product(a, piece, ENDS), grouped.product(a, b, ENDS)[:, :3])
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(3, *shape)) for shape in ((4, 8), (8, 4)))
+
+    def forward(self, x):
+        groups = torch.tensor([2, 2, 8], dtype=torch.int32, device=x.device)
+        hidden = torch.nn.functional.grouped_mm(x, self.up, offs=groups)
+        return torch.nn.functional.grouped_mm(hidden.relu(), self.down, offs=groups)
+
+
+class Train(gz.Graph):
+    def __init__(self, model, placement):
+        super().__init__(placement)
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_experts_whose_weights_are_split_train_as_plain_pytorch_does():
+    torch.manual_seed(0)
+    model, twin = Experts(), Experts()
+    twin.load_state_dict(model.state_dict())
+    place = gz.placement("cpu", range(2), names=("tp",), virtual=True)
+    gz.to_global(model.up, place, S(2))
+    gz.to_global(model.down, place, S(1))
+    with pytest.warns(UserWarning, match="no axis of"):
+        graph = Train(model, place)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = twin(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(graph(x), loss.detach())
+    assert [c.kind for c in graph.plan.collectives if c.phase == "forward"] == ["all_reduce"]
+
+
+def test_a_rule_splits_the_inner_dim_and_the_columns_but_no_group():
+    found = check_rule(torch.ops.graphzero.grouped_mm.default, (*operands("rows", torch.float64), ENDS))
+    splits = {tuple(s.inputs[:2]) for s in found if any(x.is_split for x in s.inputs)}
+    assert splits == {(S(1), S(1)), (B, S(2))}
