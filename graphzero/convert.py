@@ -5,7 +5,9 @@ A global tensor is a torch DTensor; on a virtual placement it is a whole plain t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +32,20 @@ from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import Placement, as_placement
 from graphzero.sbp.types import B, Nd, Sbp
 
+Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
 
-def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp | Sequence[Sbp] | None = None) -> Any:
+
+def to_global(
+    x: Any,
+    placement: Placement | DeviceMesh | None = None,
+    sbp: Wanted | Mapping[str, Wanted] = None,
+) -> Any:
     """Make ``x`` a global tensor, or give it another SBP.
 
     * a plain tensor: this rank's local tensor becomes a DTensor; on a virtual placement the whole tensor is annotated;
     * a DTensor: redistributed to ``sbp``;
-    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place; it is returned;
+    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place; it is returned.  ``sbp``
+      may map names of them, ``"*.q_proj.*"`` as in a shell, to SBPs: the first that fits counts, the rest is B;
     * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside a Graph it is
       then the identity.
 
@@ -48,7 +57,7 @@ def to_global(x: Any, placement: Placement | DeviceMesh | None = None, sbp: Sbp 
                 f"to_global of a {type(x).__name__} inside build: a module is placed once, before the first call. "
                 "Place it in __init__, or pin the values that it makes: gz.to_global(h, sbp=...)"
             )
-        return _module_to_global(x, _required(placement, x), _nd(sbp, _required(placement, x), x))
+        return _module_to_global(x, _required(placement, x), sbp)
     if not isinstance(x, Tensor):
         raise SbpError(f"to_global takes a tensor or a module, not {type(x).__name__}; call it for each tensor")
     if sbp is not None and is_capturing():
@@ -82,7 +91,7 @@ def _required(placement: Placement | DeviceMesh | None, x: object) -> Placement:
     return located(placement)
 
 
-def _nd(sbp: Sbp | Sequence[Sbp] | None, placement: Placement, x: object) -> Nd:
+def _nd(sbp: Wanted | Mapping[str, Wanted], placement: Placement, x: object) -> Nd:
     nd = _tuple(sbp)
     if len(nd) != len(placement.names) or not all(isinstance(item, Sbp) for item in nd):
         raise SbpError(
@@ -117,7 +126,7 @@ def _check_dims(shape: Sequence[int], nd: Sequence[Sbp], what: str) -> None:
             raise SbpError(f"{what}: a tensor of shape {tuple(shape)} has no dim {sbp.dim}; choose another split, or B")
 
 
-def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> DTensor:
+def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wanted | Mapping[str, Wanted]) -> DTensor:
     where = as_placement(x.device_mesh if placement is None else placement)
     check_mesh(x, where, "the value given to to_global")
     if sbp is None:
@@ -154,15 +163,20 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _module_to_global(module: nn.Module, placement: Placement, nd: Nd) -> nn.Module:
+def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
     plain = [found for found in tree.tensors({"": module}).values() if not isinstance(found.tensor, DTensor)]
-    check_kept(nd, f"a module, {type(module).__name__},")
-    for found in plain:
+    if isinstance(sbp, Mapping):
+        nds = _by_name(plain, sbp, placement, module)
+    else:
+        nds = [_nd(sbp, placement, module)] * len(plain)
+        check_kept(nds[0] if nds else (), f"a module, {type(module).__name__},")
+    for found, nd in zip(plain, nds, strict=True):
+        check_kept(nd, f"the module's {found.path}")
         if found.tensor.dim():
             _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
     if not placement.virtual:
         _check_meta(plain, placement)
-    for found in plain:
+    for found, nd in zip(plain, nds, strict=True):
         here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
         if placement.virtual:
             annotate(found.tensor, placement, here, by_user=True)
@@ -171,6 +185,27 @@ def _module_to_global(module: nn.Module, placement: Placement, nd: Nd) -> nn.Mod
         tree.from_first_rank(found.tensor, placement)
         tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
     return module
+
+
+def _by_name(
+    tensors: Sequence[Found], wanted: Mapping[str, Wanted], placement: Placement, module: nn.Module
+) -> list[Nd]:
+    """The SBP of each tensor: that of the first pattern that fits one of its names, B where none does."""
+    known = {pattern: _nd(sbp, placement, module) for pattern, sbp in wanted.items()}
+    names: dict[int, list[str]] = {}
+    every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in itertools.chain(*every):
+        names.setdefault(id(tensor), []).append(name)
+    idle = [p for p in known if not fnmatch.filter(itertools.chain(*names.values()), p)]
+    if idle:
+        have = ", ".join(itertools.islice((path for paths in names.values() for path in paths), 6))
+        raise SbpError(
+            f"to_global of a {type(module).__name__}: {idle[0]!r} fits no parameter or buffer; they are {have} ..."
+        )
+    whole = (B,) * len(placement.names)
+    return [
+        next((nd for p, nd in known.items() if fnmatch.filter(names[id(found.tensor)], p)), whole) for found in tensors
+    ]
 
 
 def _check_meta(found: Sequence[Found], placement: Placement) -> None:

@@ -1,5 +1,7 @@
 """to_global, to_local and sbp.of in one process: virtual placements, build, and what they refuse."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,35 @@ def test_a_module_is_annotated_in_place_and_a_graph_takes_it_so(place):
     x = torch.randn(8, 4)
     torch.testing.assert_close(graph(x), model(x).detach())
     assert gz.sbp.of(graph.program.node("model_weight")) == (S(0),)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.up, self.down = nn.Embedding(6, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def test_a_module_is_placed_by_the_names_of_its_tensors():
+    where = gz.placement("cpu", [[0, 1], [2, 3]], virtual=True)
+    model = Tied()
+    split = {"up.*": (B, S(0)), "down.weight": (B, S(1)), "head.*": (B, S(0)), "*": (B, B)}
+    assert gz.to_global(model, where, split) is model
+    assert {name: gz.sbp.of(x) for name, x in model.named_parameters()} == {
+        "tokens.weight": (B, S(0)),  # by one of its two names
+        "up.weight": (B, S(0)), "up.bias": (B, S(0)), "down.weight": (B, S(1)), "down.bias": (B, B),
+    }  # fmt: skip
+    gz.to_global(model, where, {"up.*": (B, S(0))})
+    assert gz.sbp.of(model.down.weight) == (B, B)
+    for wrong, message in (
+        ({"upp.*": (B, S(0))}, "'upp.*' fits no parameter or buffer"),
+        ({"up.*": S(0)}, "one SBP per axis"),
+        ({"up.*": (B, S(1))}, "has no dim 1"),
+        ({"up.*": (B, gz.sbp.P)}, "up.weight"),
+    ):
+        with pytest.raises(gz.SbpError, match=re.escape(message)):
+            gz.to_global(model, where, wrong)
 
 
 def test_an_annotated_input_is_taken_as_placed(place):
