@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch import nn
 
 import graphzero as gz
 from graphzero.sbp import B, S
@@ -88,15 +87,13 @@ PLANS: dict[str, list[Split]] = {
 def parallelise(model: nn.Module, plan: list[Split], placement: gz.placement, axis: str = "tp") -> list[str]:
     """Split ``model`` as ``plan`` says over ``axis``, in place; the names of what is split."""
     at = placement.names.index(axis)
-    ranks, done = placement.hierarchy[at], []
+    ranks, wanted = placement.hierarchy[at], {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         split = next((s for s in plan if tensor.dim() and fnmatchcase(name, s.pattern)), None)
-        if split is None or (split.units and _number(model, split.units) % ranks):
-            continue
-        nd = tuple(split.sbp if i == at else B for i in range(len(placement.names)))
-        _place(model, name, tensor, placement, nd)
-        done.append(name)
-    return done
+        if split is not None and not (split.units and _number(model, split.units) % ranks):
+            wanted[name] = tuple(split.sbp if i == at else B for i in range(len(placement.names)))
+    gz.to_global(model, placement, wanted)
+    return list(wanted)
 
 
 def _number(model: nn.Module, name: str) -> int:
@@ -104,14 +101,3 @@ def _number(model: nn.Module, name: str) -> int:
     for part in name.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     return int(found)
-
-
-def _place(model: nn.Module, name: str, tensor: Tensor, placement: gz.placement, nd: tuple[Sbp, ...]) -> None:
-    if placement.virtual:
-        gz.to_global(tensor, placement=placement, sbp=nd)
-        return
-    whole = distribute_tensor(tensor.detach(), placement.mesh(), [Replicate()] * len(nd))
-    split = gz.to_global(whole, sbp=nd)
-    path, _, own = name.rpartition(".")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    setattr(model.get_submodule(path), own, nn.Parameter(split) if is_parameter else split)

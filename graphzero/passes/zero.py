@@ -76,6 +76,7 @@ class Zero(BuiltinPass):
         Over several axes the splits are nested in one dim: one gather and one scatter per axis, as many bytes as over
         one axis of all ranks.  A dim that another axis splits is taken only where it has to be, so that the new cuts
         come and go within its own: in as many sections as that axis makes pieces, or as nested cuts if it lies outside.
+        Not if that axis cuts it in sections itself: torch's ``full_tensor`` joins such a DTensor in another order.
         """
         nd = list(value.nd_of(node))
         shape = value.tensor_type(node).shape
@@ -90,7 +91,9 @@ class Zero(BuiltinPass):
         else:
             dim = max(taken, key=lambda dim: shape[dim])
             cutters = [i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim]
-            pieces = max(nd[i].sections for i in cutters) * prod(graph.placement.hierarchy[i] for i in cutters)
+            if any(nd[i].sections > 1 for i in cutters):
+                return tuple(nd)
+            pieces = prod(graph.placement.hierarchy[i] for i in cutters)
             cut = S(dim, 1 if max(cutters) < over[0] else pieces)
         found = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
         return found if nests(shape, found, graph.placement.hierarchy) else tuple(nd)

@@ -1,0 +1,367 @@
+"""Random small models in random layouts, drawn from a seed: what ``test_random_layouts`` trains.
+
+A ``Case`` says in words what was drawn.  ``Case.train`` takes a few steps of a Graph in the case's layout,
+``Case.expected`` the same in plain PyTorch, or, where dropout draws random numbers, in a Graph of one rank.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphzero as gz
+from graphzero.sbp import B, P, S
+
+D = torch.float64
+ROWS, TOKENS, WIDTH, CLASSES = 12, 6, 12, 24
+STEPS = 3
+GRIDS: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
+    ((2,), ("dp",)), ((3,), ("dp",)), ((4,), ("dp",)), ((2,), ("tp",)), ((3,), ("tp",)),
+    ((2, 2), ("dp", "tp")), ((2, 3), ("dp", "tp")), ((3, 2), ("dp", "tp")), ((2, 2), ("dp_replicate", "dp_shard")),
+    ((2, 2), ("tp", "dp")), ((2, 2), ("tp", "cp")), ((3, 2), ("cp", "tp")), ((2, 2), ("dp", "cp")),
+    ((2, 2, 2), ("dp", "tp", "cp")), ((1, 2, 3), ("dp", "cp", "tp")), ((2, 2, 2), ("dp_replicate", "dp_shard", "tp")),
+    ((2, 2, 2), ("dp", "cp", "tp")), ((2, 1, 2), ("dp", "dp_shard", "tp")),
+)  # fmt: skip
+
+
+# ---- models: what is drawn is kept in plain attributes, so that drawing twice gives the same model
+
+
+class Pinned(nn.Module):
+    """Pins what passes through; outside of a Graph the identity."""
+
+    def __init__(self, pin: tuple[gz.sbp.Sbp | None, ...] | None):
+        super().__init__()
+        self.pin = pin
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h if self.pin is None else gz.to_global(h, sbp=self.pin)
+
+
+class Attention(nn.Module):
+    """Fused or separate projections, grouped heads of keys and values, tokens in dim 1 or 0."""
+
+    def __init__(self, heads: int, kv: int, fused: bool, first: bool, causal: bool, pin: nn.Module):
+        super().__init__()
+        self.dim, self.kv, self.heads, self.fused = WIDTH // heads, kv, heads, fused
+        self.first, self.causal, self.pin = first, causal, pin
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, n * self.dim, bias=n == kv) for n in (heads, kv, kv))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.first else x
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in parts)
+        order = (1, 2, 0, 3) if self.first else (0, 2, 1, 3)
+        q, k, v = (part.permute(order) for part in (q, k, v))
+        k, v = (p if self.kv == self.heads or self.fused else p.repeat_interleave(self.heads // self.kv, 1) for p in (k, v))
+        mixed = self.pin(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
+        back = (2, 0, 1, 3) if self.first else (0, 2, 1, 3)
+        found = self.out(mixed.permute(back).flatten(2))
+        return found.transpose(0, 1) if self.first else found
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.inner(h)
+
+
+class Tokens(nn.Module):
+    """An embedding, blocks, and a head, which may be tied to it."""
+
+    def __init__(self, blocks: list[nn.Module], tied: bool, positions: bool, bias: bool):
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH)) if positions else None
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h if self.position is None else h + self.position
+        return self.head(self.blocks(h)).flatten(0, 1)
+
+
+class Draw:
+    """Draws the parts of one case, and writes down in words what it has drawn."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.words: list[str] = []
+
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def pick(self, *options: Any) -> Any:
+        return self.random.choice(options)
+
+    def say(self, *words: Any) -> None:
+        self.words.append(" ".join(map(str, words)))
+
+    # ---- SBPs
+
+    def split(self, shape: tuple[int, ...], uneven: bool) -> gz.sbp.Sbp:
+        """A split of any dim, in sections at times; even ones alone unless ``uneven``."""
+        dims = [i for i, size in enumerate(shape) if size > 1]
+        if not dims:
+            return B
+        dim = self.pick(*dims)
+        sections = self.pick(1, 1, 1, 2, 3, 6) if not uneven else 1
+        return S(dim, sections)
+
+    def nd(self, shape: tuple[int, ...], axes: list[bool], share: float, others: tuple[Any, ...] = (B,)) -> tuple[Any, ...]:
+        """One SBP per axis; ``axes`` says on which there may be splits."""
+        uneven = self.chance(0.2)
+        return tuple(
+            self.split(shape, uneven) if free and self.chance(share) else self.pick(*others) for free in axes
+        )
+
+    def pin(self, shape: tuple[int, ...]) -> Pinned:
+        """A pin of an activation, or none."""
+        if not self.chance(0.3):
+            return Pinned(None)
+        found = self.nd(shape, [True] * len(self.names), 0.5, (None, None, B, P))
+        self.say("pin", list(shape), found)
+        return Pinned(found)
+
+    # ---- parts of models
+
+    def act(self) -> nn.Module:
+        return self.pick(nn.GELU, nn.Tanh, nn.SiLU)()
+
+    def mlp(self, shape: tuple[int, ...]) -> nn.Module:
+        hidden = self.pick(24, 18, 10)
+        bias = self.chance(0.7)
+        layers = [nn.Linear(WIDTH, hidden, bias=bias), self.pin((*shape[:-1], hidden)), self.act()]
+        self.say("mlp", hidden, "bias" * bias)
+        return nn.Sequential(*layers, *self.dropout(), nn.Linear(hidden, WIDTH), self.pin(shape))
+
+    def dropout(self) -> list[nn.Module]:
+        if not self.drops:
+            return []
+        self.say("dropout")
+        return [nn.Dropout(0.3)]
+
+    def norm(self, batch: bool = False) -> nn.Module:
+        kind = self.pick("layer", "rms")
+        self.say(kind)
+        return nn.LayerNorm(WIDTH) if kind == "layer" else nn.RMSNorm(WIDTH, eps=1e-3)
+
+    def attention(self) -> nn.Module:
+        heads = self.pick(2, 3, 4, 6)
+        kv = self.pick(heads, *(n for n in (1, 2, 3) if heads % n == 0))
+        fused, first, causal = self.chance(0.4), self.chance(0.3), self.chance(0.5)
+        self.say("attention", heads, kv, "fused" * fused, "sequence-first" * first, "causal" * causal)
+        return Attention(heads, kv, fused, first, causal, self.pin((ROWS, heads, TOKENS, WIDTH // heads)))
+
+    def block(self, shape: tuple[int, ...], tokens: bool) -> list[nn.Module]:
+        kind = self.pick("mlp", "attention", "attention") if tokens else "mlp"
+        inner = self.attention() if kind == "attention" else self.mlp(shape)
+        before = [self.norm()] if self.chance(0.6) else []
+        made = nn.Sequential(*before, inner, *self.dropout())
+        return [Residual(made) if self.chance(0.7) else made, self.pin(shape)]
+
+    def tokens(self) -> nn.Module:
+        tied, positions, bias = self.chance(0.4), self.chance(0.5), self.chance(0.5)
+        shape = (ROWS, TOKENS, WIDTH)
+        self.say("tokens", "tied" * tied, "positions" * positions, "bias" * bias)
+        blocks = [part for _ in range(self.pick(1, 2)) for part in self.block(shape, True)]
+        return Tokens(blocks, tied, positions, bias)
+
+    def features(self) -> nn.Module:
+        self.say("features")
+        layers: list[nn.Module] = [nn.Linear(5, WIDTH), self.pin((ROWS, WIDTH))]
+        for _ in range(self.pick(1, 2)):
+            if self.chance(0.4):
+                self.say("batch norm")
+                layers.append(nn.BatchNorm1d(WIDTH))
+            layers += [self.act(), *self.block((ROWS, WIDTH), False)]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+    def image(self) -> nn.Module:
+        channels = self.pick(4, 6, 5)
+        self.say("image", channels)
+        pool = self.pick(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity())
+        size = 6 // (1 if isinstance(pool, nn.Identity) else 2)
+        norm = nn.BatchNorm2d(channels) if self.chance(0.7) else nn.GroupNorm(1, channels)
+        self.say(type(norm).__name__, type(pool).__name__)
+        return nn.Sequential(
+            nn.Conv2d(2, channels, 3, padding=1, bias=self.chance(0.5)), self.pin((ROWS, channels, 6, 6)), norm,
+            self.pin((ROWS, channels, 6, 6)), nn.Tanh(), pool, *self.dropout(),
+            nn.Conv2d(channels, 6, 3, padding=1), nn.Tanh(), nn.Flatten(1), self.pin((ROWS, 6 * size * size)),
+            nn.Linear(6 * size * size, CLASSES),
+        )  # fmt: skip
+
+    def model(self) -> nn.Module:
+        return getattr(self, self.kind)()
+
+    names: tuple[str, ...] = ()
+    drops = False
+    kind = ""
+
+
+class Step(gz.Graph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, place: Any):
+        super().__init__(place)
+        self.model, self.loss = model, loss
+        self.add_optimizer(optimizer)
+
+    def build(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.model(x)
+        loss = self.loss(found, y, weight)
+        loss.backward()
+        return loss, found
+
+
+class Loss(nn.Module):
+    def __init__(self, kind: str, smoothing: float, ignores: bool):
+        super().__init__()
+        self.kind, self.smoothing, self.ignores = kind, smoothing, ignores
+
+    def forward(self, found: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        y = y.flatten()
+        if self.kind == "mse":
+            return F.mse_loss(found, F.one_hot(y, CLASSES).to(D))
+        given = weight if self.kind == "weighted" else None
+        return F.cross_entropy(found, y, given, ignore_index=3 if self.ignores else -100, label_smoothing=self.smoothing)
+
+
+@dataclass
+class Case:
+    """One model in one layout."""
+
+    seed: int
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw = Draw(self.seed)
+        self.hierarchy, self.names = draw.pick(*GRIDS)
+        draw.names = self.names
+        draw.kind = draw.pick("tokens", "tokens", "features", "image")
+        draw.drops = draw.chance(0.25)
+        self.stage = draw.pick(0, 1, 2, 3)
+        self.optimizer = draw.pick("adamw", "sgd")
+        self.clip = 0.5 if draw.chance(0.3) else None
+        draw.say("seed", self.seed, ":", dict(zip(self.names, self.hierarchy, strict=True)), "stage", self.stage)
+        draw.say(self.optimizer, "clip" * bool(self.clip))
+        self.kind, self.drops = draw.kind, draw.drops
+        self.state = draw.random.getstate()
+        torch.manual_seed(self.seed)
+        self.model = draw.model().to(D)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.loss = Loss(draw.pick("plain", "weighted", "mse"), draw.pick(0.0, 0.1), draw.chance(0.3))
+        draw.say(self.loss.kind, self.loss.smoothing, "ignores" * self.loss.ignores)
+        self.placed = self._placed(draw)
+        self.inputs = self._inputs(draw)
+        self.words = draw.words
+
+    def _placed(self, draw: Draw) -> dict[str, tuple[Any, ...]]:
+        """SBPs of parameters: mostly on axes that are not of data."""
+        free = [not name.startswith("dp") or draw.chance(0.05) for name in self.names]
+        found = {}
+        for name, p in self.model.named_parameters():
+            if draw.chance(0.6):
+                nd = draw.nd(tuple(p.shape), free, 0.8)
+                if any(sbp is not B for sbp in nd):
+                    found[name] = nd
+                    draw.say(name, list(p.shape), nd)
+        return found
+
+    def _inputs(self, draw: Draw) -> dict[str, tuple[Any, ...]]:
+        found = {"weight": (B,) * len(self.names)}
+        if draw.chance(0.3):
+            shape = tuple(self.batch(0)[0].shape)
+            found["x"] = draw.nd(shape, [True] * len(self.names), 0.6)
+            draw.say("x", list(shape), found["x"])
+        if draw.chance(0.15):
+            found["y"] = draw.nd(tuple(self.batch(0)[1].shape), [True] * len(self.names), 0.6)
+            draw.say("y", found["y"])
+        return found
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        shape = (ROWS, TOKENS) if self.kind == "tokens" else (ROWS,)
+        y = torch.randint(0, CLASSES, shape, generator=generator)
+        weight = torch.rand(CLASSES, generator=generator, dtype=D) + 0.5
+        if self.kind == "tokens":
+            return torch.randint(0, CLASSES, shape, generator=generator), y, weight
+        size = (ROWS, 5) if self.kind == "features" else (ROWS, 2, 6, 6)
+        return torch.randn(size, generator=generator, dtype=D), y, weight
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+    def graph(self, alone: bool = False) -> Step:
+        """A Graph of the model as it began, in the case's layout or of one rank."""
+        model = self._fresh()
+        hierarchy = (1,) * len(self.names) if alone else self.hierarchy
+        place = gz.placement("cpu", torch.arange(prod(hierarchy)).reshape(hierarchy).tolist(), self.names, virtual=True)
+        torch.manual_seed(self.seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "no axis of")
+            graph = Step(model, self.optimizer_of(model), self.loss, place)
+            graph._optimizers[0].clip_grad_norm = self.clip if hasattr(graph._optimizers[0], "clip_grad_norm") else None
+        if self.stage and not alone:
+            graph.config.enable_zero(stage=self.stage)
+        for name, nd in ({} if alone else self.placed).items():
+            gz.to_global(model.get_parameter(name), placement=place, sbp=nd)
+        for name, nd in ({"weight": self.inputs["weight"]} if alone else self.inputs).items():
+            graph.config.set_input(name, sbp=nd)
+        return graph
+
+    def _fresh(self) -> nn.Module:
+        draw = Draw(self.seed)
+        draw.random.setstate(self.state)
+        draw.names, draw.kind, draw.drops = self.names, self.kind, self.drops
+        model = draw.model().to(D)
+        model.load_state_dict(self.start)
+        return model
+
+    def train(self, graph: Step) -> Trained:
+        found = [graph(*self.batch(i)) for i in range(STEPS)]
+        return Trained([x for x, _ in found], [x for _, x in found], graph.full_state_dict()["modules"]["model"])
+
+    def expected(self) -> Trained:
+        if self.drops:
+            return self.train(self.graph(alone=True))
+        model = self._fresh()
+        optimizer = self.optimizer_of(model)
+        losses, outputs = [], []
+        for i in range(STEPS):
+            x, y, weight = self.batch(i)
+            optimizer.zero_grad()
+            outputs.append(model(x))
+            losses.append(self.loss(outputs[-1], y, weight))
+            losses[-1].backward()
+            if self.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            optimizer.step()
+        return Trained([x.detach() for x in losses], [x.detach() for x in outputs], model.state_dict())
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[Tensor]
+    outputs: list[Tensor]
+    state: dict[str, Tensor]
