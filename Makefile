@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-fast test-slow test-cuda test-torch lint clean
+.PHONY: train test test-fast test-slow test-cuda test-torch lint bench clean
 
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
@@ -45,6 +45,19 @@ test-torch: .venv-torch-$(TORCH)/.ready
 	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch-$*/constraints.txt \
 		-e ".[examples,dev]" torch==$*
 	@touch $@
+
+# Step time and peak memory beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables and the plot of docs/.
+# Wants idle cores.  DeepSpeed is left out where it does not install.
+MODELS ?= A B conv
+bench: $(READY)
+	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	set -e; for model in $(MODELS); do \
+		with="--model $$model --ranks $(RANKS) --save build/bench.json"; \
+		$(BIN)/python bench/step_time.py --full $$with; \
+		$(BIN)/python bench/step_profile.py $$with; \
+		$(BIN)/python bench/peak.py $$with; \
+	done
+	$(BIN)/python bench/report.py build/bench.json
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,27 +38,28 @@ def _fit(column: int, cell: str, width: int) -> str:
 def on_gloo(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """Run ``work(rank, *args)`` in ``ranks`` new processes of one gloo world; rank 0's result.
 
-    ``work`` is a function of a module; its result travels between processes.
+    ``work`` is a function of a module; its result is pickled.
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_enter, (ranks, port, results, work, args), nprocs=ranks)
-        return results[0]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        mp.spawn(_enter, (ranks, port, result, work, args), nprocs=ranks)
+        return pickle.loads(result.read_bytes())
 
 
-def _enter(rank: int, ranks: int, port: int, results: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(rank: int, ranks: int, port: int, result: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="localhost", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names FSDP2 calls
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     found = work(rank, *args)
     if rank == 0:
-        results[0] = found
+        result.write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -70,6 +74,15 @@ def in_fresh_process(script: str, *args: Any) -> Any:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def save(file: str, run: str, part: str, figures: Any) -> None:
+    """Keep ``figures`` in a file of JSON, as a part of a run; what the file holds of others stays."""
+    path = Path(file)
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept.setdefault(run, {})[part] = figures
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1))
 
 
 def options_of(parser: Any) -> Any:

@@ -7,29 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy.printers import PythonPrinter
+
+if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "ShapeEnv",
     "StridedShard",
     "annotate",
     "compile_guards",
@@ -55,8 +54,18 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
 
+def shape_env() -> ShapeEnv:
+    """A new, empty environment of symbolic numbers."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv()
+
+
 def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
     """A symbolic float of ``env`` that stands for the run-time number ``name`` and is ``value`` now."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
     source = ConstantSource(name)
     symbol = env.create_unspecified_symbol(float(value), source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return env.create_symfloatnode(symbol, hint=float(value), source=source)
@@ -82,10 +91,13 @@ def symbol_name(number: Any) -> str:
 
 def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
     """What tracing has asked of the symbolic numbers of ``env``: a fast check, and the names it reads."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+    from torch.utils._sympy.printers import PythonPrinter
+
     printer = PythonPrinter()
     found: dict[str, set[str]] = {}
     for guard in env.guards:
-        expression: sympy.Basic = guard.expr
+        expression: Any = guard.expr
         names = {str(symbol) for symbol in expression.free_symbols}
         if names:
             found.setdefault(printer.doprint(expression), names)
@@ -153,14 +165,21 @@ def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return found
 
 
+local_of_dtensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+
+
 def storage_id(x: Tensor) -> int:
     """A number that tensors share if, and only if, they share storage; fakes have one too."""
     return int(x.untyped_storage()._cdata)
 
 
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
+    return isinstance(x, DTensor)
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """What this process holds of a DTensor: its own piece, not a view of it; a plain tensor itself."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return x._local_tensor if is_dtensor(x) else x
 
 
 def has_own_kernel(op: torch._ops.OpOverload) -> bool:
@@ -171,6 +190,11 @@ def has_own_kernel(op: torch._ops.OpOverload) -> bool:
 def functions() -> Any:
     """The namespace through which ``torch.nn.functional`` reaches ops that have no other Python name."""
     return torch._VF
+
+
+def onednn_linear() -> Callable[..., Tensor] | None:
+    """oneDNN's ``x @ weight.t() + bias`` for dense float32 tensors, where this torch was built with oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
 def overload_of_custom_op(op: Any) -> Any:

@@ -141,12 +141,16 @@ def aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(batch, heads, queries, keys)
 
 
-# ---- the kernel of the CPU
+# ---- the kernel of the CPU, which takes every row to be dense
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     flash = aten._scaled_dot_product_flash_attention_for_cpu
-    out, logsumexp = flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    out, logsumexp = flash(*map(_dense_rows, (q, k, v)), 0.0, causal, attn_mask=bias, scale=scale)
     return out, logsumexp
 
 
@@ -155,7 +159,8 @@ def _cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = flash(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    operands = map(_dense_rows, (grad, q, k, v, out))
+    dq, dk, dv = flash(*operands, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
     return dq, dk, dv
 
 

@@ -43,11 +43,12 @@ class Compiled:
     plan: Plan
     roles: dict[str, Role]  # placeholder -> role
     uses_seed: bool
+    matmul: str
     _executor: Executor | None = None
 
     def executor(self, world: World) -> Executor:
         if self._executor is None:
-            self._executor = Executor(self.graph, world)
+            self._executor = Executor(self.graph, world, self.matmul)
         return self._executor
 
     def state_nds(self) -> dict[tuple[int, str, str], Nd]:
@@ -157,7 +158,7 @@ def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured
     roles = {node.name: node.meta["role"] for node in graph.placeholders()}
     uses_seed = any(role.kind == "seed" for role in roles.values())
     plan = plan_of(graph, links=config.links)
-    return Compiled(captured, graph, pipeline.history, plan, roles, uses_seed)
+    return Compiled(captured, graph, pipeline.history, plan, roles, uses_seed, config.matmul)
 
 
 def leaf_of(leaf: Any) -> Any:

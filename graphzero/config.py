@@ -24,6 +24,7 @@ from graphzero.sbp.types import Nd, Sbp
 STAGES = (1, 2, 3)
 EXECUTORS = ("eager", "inductor")
 CHECKS = ("always", "first")
+MATMULS = ("default", "onednn", "fastest")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class GraphConfig:
         self._placement = placement
         self._zero = ZeroConfig()
         self._executor = "eager"
+        self._matmul = "default"
         self._check_inputs = "always"
         self._bucket_bytes: int | None = None
         self._links: Links = ()
@@ -118,6 +120,17 @@ class GraphConfig:
                 "program now, leave the call out"
             )
         self._executor = name
+
+    def set_matmul(self, name: str) -> None:
+        """What computes float32 matrix products on a CPU: "default", torch's own kernels, "onednn" or "fastest".
+
+        Before the program first runs, the first rank tries both on each distinct product.  Those for which oneDNN
+        rounds more coarsely than torch stay with torch, and so do, under "fastest", those for which it is not faster;
+        a warning gives the figures.  "fastest" may choose differently from process to process, and so round.
+        """
+        if name not in MATMULS:
+            raise ConfigError(f"set_matmul({name!r}): {_choices(MATMULS)}")
+        self._matmul = name
 
     def set_input(self, name: str, *, sbp: Sbp | tuple[Sbp, ...]) -> None:
         """Say how one input of build lies on the ranks, instead of split along dim 0.
@@ -202,6 +215,11 @@ class GraphConfig:
         return self._executor
 
     @property
+    def matmul(self) -> str:
+        """The name that ``set_matmul`` was given; "default" without it."""
+        return self._matmul
+
+    @property
     def links(self) -> Links:
         """One Link per placement axis, outermost first, as ``set_links`` left them; () without it."""
         return self._links
@@ -224,7 +242,7 @@ class GraphConfig:
         """
         inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
         passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
-        return self._zero, self._executor, self._bucket_bytes, self._links, inputs, passes
+        return self._zero, self._executor, self._matmul, self._bucket_bytes, self._links, inputs, passes
 
     @property
     def description(self) -> str:
@@ -236,7 +254,7 @@ class GraphConfig:
         if not name.startswith("_") and name not in settable:
             raise ConfigError(
                 f"config.{name} = {held!r}: there is no such setting; settings are made by enable_zero(...), "
-                "set_input(...), set_links(...), add_pass(...), set_executor(...), and the attributes "
+                "set_input(...), set_links(...), add_pass(...), set_executor(...), set_matmul(...), and the attributes "
                 f"{', '.join(settable)}"
             )
         super().__setattr__(name, held)
@@ -249,6 +267,8 @@ class GraphConfig:
         if zero.shard_min_size != 1:
             parts.append(f"shard_min_size={zero.shard_min_size}")
         parts.append(f"executor={self._executor}")
+        if self._matmul != "default":
+            parts.append(f"matmul={self._matmul}")
         if self._check_inputs != "always":
             parts.append(f"check_inputs={self._check_inputs}")
         if self._bucket_bytes is not None:

@@ -28,7 +28,7 @@ from graphzero.runtime.resplit import resplit
 from graphzero.runtime.shards import check_mesh, wrap
 from graphzero.runtime.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
-from graphzero.sbp.local import chunk
+from graphzero.sbp.local import chunk, nests
 from graphzero.sbp.placement import Placement, as_placement
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -72,12 +72,14 @@ def to_global(
     where = located(placement)
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
+    shape = tuple(x.shape) if where.virtual else _gathered_shape(x, where, nd)
+    _check_even(shape, nd, where, "to_global")
     if where.virtual:
         if isinstance(x, nn.Parameter):
             check_kept(nd, "a parameter")
         annotate(x, where, nd, by_user=True)
         return x
-    return wrap(x, where.mesh(), nd, _gathered_shape(x, where, nd))
+    return wrap(x, where.mesh(), nd, shape)
 
 
 def to_local(x: Any) -> Any:
@@ -118,12 +120,21 @@ def _check_pins(sbp: Any, x: Tensor, placement: Placement | DeviceMesh | None) -
             f"None where the value is free, not {sbp!r}"
         )
     _check_dims(x.shape, [item for item in wanted if item is not None], "to_global")
+    _check_even(x.shape, [item or B for item in wanted], own, "to_global")
 
 
 def _check_dims(shape: Sequence[int], nd: Sequence[Sbp], what: str) -> None:
     for sbp in nd:
         if sbp.is_split and sbp.dim >= len(shape):
             raise SbpError(f"{what}: a tensor of shape {tuple(shape)} has no dim {sbp.dim}; choose another split, or B")
+
+
+def _check_even(shape: Sequence[int], nd: Sequence[Sbp], where: Placement, what: str) -> None:
+    if not nests(shape, tuple(nd), where.hierarchy):
+        raise SbpError(
+            f"{what}: shape {tuple(shape)} cannot be ({', '.join(map(str, nd))}) on {where!r}: the sections of a dim "
+            "and the ranks' pieces of each are of one size; choose sections that divide, another split, or B"
+        )
 
 
 def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wanted | Mapping[str, Wanted]) -> DTensor:
@@ -133,6 +144,7 @@ def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wa
         return x
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
+    _check_even(x.shape, nd, where, "to_global")
     if any(new.is_partial and new is not old for new, old in zip(nd, nd_of_dtensor(x), strict=True)):
         raise SbpError(
             f"to_global: a DTensor that is ({', '.join(map(str, nd_of_dtensor(x)))}) has no summands that could become "
@@ -154,7 +166,7 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
         dist.all_gather(sizes, mine, group=mesh.get_group(axis))
         found = [int(size) for size in sizes] if dist.get_backend() != "fake" else [shape[sbp.dim]] * ranks
         total = sum(found)
-        if found != [chunk(total, ranks, place)[1] for place in range(ranks)] or total % sbp.sections:
+        if found != [chunk(total, ranks, place)[1] for place in range(ranks)]:
             raise SbpError(
                 f"to_global(sbp={sbp}): the ranks' pieces are {found} long in dim {sbp.dim}; a split is cut as "
                 f"torch.chunk cuts: {[chunk(total, ranks, place)[1] for place in range(ranks)]}"
@@ -174,6 +186,7 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
         check_kept(nd, f"the module's {found.path}")
         if found.tensor.dim():
             _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
+            _check_even(found.tensor.shape, nd, placement, f"to_global of the module's {found.path}")
     if not placement.virtual:
         _check_meta(plain, placement)
     for found, nd in zip(plain, nds, strict=True):

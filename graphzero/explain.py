@@ -177,6 +177,8 @@ def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sb
 def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signature) -> str:
     if not any(sbp.is_partial for sbp in first.outputs):
         return "all of its readers cut it, so no rank computes what it would throw away"
+    if any(sbp.is_split for sbp in made.outputs):
+        return "all of its readers cut it, and it takes fewer bytes to make the pieces than to add them up"
     said = "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
     if value.is_multi(node):
         return said

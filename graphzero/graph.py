@@ -70,11 +70,11 @@ class Graph:
         self._ranks = Ranks(self.placement)
         attributes = Attributes(self)
         self._programs = Programs(self.name, attributes)
+        self._optimizers: list[OptimizerSpec] = []
         self._selection = Selection(
-            self._programs, attributes, self._ranks, self.config,
+            self._programs, attributes, self._ranks, self.config, self._optimizers,
             step=self._as_step, state=self._state_now, reader=self._make_reader,
         )  # fmt: skip
-        self._optimizers: list[OptimizerSpec] = []
         self._schedulers: list[Any] = []  # one per optimizer, None for none
         self._lazy_world: World | None = None
         self._lazy_state: State | None = None
@@ -151,7 +151,7 @@ class Graph:
         return call
 
     def _bind(self, call: Prepared) -> None:
-        program, state = call.program, self._state
+        program, state = call.program, call.state
         if program is self._selection.bound:
             return
         found = state.tensors()
@@ -161,7 +161,7 @@ class Graph:
         self._selection.bind(call)
 
     def _run(self, call: Prepared) -> Any:
-        program, state = call.program, self._state
+        program, state = call.program, call.state
         executor, training = program.executor(self._world), program.captured.training
         if program.uses_seed:
             state.random.begin(self._ranks.share)

@@ -8,7 +8,7 @@ of them count is known only when build has run once; ``Programs.find`` looks at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphzero.capture import OptimizerSpec, baked
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.runtime import modules as tree
@@ -59,12 +58,14 @@ class Keys:
         state: State,
         found: Mapping[str, Found],
         config: GraphConfig,
-        optimizers: Sequence[OptimizerSpec],
+        groups: tuple[Any, ...],
     ) -> Key:
-        """See ``Key``.  Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
+        """See ``Key``; groups: what captures hold fixed of parameter groups.
+
+        Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
         parts: list[tuple[str, Any]] = [("input structure", inputs.spec)]
         parts += [(f"input {leaf.name}", leaf.key) for leaf in inputs.leaves]
-        parts += [("torch settings", _settings()), ("optimizer settings", baked(optimizers))]
+        parts += [("torch settings", _settings()), ("optimizer settings", groups)]
         parts += [("step counters", self._counters), *self._fixed(state, found)]
         return Key(tuple(parts), placed_of(inputs, state, found), config.fingerprint)
 

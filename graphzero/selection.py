@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 from graphzero import compiled
 from graphzero.attributes import Attributes
-from graphzero.capture import Step, hyperparameters
+from graphzero.capture import OptimizerSpec, Step
 from graphzero.compiled import Compiled, Programs
 from graphzero.config import GraphConfig
 from graphzero.errors import GraphZeroError
+from graphzero.groups import Groups
 from graphzero.ir import value
 from graphzero.ir.value import Role
 from graphzero.key import Key, Keys, describe, placed_of
@@ -37,7 +38,8 @@ class Prepared:
     program: Compiled
     inputs: Inputs
     key: Key
-    numbers: dict[Role, float]
+    numbers: Mapping[Role, float]
+    state: State
 
     def arguments(self, world: World, random: Stream) -> dict[str, list[Any]]:
         """What the program reads anew in each call, by placeholder."""
@@ -71,7 +73,8 @@ class Prepared:
 class Selection:
     """Selects among the programs of one Graph, and makes those that are not there yet.
 
-    step: the Graph's name, placement, build, modules and optimizers as of now.  state: its tensors as of now.
+    step: the Graph's name, placement, build, modules and optimizers as of now; for compiling.  state: its tensors as
+    of now, asked for once a call.  optimizers: grows with the Graph's ``add_optimizer``.
     reader: makes what reads arguments; called once, raises for a build that cannot be called.
     bound: the program whose state is bound, None when that has changed.
     stopped: the step of the program in which the last call ended with an exception.
@@ -79,14 +82,15 @@ class Selection:
 
     def __init__(
         self, programs: Programs, attributes: Attributes, ranks: Ranks, config: GraphConfig,
-        step: Callable[[], Step], state: Callable[[], State], reader: Callable[[], Reader],
+        optimizers: Sequence[OptimizerSpec], step: Callable[[], Step], state: Callable[[], State],
+        reader: Callable[[], Reader],
     ) -> None:  # fmt: skip
         self.bound: Compiled | None = None
         self.stopped: int | None = None
         self._programs, self._attributes, self._ranks, self._config = programs, attributes, ranks, config
-        self._step, self._state, self._make_reader = step, state, reader
+        self._optimizers, self._step, self._now, self._make_reader = optimizers, step, state, reader
         self._reader: Reader | None = None
-        self._keys = Keys()
+        self._keys, self._groups = Keys(), Groups()
         self._stateless: str | None = None  # names of parameters without optimizer state, None: look
 
     def prepare(
@@ -98,6 +102,7 @@ class Selection:
         """
         what = "this call" if running else "compile()"
         failure: Exception | None = None
+        state: State | None = None
         inputs: Inputs | None = None
         key: Key | None = None
         parts: Callable[[], Mapping[str, str]] = _nothing
@@ -105,10 +110,11 @@ class Selection:
         try:
             if running and refusal:
                 raise GraphZeroError(refusal)
-            inputs, key = self._read(args, kwargs)
-            self._check_runnable(inputs, running)
-            hash_, parts = self._hash(key, inputs)
-            restart = self._state().random.is_outdated
+            state = self._now()
+            inputs, key = self._read(args, kwargs, state)
+            self._check_runnable(inputs, running, state)
+            hash_, parts = self._hash(key, inputs, state)
+            restart = state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         is_new = not self._programs.programs if key is None else key not in self._programs.programs
@@ -117,50 +123,50 @@ class Selection:
             restart = self._ranks.agree(f"the program of {what}", hash_, parts, failure, restart)
         elif failure is not None:
             raise failure
-        assert inputs is not None and key is not None
+        assert state is not None and inputs is not None and key is not None
         if running:  # before the capture, which hyperparameters of rank 0 may decide
-            self._state().start(schedulers)
+            if not state.is_started:
+                state.start(schedulers)
+                self._groups.look(self._optimizers)
             if restart and (is_talking or not self._ranks.active):
-                self._state().random.set(None, 0)
+                state.random.set(None, 0)
         numbers = self._numbers(inputs)
-        program = self._programs.find(key, numbers, self._state().has_state, self.bound)
+        program = self._programs.find(key, numbers, state.has_state, self.bound)
         if program is None:
-            program = self._compile(key, inputs, numbers)
-        return Prepared(program, inputs, key, numbers)
+            program = self._compile(key, inputs, numbers, state)
+        return Prepared(program, inputs, key, numbers, state)
 
     def bind(self, call: Prepared) -> None:
         """The program of ``call`` is bound: the same call, made again, finds it though parameters are split now."""
         self.bound, self._stateless = call.program, None
-        state = self._state()
-        placed = placed_of(call.inputs, state, state.tensors())
+        placed = placed_of(call.inputs, call.state, call.state.tensors())
         self._programs.alias(replace(call.key, placed=placed), call.program)
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, Key]:
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> tuple[Inputs, Key]:
         if self._reader is None:
             self._reader = self._make_reader()
-        state = self._state()
         inputs = self._reader.read(args, kwargs, self._config.inputs)
         found = state.tensors()
         if state.is_stale(found):
             self._keys.count(state, found)
             self.bound = self._stateless = None
         self._attributes.look(state.modules, found)
-        return inputs, self._keys.of(inputs, state, found, self._config, self._step().optimizers)
+        self._groups.look(self._optimizers)
+        return inputs, self._keys.of(inputs, state, found, self._config, self._groups.baked)
 
-    def _check_runnable(self, inputs: Inputs, running: bool) -> None:
+    def _check_runnable(self, inputs: Inputs, running: bool, state: State) -> None:
         if running:
             check_values(inputs)
             if self.bound is None:
-                self._state().check_real()
+                state.check_real()
 
     def _numbers(self, inputs: Inputs) -> dict[Role, float]:
-        return {**hyperparameters(self._step().optimizers), **inputs.scalars()}
+        return {**self._groups.numbers, **inputs.scalars()}
 
-    def _hash(self, key: Key, inputs: Inputs) -> tuple[int, Callable[[], Mapping[str, str]]]:
+    def _hash(self, key: Key, inputs: Inputs, state: State) -> tuple[int, Callable[[], Mapping[str, str]]]:
         """A hash of what must be equal on all ranks before this call, and its parts for a message."""
         if not self._ranks.active:
             return 0, _nothing
-        state = self._state()
         numbers = self._numbers(inputs) if state.is_started else inputs.scalars()
         if self._stateless is None and state.is_started:  # the first call takes what rank 0 has
             self._stateless = state.stateless()
@@ -178,10 +184,9 @@ class Selection:
         facts = (stateless, str(self.stopped), str(is_known), *self._attributes.texts)
         return digest(str(known), *facts, *map(repr, numbers.values())), parts
 
-    def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float]) -> Compiled:
+    def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float], state: State) -> Compiled:
         program: Compiled | None = None
         failure: Exception | None = None
-        state = self._state()
         try:
             captured = self._programs.find_capture(key, numbers, state.has_state)
             program = compiled.make(self._step(), inputs, state, self._config, captured)

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 import graphzero as gz
 from graphzero.sbp import B, P, S
+from graphzero.sbp.local import nests
+from graphzero.sbp.types import Nd
 
 D = torch.float64
 ROWS, TOKENS, WIDTH, CLASSES = 12, 6, 12, 24
@@ -29,6 +31,14 @@ GRIDS: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
     ((2, 2, 2), ("dp", "tp", "cp")), ((1, 2, 3), ("dp", "cp", "tp")), ((2, 2, 2), ("dp_replicate", "dp_shard", "tp")),
     ((2, 2, 2), ("dp", "cp", "tp")), ((2, 1, 2), ("dp", "dp_shard", "tp")),
 )  # fmt: skip
+
+
+def is_even(shape: tuple[int, ...], nd: Nd, hierarchy: tuple[int, ...]) -> bool:
+    """Whether all ranks hold pieces of one shape."""
+    for dim, size in enumerate(shape):
+        if size % prod(n for sbp, n in zip(nd, hierarchy, strict=True) if sbp.is_split and sbp.dim == dim):
+            return False
+    return True
 
 
 # ---- models: what is drawn is kept in plain attributes, so that drawing twice gives the same model
@@ -101,9 +111,12 @@ class Tokens(nn.Module):
 class Draw:
     """Draws the parts of one case, and writes down in words what it has drawn."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, wild: bool = False):
         self.random = random.Random(seed)
         self.words: list[str] = []
+        self.hierarchy, self.names = self.pick(*GRIDS)
+        self.kind = self.pick("tokens", "tokens", "features", "image")
+        self.drops, self.wild = self.chance(0.25), wild
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -116,21 +129,21 @@ class Draw:
 
     # ---- SBPs
 
-    def split(self, shape: tuple[int, ...], uneven: bool) -> gz.sbp.Sbp:
-        """A split of any dim, in sections at times; even ones alone unless ``uneven``."""
+    def split(self, shape: tuple[int, ...]) -> gz.sbp.Sbp:
+        """A split of any dim, in sections at times."""
         dims = [i for i, size in enumerate(shape) if size > 1]
-        if not dims:
-            return B
-        dim = self.pick(*dims)
-        sections = self.pick(1, 1, 1, 2, 3, 6) if not uneven else 1
-        return S(dim, sections)
+        return S(self.pick(*dims), self.pick(1, 1, 1, 2, 3, 6)) if dims else B
 
-    def nd(self, shape: tuple[int, ...], axes: list[bool], share: float, others: tuple[Any, ...] = (B,)) -> tuple[Any, ...]:
-        """One SBP per axis; ``axes`` says on which there may be splits."""
-        uneven = self.chance(0.2)
-        return tuple(
-            self.split(shape, uneven) if free and self.chance(share) else self.pick(*others) for free in axes
-        )
+    def nd(
+        self, shape: tuple[int, ...], free: list[bool], share: float, others: tuple[Any, ...] = (B,), even: bool = False
+    ) -> Nd:
+        """One SBP per axis; ``free`` says on which there may be splits.  Cuts without sections may be uneven."""
+        uneven = self.chance(0.2) and not even
+        while True:
+            found = tuple(self.split(shape) if may and self.chance(share) else self.pick(*others) for may in free)
+            whole = tuple(sbp or B for sbp in found)
+            if self.wild or (nests(shape, whole, self.hierarchy) and (uneven or is_even(shape, whole, self.hierarchy))):
+                return found
 
     def pin(self, shape: tuple[int, ...]) -> Pinned:
         """A pin of an activation, or none."""
@@ -211,16 +224,15 @@ class Draw:
     def model(self) -> nn.Module:
         return getattr(self, self.kind)()
 
-    names: tuple[str, ...] = ()
-    drops = False
-    kind = ""
 
 
 class Step(gz.Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, place: Any):
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None, loss: Loss, place: gz.Placement
+    ):
         super().__init__(place)
         self.model, self.loss = model, loss
-        self.add_optimizer(optimizer)
+        self.add_optimizer(optimizer, clip_grad_norm=clip)
 
     def build(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         found = self.model(x)
@@ -247,14 +259,12 @@ class Case:
     """One model in one layout."""
 
     seed: int
+    wild: bool = False  # whether SBPs may be drawn that a value cannot have
     words: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        draw = Draw(self.seed)
-        self.hierarchy, self.names = draw.pick(*GRIDS)
-        draw.names = self.names
-        draw.kind = draw.pick("tokens", "tokens", "features", "image")
-        draw.drops = draw.chance(0.25)
+        draw = Draw(self.seed, self.wild)
+        self.hierarchy, self.names = draw.hierarchy, draw.names
         self.stage = draw.pick(0, 1, 2, 3)
         self.optimizer = draw.pick("adamw", "sgd")
         self.clip = 0.5 if draw.chance(0.3) else None
@@ -290,10 +300,10 @@ class Case:
         found = {"weight": (B,) * len(self.names)}
         if draw.chance(0.3):
             shape = tuple(self.batch(0)[0].shape)
-            found["x"] = draw.nd(shape, [True] * len(self.names), 0.6)
+            found["x"] = draw.nd(shape, [True] * len(self.names), 0.6, even=True)
             draw.say("x", list(shape), found["x"])
         if draw.chance(0.15):
-            found["y"] = draw.nd(tuple(self.batch(0)[1].shape), [True] * len(self.names), 0.6)
+            found["y"] = draw.nd(tuple(self.batch(0)[1].shape), [True] * len(self.names), 0.6, even=True)
             draw.say("y", found["y"])
         return found
 
@@ -320,10 +330,10 @@ class Case:
         torch.manual_seed(self.seed)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no axis of")
-            graph = Step(model, self.optimizer_of(model), self.loss, place)
-            graph._optimizers[0].clip_grad_norm = self.clip if hasattr(graph._optimizers[0], "clip_grad_norm") else None
+            graph = Step(model, self.optimizer_of(model), self.clip, self.loss, place)
         if self.stage and not alone:
-            graph.config.enable_zero(stage=self.stage)
+            data = any(name.startswith("dp") for name in self.names)
+            graph.config.enable_zero(stage=self.stage, axis=None if data else self.names[0])
         for name, nd in ({} if alone else self.placed).items():
             gz.to_global(model.get_parameter(name), placement=place, sbp=nd)
         for name, nd in ({"weight": self.inputs["weight"]} if alone else self.inputs).items():
@@ -331,9 +341,8 @@ class Case:
         return graph
 
     def _fresh(self) -> nn.Module:
-        draw = Draw(self.seed)
+        draw = Draw(self.seed, self.wild)
         draw.random.setstate(self.state)
-        draw.names, draw.kind, draw.drops = self.names, self.kind, self.drops
         model = draw.model().to(D)
         model.load_state_dict(self.start)
         return model

@@ -5,7 +5,8 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 """
 
 from graphzero.capture.assemble import capture
-from graphzero.capture.hyper import baked, hyperparameters
+from graphzero.capture.hyper import baked_of_group
+from graphzero.capture.hyper import of_group as hypers_of_group
 from graphzero.capture.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.reads import Written, frozen
 from graphzero.capture.regions import region_runs
@@ -19,10 +20,10 @@ __all__ = [
     "Step",
     "TensorLeaf",
     "Written",
-    "baked",
+    "baked_of_group",
     "capture",
     "frozen",
-    "hyperparameters",
+    "hypers_of_group",
     "is_capturing",
     "pin_value",
     "placement_of_capture",

@@ -51,8 +51,10 @@ def _sum(x: Tensor, dims: list[int], keepdim: bool = False, dtype: torch.dtype |
 
 
 @rule(aten.mean.dim)
-def mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     result = dtype or x.dtype
+    if not (result.is_floating_point or result.is_complex):
+        return NotImplemented  # torch's own error
     dims = _dims(x, dim)
     wide = _WIDE.get(result, result)
     total = _sum(x, dims, keepdim, dtype=wide if wide != x.dtype else None) / prod(x.shape[d] for d in dims)
@@ -60,7 +62,7 @@ def mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype |
 
 
 @rule(aten.mean.default)
-def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
     return mean_dim(x, None, dtype=dtype)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphzero.capture.spec import OptimizerSpec
 from graphzero.ir.value import Role
 
 # How torch's optimizers are told to step without host reads, one parameter at a time.
@@ -50,29 +49,16 @@ def of_group(optimizer: int, index: int, group: dict[str, Any]) -> Iterator[Hype
                 yield Hyper(optimizer, index, f"{key}.{i}" if items is entry else key, number)
 
 
-def hyperparameters(specs: Iterable[OptimizerSpec]) -> dict[Role, float]:
-    """The present value of every hyperparameter of the optimizers, by role: what a call feeds the program."""
-    return {
-        hyper.role: hyper.value
-        for i, spec in enumerate(specs)
-        for g, group in enumerate(spec.optimizer.param_groups)
-        for hyper in of_group(i, g, group)
-    }
-
-
-def baked(specs: Iterable[OptimizerSpec]) -> tuple[Any, ...]:
-    """All of the parameter groups that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
+def baked_of_group(optimizer: int, index: int, group: dict[str, Any]) -> tuple[Any, ...]:
+    """All of a parameter group that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
     found: list[Any] = []
-    for i, spec in enumerate(specs):
-        for g, group in enumerate(spec.optimizer.param_groups):
-            running = {hyper.key for hyper in of_group(i, g, group)}
-            for key, entry in group.items():
-                if key == "params" or key in FLAGS or key in running:
-                    continue
-                items = entry if isinstance(entry, (tuple, list)) else [entry]
-                fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
-                found.append((i, g, key, fixed))
-        found.append((spec.clip_grad_norm, spec.norm_type, spec.clip_grad_value))
+    running = {hyper.key for hyper in of_group(optimizer, index, group)}
+    for key, entry in group.items():
+        if key == "params" or key in FLAGS or key in running:
+            continue
+        items = entry if isinstance(entry, (tuple, list)) else [entry]
+        fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
+        found.append((optimizer, index, key, fixed))
     return tuple(found)
 
 

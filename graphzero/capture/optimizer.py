@@ -151,7 +151,7 @@ def _described(optimizer: torch.optim.Optimizer, key: str, entry: Any) -> tuple[
 
 def _states_by_step(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
     numbers = [{h.key: h.value for h in of_group(0, g, group)} for g, group in enumerate(optimizer.param_groups)]
-    with _compat.FakeTensorMode(shape_env=_compat.ShapeEnv()):
+    with _compat.FakeTensorMode(shape_env=_compat.shape_env()):
         params = [nn.Parameter(torch.empty(m.param.shape, dtype=m.param.dtype)) for m in members]
         for param in params:
             param.grad = torch.empty(param.shape, dtype=param.dtype)
@@ -207,7 +207,7 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
 def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:
     """Trace one step of the optimizer on ``members`` alone."""
     optimizer = spec.optimizer
-    env = _compat.ShapeEnv()
+    env = _compat.shape_env()
     numbers: list[dict[str, Any]] = []
     labels: list[tuple[Any, ...]] = []
     values: list[Any] = []

@@ -72,7 +72,7 @@ class BuildTrace:
 
     def __init__(self, step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec) -> None:
         self.step, self.root, self.leaves, self.in_spec = step, root, leaves, in_spec
-        self.env = _compat.ShapeEnv()
+        self.env = _compat.shape_env()
         self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.params = dict(root.named_parameters())
         self.buffers = dict(root.named_buffers())

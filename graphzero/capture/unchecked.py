@@ -52,10 +52,11 @@ def cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: A
     """``torch.cov`` of real numbers without weights."""
     if fweights is not None or aweights is not None or input.is_complex() or input.dim() > 2:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
-    rows = input if input.dim() == 2 else input.view(1, -1)
+    real = input if input.is_floating_point() else input.to(torch.get_default_dtype())
+    rows = real if real.dim() == 2 else real.view(1, -1)
     apart = rows - rows.mean(1, keepdim=True)
     found = apart @ apart.T / max(rows.shape[1] - correction, 0)
-    return found if input.dim() == 2 else found.view(())
+    return found if rows.shape[0] > 1 else found.view(())
 
 
 def corrcoef(input: Tensor) -> Tensor:
@@ -63,6 +64,8 @@ def corrcoef(input: Tensor) -> Tensor:
     if input.is_complex() or input.dim() != 2:
         return torch.corrcoef(input)
     found = cov(input)
+    if found.dim() == 0:
+        return found / found
     deviation = found.diagonal().sqrt()
     return (found / deviation[:, None] / deviation[None]).clamp(-1, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -42,11 +42,12 @@ def is_op(node: fx.Node) -> bool:
 
 
 def signatures_of(
-    graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = ()
+    graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = (), pieces: int | None = None
 ) -> tuple[Signature, ...]:
     """What the op at ``node`` allows on placement axis number ``axis``, all-B first.
 
     stand: SBPs that operands or results have or shall have, for splits in as many sections as those.
+    pieces: into how many pieces a dim is cut by all axes together, for what may not be empty; by default by this one.
     """
     if node.target in (AS_LOCAL, AS_GLOBAL):
         return (_end_of_region(node, axis),)
@@ -56,7 +57,8 @@ def signatures_of(
             [meta_of(arg) for arg in node.args],
             {name: meta_of(arg) for name, arg in node.kwargs.items()},
             result_metas(node),
-            ranks=graph.placement.nesting[axis],
+            ranks=graph.placement.hierarchy[axis],
+            pieces=pieces,
             sections={sbp.sections for sbp in stand if sbp is not None} - {1},
         )
     except SbpError as error:
@@ -69,6 +71,34 @@ def _end_of_region(node: fx.Node, axis: int) -> Signature:
     said = str(node.args[1][axis])  # type: ignore[index]
     sbp = B if said == SAME else parse_sbp(said)
     return Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,))
+
+
+def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature]) -> str:
+    """Why signatures that the op at ``node`` allows on placement axes, by number, do not go together; "" if they do."""
+    on_axes = {axis: (*signature.inputs, *signature.outputs) for axis, signature in chosen.items()}
+    shared = _shared(list(on_axes.values()))
+    if not shared:
+        return ""
+    hierarchy = graph.placement.hierarchy
+    metas = [meta for meta in result_metas(node) if meta is not None]
+    shapes = [*(value.tensor_type(o).shape for o in value.tensor_operands(node)), *(meta.shape for meta in metas)]
+    nds = [tuple(on_axes[i][k] if i in on_axes else B for i in range(len(hierarchy))) for k in range(len(shapes))]
+    if not nests_evenly(hierarchy, zip(shapes, nds, strict=True)):
+        return "would cut a dim over several axes at other values in one operand or result than in another"
+    pieces = max(prod(hierarchy[i] for i, s in enumerate(nds[k]) if s.is_split and s.dim == dim) for k, dim in shared)
+    for axis, signature in chosen.items():
+        if signature not in signatures_of(graph, node, axis, on_axes[axis], pieces):
+            return "would leave some rank nothing of a dim that several axes cut, which the op cannot take"
+    return ""
+
+
+def _shared(on_axes: Sequence[Sequence[Sbp]]) -> list[tuple[int, int]]:
+    """(tensor, dim) of what more than one axis splits; SBPs are given per axis, one for each tensor."""
+    found = []
+    for k, sbps in enumerate(zip(*on_axes, strict=True)):
+        dims = [sbp.dim for sbp in sbps if sbp.is_split]
+        found += [(k, dim) for dim in dict.fromkeys(dims) if dims.count(dim) > 1]
+    return found
 
 
 def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ...], Nd]]) -> bool:

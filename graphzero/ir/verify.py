@@ -117,10 +117,10 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
         if node.op == "call_function" and calls.is_op(node) and not _is_beyond_rules(node):
             for axis in range(len(graph.placement.names)):
                 _check_op(graph, node, axis, where, boxed)
-            pairs = (*calls.operand_pairs(node), *calls.result_pairs(node)) if boxed else ()
-            if len(graph.placement.names) > 1 and not calls.nests_evenly(graph.placement.hierarchy, pairs):
-                problem = f"'{node.name}' would cut one dim over several axes at other values than its operand's"
-                raise violation(node, where, problem, "Pin the value to B on one of the axes before this op")
+            axes = range(len(graph.placement.names)) if boxed else ()
+            runs = {axis: Signature(calls.input_sbps(node, axis), calls.output_sbps(node, axis)) for axis in axes}
+            if len(runs) > 1 and (why := calls.misfit(graph, node, runs)):
+                raise violation(node, where, f"'{node.name}' {why}", "Pin it to B on one of the axes before this op")
         elif boxed and node.target in calls.IDENTITIES:
             _check_identity(node, where)
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):

@@ -1,8 +1,8 @@
 """Where values are cut: the third sweep of propagation, from the last value to the first.
 
 A value that all its readers cut in one way is made cut, if that costs nothing: a whole one by ops on pieces of whole
-operands, a partial one by reducing and scattering its operands instead of itself where that is fewer bytes, as where
-an operand is wanted in pieces by another reader anyway.
+operands, a partial one by reducing and scattering, or gathering, its operands instead of itself where that is fewer
+bytes: an operand is wanted in pieces by another reader anyway, or is small, as what a table's gradient is made of.
 """
 
 from __future__ import annotations
@@ -71,10 +71,15 @@ def _in_pieces(state: AxisPropagation, node: fx.Node, want: Sbp) -> _Way | None:
 
 
 def _operand(state: AxisPropagation, reader: fx.Node, node: fx.Node, want: Sbp) -> _Way | None:
-    """What it takes that ``reader`` gets ``node`` as ``want``; None if that is more than a cut or a reduction."""
+    """What it takes that ``reader`` gets ``node`` as ``want``; None if that is more than one of cut, reduction, gather.
+
+    Along a data axis nothing is gathered for that: each rank stays with its share of the batch.
+    """
     have = state.sbp(node)
     if have is want or (have is B and want.is_split):
         return _Way(0.0, ())
+    if have.is_split and want is B and not state.is_data:
+        return _Way(_wire(state, node, B), ())
     if not have.is_partial or not want.is_split:
         return None
     others = [user for user in node.users if user is not reader]

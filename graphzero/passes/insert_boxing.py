@@ -7,6 +7,7 @@ or a cut right before its first reader, and a box in front of a ``use`` or a ``p
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -110,13 +111,10 @@ def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:
 
 def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
     operands = value.tensor_operands(node)
-    wants = [[] for _ in operands]  # type: list[list[Sbp]]
-    for axis in range(len(graph.placement.names)):
-        for i, want in enumerate(_select(graph, node, axis, operands, boxes.costs).inputs):
-            wants[i].append(want)
-    if all(value.nd_of(o) == tuple(w) for o, w in zip(operands, wants, strict=True)):
+    wants: list[Nd] = list(zip(*(s.inputs for s in _select(graph, node, operands, boxes.costs)), strict=True))
+    if all(value.nd_of(o) == w for o, w in zip(operands, wants, strict=True)):
         return
-    remaining = iter([boxes.get(o, tuple(w), node) for o, w in zip(operands, wants, strict=True)])
+    remaining = iter([boxes.get(o, w, node) for o, w in zip(operands, wants, strict=True)])
 
     def swap(operand: fx.Node) -> fx.Node:
         return next(remaining) if value.is_tensor(operand) else operand
@@ -125,10 +123,28 @@ def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
     node.args, node.kwargs = args, kwargs
 
 
-def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node], costs: Costs) -> Signature:
-    """The signature that makes the node's results in their SBP, with least boxing."""
+def _select(graph: StepGraph, node: fx.Node, operands: list[fx.Node], costs: Costs) -> tuple[Signature, ...]:
+    """The signatures, one per axis, that make the node's results in their SBP and go together, with least boxing."""
+    ranked = [_ranked(graph, node, axis, operands, costs) for axis in range(len(graph.placement.names))]
+    best = tuple(signatures[0][1] for signatures in ranked)
+    if not calls.misfit(graph, node, dict(enumerate(best))):
+        return best
+    for ways in sorted(itertools.product(*ranked), key=lambda ways: sum(cost for cost, _ in ways)):
+        found = tuple(signature for _, signature in ways)
+        if not calls.misfit(graph, node, dict(enumerate(found))):
+            return found
+    raise SbpError(
+        f"no signatures of {node.name} that make {value.sbp_of(node)} go together: each "
+        f"{calls.misfit(graph, node, dict(enumerate(best)))}\n  Run `propagate` after passes that move pins"
+    )
+
+
+def _ranked(
+    graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node], costs: Costs
+) -> list[tuple[float, Signature]]:
+    """What makes the node's results in their SBP on one axis, by the cost of boxing."""
     outputs = calls.output_sbps(node, axis)
-    best: tuple[float, Signature] | None = None
+    found: list[tuple[float, Signature]] = []
     for signature in calls.signatures_of(graph, node, axis, (*calls.input_sbps(node, axis), *outputs)):
         if signature.outputs != outputs:
             continue
@@ -137,14 +153,13 @@ def _select(graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node],
             have = value.nd_of(operand)[axis]
             if have is not want:
                 total += costs.box(have, want, value.tensor_type(operand).nbytes, axis) + 1e-3
-        if best is None or total < best[0]:
-            best = (total, signature)
-    if best is None:
+        found.append((total, signature))
+    if not found:
         raise SbpError(
             f"no signature of {node.name} makes {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}\n"
             "  Run `propagate` after passes that move pins"
         )
-    return best[1]
+    return sorted(found, key=lambda one: one[0])
 
 
 def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:

@@ -18,7 +18,7 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp import registry
-from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, unfold
+from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, cutting, unfold
 from graphzero.sbp.types import Nd
 
 aten = torch.ops.aten
@@ -82,19 +82,18 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
     Where a dim is cut in sections, a draw for it is one over the dims that it falls into: their indices are the same.
     """
     like, key, number, _, total = node.args
-    nd = value.nd_of(node)
-    apart = unfold(total, nd)  # type: ignore[arg-type]
+    apart = unfold(total, cutting(value.nd_of(node), graph.placement.hierarchy))  # type: ignore[arg-type]
     if len(apart.shape) > len(total):  # type: ignore[arg-type]
         _draw_apart(graph, node, apart)
         return
-    start: Any = [found or 0 for found in local_starts(graph, total, nd)]  # type: ignore[arg-type]
+    start: Any = [found or 0 for found in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
     node.args = (like, key, number, start, total)
 
 
 def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
     like, key, number, _, total = node.args
     assert isinstance(like, fx.Node)
-    nd, shape = apart.nd(value.nd_of(node)), list(apart.shape)
+    nd, shape = apart.nd(cutting(value.nd_of(node), graph.placement.hierarchy)), list(apart.shape)
     with graph.graph.inserting_before(node):
         dtypes = (value.tensor_type(x).dtype for x in (like, node))
         of_like, drawn = (TensorType(dtype, apart.shape) for dtype in dtypes)

@@ -15,7 +15,7 @@ from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
 from graphzero.sbp.links import Links
-from graphzero.sbp.local import sections_at, unfold
+from graphzero.sbp.local import cutting, sections_at, unfold
 from graphzero.sbp.route import route
 from graphzero.sbp.types import Nd, Sbp
 
@@ -89,8 +89,13 @@ def _written(
     op, arguments = LOWERINGS[step.kind]
     name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
     after = (*nd[:axis], step.dst, *nd[axis + 1 :])
-    if not any(here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after)):
+    parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
+    if hierarchy[axis] == 1 or not any(parts):
         return [(op, arguments(step.src, step.dst, name), type_, after)]
+    if nd != cutting(nd, hierarchy):
+        nd = cutting(nd, hierarchy)
+        inner_steps = _written(graph, type_, nd, axis, step)
+        return [(ops.relabel, (), type_, nd), *inner_steps, (ops.relabel, (), type_, after)]
     apart = unfold(type_.shape, (*nd, step.dst))
     inner = TensorType(type_.dtype, apart.shape)
     before, behind = apart.nd(nd), apart.nd(after)

@@ -25,6 +25,7 @@ from graphzero.passes.cuts import cut_for_readers
 from graphzero.passes.expand import expand_split
 from graphzero.passes.reductions import place_reductions
 from graphzero.sbp.links import Costs, Links
+from graphzero.sbp.local import nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
 
@@ -169,7 +170,7 @@ class AxisPropagation:
             source, index = node.args
             return (self.found[source][index],)  # type: ignore[index]
         if node.target in calls.IDENTITIES:
-            return (self.sbp(node.args[0]),)  # type: ignore[arg-type]
+            return (self._beside_pins(node, self.sbp(node.args[0])),)  # type: ignore[arg-type]
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         options = self.options(node)
@@ -196,21 +197,14 @@ class AxisPropagation:
 
     def misfit(self, node: fx.Node, signature: Signature) -> str:
         """Why a signature does not go with what the op does on the other axes, "" if it does."""
-        here = (*signature.inputs, *signature.outputs)
-        others = {
-            axis.axis: (*axis.chosen[node].inputs, *axis.chosen[node].outputs)
-            for axis in self.axes
-            if axis is not self and node in axis.chosen
-        }
-        if not any(a.is_split and a.dim == b.dim for sbps in others.values() for a, b in zip(here, sbps, strict=True)):
-            return ""
-        metas = [m for m in calls.result_metas(node) if m is not None]
-        shapes = [*(value.tensor_type(o).shape for o in value.tensor_operands(node)), *(m.shape for m in metas)]
-        sbps = others | {self.axis: here}
-        nds = [tuple(sbps[i][k] if i in sbps else B for i in range(len(self.axes))) for k in range(len(here))]
-        if calls.nests_evenly(self.graph.placement.hierarchy, zip(shapes, nds, strict=True)):
-            return ""
-        return "would cut a dim over several axes at other values in one operand or result than in another"
+        others = {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
+        return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
+
+    def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
+        """``have`` where a value is free, or B if what other axes make of it, or are told to, leaves no even sections."""
+        nd = [axis.pinned(node) or (axis.sbp(node) if node in axis.found else B) for axis in self.axes]
+        nd[self.axis] = have
+        return have if nests(value.tensor_type(node).shape, tuple(nd), self.graph.placement.hierarchy) else B
 
     def _note_weight(self, node: fx.Node, pinned: Sbp | None) -> None:
         if self.is_data or node.op != "call_function":

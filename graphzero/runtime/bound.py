@@ -1,8 +1,8 @@
-"""What of a Graph's state is bound to a program, and how to see that somebody has changed it since."""
+"""What of a Graph's state is bound to a program, and what tells that somebody has changed it since."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphzero.runtime.modules import Found, storage
+from graphzero.runtime.modules import Found
+from graphzero.runtime.watch import StatesWatch
 
 
 class Spec(Protocol):
@@ -57,16 +58,8 @@ class Bound:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
     births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
-    found: Mapping[str, Found] | None = None
-    watched: list[int] = field(default_factory=list)
+    found: Mapping[str, Found] = field(default_factory=dict)
+    watch: StatesWatch | None = None
 
     def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
         self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
-
-    def watch(self, optimizers: Sequence[Optimizer]) -> list[int]:
-        """Storage of the states and versions of the counters; shorter where something is gone."""
-        seen: list[int] = []
-        for (i, _), (param, held, keys) in self.states.items():
-            if optimizers[i].state.get(param) is held:
-                seen += [storage(x) for x in map(held.get, keys) if isinstance(x, Tensor)]
-        return seen + [member._version for counter in self.counters for member in counter.members]

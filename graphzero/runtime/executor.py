@@ -23,6 +23,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ir.memory import slot_bytes
 from graphzero.ir.text import print_line
+from graphzero.runtime.products import kernels_of
 from graphzero.runtime.program import Program, compile_graph
 from graphzero.runtime.steps import WHERE, Barrier, Env, Meter
 from graphzero.runtime.world import World
@@ -43,6 +44,7 @@ class Results:
 class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
+    ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
     Not reentrant: communication slots and collectives under way belong to the executor.
 
     Attributes:
@@ -55,9 +57,9 @@ class Executor:
         VerifyError: for a graph that no runtime can execute.
     """
 
-    def __init__(self, graph: StepGraph, world: World):
+    def __init__(self, graph: StepGraph, world: World, matmul: str = "default"):
         self.graph, self.world = graph, world
-        self.program: Program = compile_graph(graph, world)
+        self.program: Program = compile_graph(graph, world, kernels_of(graph, world, matmul))
         self.slots: dict[int, list[Tensor]] = {}
         self.meter: Meter | None = None
         self.stopped: int | None = None

@@ -266,7 +266,7 @@ def rank_values(leaf: Input, world: World) -> list[Any]:
         return [leaf.raw] * len(world.local_ranks)
     raw = _compat.local_tensor(leaf.raw).detach()
     raw = raw.to(world.device, non_blocking=world.device.type != "cpu")  # to the CPU it would not wait for the values
-    if not world.placement.virtual:
+    if world.placement.size == 1 or not world.placement.virtual:
         return [raw]
     return [piece(raw, leaf.nd, world.placement.hierarchy, position) for position in world.local_ranks]
 
@@ -275,7 +275,7 @@ def output_value(pieces: list[Any], nd: Nd, shape: tuple[int, ...], world: World
     """What the user is given of one output tensor: see api.md, Outputs."""
     placement = world.placement
     if placement.virtual:
-        whole = join(pieces, nd, placement.hierarchy).detach()
+        whole = (join(pieces, nd, placement.hierarchy) if placement.size > 1 else pieces[0]).detach()
         if as_global:
             annotate(whole, placement, nd)
         return whole

@@ -1,8 +1,9 @@
 """What is called for one op of a graph on one rank.
 
-ATen ops are called as they stand, but for four things: ``view`` runs as ``reshape`` (a shard need not be dense as
-the whole was), ops that create get the world's device, sizes of this rank become numbers, and frequent ops go
-through torch's Python bindings, which parse arguments in half the time of an OpOverload.
+ATen ops are called as they stand, but for five things: ``view`` runs as ``reshape`` (a shard need not be dense as
+the whole was), kernels that take their operands to be dense get them so, ops that create get the world's device, sizes
+of this rank become numbers, and frequent ops go through torch's Python bindings, which parse arguments in half the time
+of an OpOverload.
 The ops of passes that need no communication are written here.
 """
 
@@ -47,13 +48,35 @@ BINDINGS: Mapping[Any, Callable[..., Any]] = {
 }
 
 
+# Kernels that read these operands without regard to their strides; whoever calls them in torch has made them dense.
+DENSE: Mapping[Any, tuple[int, ...]] = {
+    aten.native_layer_norm_backward.default: (3, 4),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_group_norm_backward.default: (0, 1, 2, 3, 4),
+    aten.nll_loss2d_backward.default: (1,),
+    aten.adaptive_max_pool3d_backward.default: (2,),
+    aten.fractional_max_pool2d_backward.default: (4,),
+    aten.fractional_max_pool3d_backward.default: (4,),
+}
+
+
 def kernel(target: Any) -> Callable[..., Any]:
     """What to call for ``target``."""
+    if target in DENSE:
+        return _with_dense(_compat.direct(target), DENSE[target])
     if target in BINDINGS:
         return BINDINGS[target]
     if isinstance(target, torch._ops.OpOverload):
         return _compat.direct(target)
     return target  # type: ignore[no-any-return]
+
+
+def _with_dense(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        given = (x.contiguous() if i in places and x is not None else x for i, x in enumerate(args))
+        return call(*given, **kwargs)
+
+    return dense
 
 
 def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str, fx.Node]]:

@@ -96,22 +96,6 @@ def mode(module: nn.Module) -> tuple[Any, ...]:
     return module.training, forward
 
 
-def snapshot(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """Identity, mode and hooks of every module; identity, storage and requires_grad of every tensor.
-
-    Equal while nothing changes.
-    """
-    found: list[Any] = []
-    stack = list(modules.values())
-    while stack:
-        module = stack.pop()
-        found.append((id(module), *mode(module)))
-        for held in (module._parameters, module._buffers):
-            found.extend([(id(x), storage(x), x.requires_grad, hooks(x)) for x in held.values() if x is not None])
-        stack.extend([child for child in module._modules.values() if child is not None])
-    return found
-
-
 def hooks(x: Tensor) -> tuple[int, ...]:
     """Of ``register_hook``; each has a number of its own."""
     return tuple(x._backward_hooks) if x._backward_hooks else ()

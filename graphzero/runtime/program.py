@@ -6,6 +6,7 @@ written over when ``writes``, what travels ``transfers``; what the result consis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,17 @@ class Program:
     places: dict[str, int]
 
 
-def compile_graph(graph: StepGraph, world: World) -> Program:
-    """Compile a lowered graph for the ranks that live in this process.  Raises VerifyError for a box left in it."""
-    return _Compiler(graph, world).compile()
+def compile_graph(graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]]) -> Program:
+    """Compile a lowered graph for the ranks that live in this process.
+
+    chosen: what to call for some nodes instead of the kernel of their op.  Raises VerifyError for a box left in it.
+    """
+    return _Compiler(graph, world, chosen).compile()
 
 
 class _Compiler:
-    def __init__(self, graph: StepGraph, world: World):
-        self.graph, self.world = graph, world
+    def __init__(self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]]):
+        self.graph, self.world, self.chosen = graph, world, chosen
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
@@ -99,8 +103,8 @@ class _Compiler:
         elif target in inplace.OVER_OPERANDS and node in self.places.results:
             self.writes.over_operands(node)
         else:
-            call = self.code.call(kernels.kernel(target), node.args, kernels.keywords(node, self.world.device))
-            self.code.fill(node, call)
+            kernel = self.chosen.get(node) or kernels.kernel(target)
+            self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
 
     def _program(self) -> Program:
         graph, code, places, transfers = self.graph, self.code, self.places, self.transfers

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.sbp.dtensor import to_placements
-from graphzero.sbp.local import bounds, cuts, piece_shape, unfold
+from graphzero.sbp.local import bounds, cuts, cutting, piece_shape, unfold
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -65,6 +65,7 @@ def piece(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> T
 
 def window(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
     """Where the piece at ``position`` lies in ``whole``: a view, with a dim for each part of a dim cut in sections."""
+    nd = cutting(nd, hierarchy)
     apart = unfold(whole.shape, nd)
     found = whole
     for dim, places in reversed(list(enumerate(apart.dims))):
@@ -83,7 +84,7 @@ def join(pieces: Sequence[Tensor], nd: Nd, hierarchy: tuple[int, ...]) -> Tensor
     sections = {axis: count for axis, _, count in cuts(nd, hierarchy)}
     for axis, (sbp, ranks) in reversed(list(enumerate(zip(nd, hierarchy, strict=True)))):
         groups = [current[i : i + ranks] for i in range(0, len(current), ranks)]
-        if sbp.is_split:
+        if axis in sections:
             current = [_joined(group, sbp.dim, sections[axis]) for group in groups]
         elif sbp.is_partial:
             current = [_reduce(group, sbp.reduction) for group in groups]

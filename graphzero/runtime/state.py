@@ -27,6 +27,7 @@ from graphzero.runtime.placed import check_held
 from graphzero.runtime.seed import Stream
 from graphzero.runtime.storage import check_real
 from graphzero.runtime.submesh import nd_on
+from graphzero.runtime.watch import ModulesWatch, StatesWatch
 from graphzero.runtime.world import World, check_device
 from graphzero.sbp.dtensor import annotation, annotation_count
 from graphzero.sbp.types import B, Nd
@@ -59,17 +60,18 @@ class State:
         self.first_values = FirstValues(world)
         self._bound: Bound | None = None
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
-        self._seen: tuple[list[Any], dict[str, Found]] = ([], {})
+        self._watch: ModulesWatch | None = None
+        self._found: dict[str, Found] = {}
         self.is_started = False
 
     # ---- what there is
 
     def tensors(self) -> dict[str, Found]:
         """Parameters and buffers by path; the same object as long as nothing has changed."""
-        now = tree.snapshot(self.modules)
-        if self._seen[0] != now:
-            self._seen = (now, tree.tensors(self.modules))
-        return self._seen[1]
+        if self._watch is None or not self._watch.holds():
+            self._found = tree.tensors(self.modules)
+            self._watch = ModulesWatch(self.modules, self._found)
+        return self._found
 
     def nd_of(self, tensor: Tensor) -> Nd:
         """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
@@ -139,16 +141,18 @@ class State:
 
     def settle(self) -> None:
         """Take what is bound now as true: from here on any other tensor, or another storage, is a change."""
-        assert self._bound is not None
-        self._bound.found = self.tensors()
-        self._bound.watched = self._bound.watch(self.optimizers)
+        bound = self._bound
+        assert bound is not None
+        bound.found = self.tensors()
+        counts = [member for counter in bound.counters for member in counter.members]
+        bound.watch = StatesWatch(self.optimizers, bound.states, counts)
 
     # ---- every call
 
     def is_stale(self, found: Mapping[str, Found]) -> bool:
         """Whether somebody has put other tensors in place of bound ones, or written to a step counter."""
         bound = self._bound
-        return bound is None or bound.found is not found or bound.watched != bound.watch(self.optimizers)
+        return bound is None or bound.found is not found or bound.watch is None or not bound.watch.hold()
 
     def before(self) -> None:
         """Read pieces that are no views from the whole tensors."""
@@ -157,29 +161,30 @@ class State:
 
     def after(self, training: bool, drew: bool) -> None:
         """Make the user's tensors true: pieces written back, counters, gradients gone; count the step."""
-        assert self._bound is not None
+        bound = self._bound
+        assert bound is not None and bound.watch is not None
         if training:
-            for entry in (self._bound.found or {}).values():
+            for entry in bound.found.values():
                 entry.tensor.grad = None
-            for counter in self._bound.counters:
+            for counter in bound.counters:
                 counter.flush()
-        if self._bound.copies:
-            torch._foreach_copy_([place for place, _ in self._bound.copies], [own for _, own in self._bound.copies])
-        self._bound.watched = self._bound.watch(self.optimizers)
-        for optimizer, param, key, made in self._bound.births:
+            bound.watch.settle()
+        if bound.copies:
+            torch._foreach_copy_([place for place, _ in bound.copies], [own for _, own in bound.copies])
+        for optimizer, param, key, made in bound.births:
             optimizer.state[param][key] = made
-        if self._bound.births:
+        if bound.births:
             self.invalidate()  # the next step is another: it finds this state
         self.random.step += training or drew
 
     def has_state(self, optimizer: int, path: str) -> bool:
         """Whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
-        held = self.optimizers[optimizer].state.get(self._seen[1][path].tensor, {})
+        held = self.optimizers[optimizer].state.get(self._found[path].tensor, {})
         return any(isinstance(x, Tensor) and not x.is_meta for x in held.values())
 
     def stateless(self) -> str:
         """The parameters for which an optimizer holds no state: ranks must agree on them."""
-        names = tree.names(self._seen[1])
+        names = tree.names(self._found)
         held = [
             (i, names.get(id(p), ""))
             for i, o in enumerate(self.optimizers)

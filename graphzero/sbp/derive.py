@@ -19,6 +19,22 @@ from graphzero.sbp.local import chunk
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, S, Sbp, partial
 
+
+@dataclass(frozen=True)
+class Cut:
+    """How dims are cut where signatures are wanted.
+
+    ranks: splits that these would not cut alike are left out; None takes sizes to divide.
+    pieces: into how many a dim is cut by all axes, none of which may be empty where that matters; by default ``ranks``.
+    sections: counts of sections in which dims may be split, beside those that merged dims make.
+    """
+
+    ranks: int | None = None
+    pieces: int | None = None
+    sections: frozenset[int] = frozenset()
+
+
+ANY = Cut()
 Places = dict[str, tuple[int, int]]  # label -> (the dim it lies in, sections that the labels before it make there)
 
 
@@ -40,20 +56,18 @@ def derive(
     factors: Factors,
     given: Sequence[Given],
     made: Sequence[TensorMeta | None],
-    ranks: int | None = None,
+    cut: Cut = ANY,
     nonempty: bool = False,
-    sections: Collection[int] = (),
 ) -> tuple[Signature, ...]:
     """All one-axis signatures that the line allows for these operands and outputs, all-B first.
 
-    ``made`` are the outputs; absent operands and outputs have no place in a signature.  ``ranks`` leaves out
-    splits that do not cut alike; without it sizes are taken to divide.  ``nonempty`` leaves out splits that give a
-    rank nothing.  ``sections`` are counts of sections in which dims may be split, beside those that merged dims make.
+    ``made`` are the outputs; absent operands and outputs have no place in a signature.  ``nonempty`` leaves out
+    splits that give a rank nothing.
     Raises SbpError where shapes and line disagree.
     """
     bound = _bind(factors, tuple(given), tuple(made))
     found: dict[Signature, None] = {}
-    for split, reduction, chosen in _candidates(bound, ranks, nonempty, sections):
+    for split, reduction, chosen in _candidates(bound, cut, nonempty):
         signature = _signature(bound, split, reduction, chosen)
         if signature is not None:
             found[signature] = None
@@ -176,15 +190,15 @@ Split = tuple[str, int] | None  # the label that is split, and its sections
 Candidate = tuple[Split, str, tuple[int, ...]]  # with the kind of P, and the operands that are P
 
 
-def _candidates(bound: _Bound, ranks: int | None, nonempty: bool, sections: Collection[int]) -> Iterator[Candidate]:
+def _candidates(bound: _Bound, cut: Cut, nonempty: bool) -> Iterator[Candidate]:
     yield None, "sum", ()
     reductions = bound.factors.reductions
     for label in dict.fromkeys(label for places in (*bound.inputs, *bound.outputs) for label in places):
         summed = any(label in places for places in bound.inputs) and not all(label in o for o in bound.outputs)
         full = nonempty or (summed and reductions != ("sum",))
         lacking = [t for t in bound.terms if not any(label in bound.inputs[i] for i in t)]
-        for count in _sections(bound, label, sections):
-            if ranks is not None and not _cuts(bound, label, count, ranks, full):
+        for count in _sections(bound, label, cut.sections):
+            if not _cuts(bound, label, count, cut, full):
                 continue
             yield (label, count), reductions[0], ()
             if lacking:
@@ -203,12 +217,13 @@ def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
     return [1, *sorted(n for n in inner - {1} if bound.sizes[label] % n == 0 and n < bound.sizes[label])]
 
 
-def _cuts(bound: _Bound, label: str, count: int, ranks: int, full: bool) -> bool:
+def _cuts(bound: _Bound, label: str, count: int, cut: Cut, full: bool) -> bool:
     """Whether a label can be cut so: evenly where the pieces of sections or of a merged dim would differ."""
-    size = bound.sizes[label]
+    size, ranks = bound.sizes[label], cut.ranks or 1
+    pieces = cut.pieces or ranks
     if count > 1 or label in bound.merged:
-        return size % (count * ranks) == 0
-    return not full or chunk(size, ranks, ranks - 1)[1] > 0
+        return size % (count * ranks) == 0 and (not full or size >= count * pieces)
+    return not full or chunk(size, pieces, pieces - 1)[1] > 0
 
 
 def _linear(bound: _Bound, term: tuple[int, ...]) -> list[int]:

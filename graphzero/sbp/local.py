@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from graphzero.sbp.types import Nd, S, Sbp
+from graphzero.sbp.types import B, Nd, S, Sbp
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -23,13 +23,18 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+def cutting(nd: Nd, hierarchy: Sequence[int]) -> Nd:
+    """``nd`` without what cuts nothing: splits on axes of one rank."""
+    return tuple(B if sbp.is_split and ranks == 1 else sbp for sbp, ranks in zip(nd, hierarchy, strict=True))
+
+
 def cuts(nd: Nd, hierarchy: Sequence[int]) -> list[tuple[int, int, int]]:
     """The cuts that make a rank's piece, outermost first: (placement axis, dim, sections of what is there to cut).
 
     Of the sections of a dim, an axis further out that cuts it in fewer has left to each rank a part.
     """
     found = []
-    for axis, sbp in enumerate(nd):
+    for axis, sbp in enumerate(cutting(nd, hierarchy)):
         if sbp.is_split:
             outside = zip(nd[:axis], hierarchy[:axis], strict=True)
             coarser = (n for s, n in outside if s.is_split and s.dim == sbp.dim and s.sections < sbp.sections)
@@ -105,6 +110,7 @@ def bounds(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[
 
 def piece_shape(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
     """The shape of that piece, of any tensor.  No rank's is longer in any dim than that of the rank at (0, 0, ...)."""
+    nd = cutting(nd, hierarchy)
     apart = unfold(shape, nd)
     lengths = bounds(apart.shape, apart.nd(nd), hierarchy, at)
     return tuple(prod(lengths[i][1] for i in dims) for dims in apart.dims)

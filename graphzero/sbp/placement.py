@@ -26,8 +26,6 @@ class Placement:
     """Ranks in a hierarchy with one name per axis.  Made by ``placement``; equal by value; not to be changed.
 
     hierarchy: ranks along each axis.
-    nesting: per axis, into how many pieces a dim that it splits may be cut in all: batches and what ZeRO shards are
-    split over all data axes, one within the other.
     """
 
     device_type: str
@@ -35,7 +33,6 @@ class Placement:
     names: tuple[str, ...]
     virtual: bool
     hierarchy: tuple[int, ...]
-    nesting: tuple[int, ...]
 
     def __init__(self, device_type: str, ranks: np.ndarray[Any, Any], names: tuple[str, ...], virtual: bool) -> None:
         self.device_type = device_type
@@ -45,10 +42,6 @@ class Placement:
         self.hierarchy = tuple(int(n) for n in ranks.shape)
         self._coordinates: dict[int, tuple[int, ...]] = {}
         self._mesh: tuple[Any, DeviceMesh] | None = None  # with the world it was made in
-        over_data = math.prod(n for n, name in zip(self.hierarchy, names, strict=True) if name in self.data_axes)
-        self.nesting = tuple(
-            over_data if name in self.data_axes else n for n, name in zip(self.hierarchy, names, strict=True)
-        )
         ranks.setflags(write=False)
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, overload
 
 from graphzero.errors import SbpError
 from graphzero.sbp.call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
-from graphzero.sbp.derive import derive
+from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import Factors, parse
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
 from graphzero.sbp.types import Nd, S
@@ -179,53 +179,54 @@ def signatures(
     outputs: Any,
     ranks: int | None = None,
     sections: Collection[int] = (),
+    pieces: int | None = None,
 ) -> tuple[Signature, ...]:
     """What ``op`` may do on one placement axis, all-B first, then splits in the order of dims, then partials.
 
     ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is no constant for a run-time
     number; ``outputs`` is a TensorMeta or a sequence of them, with None for outputs that are not made.  ``ranks``
     leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  ``sections`` are counts of
-    sections in which dims may be split as well.  An op without a rule gives all-B alone and warns once.
+    sections in which dims may be split as well.  ``pieces``: into how many a dim is cut where other axes cut it too, none
+    of which may be empty where the op cannot take that; by default ``ranks``.  An op without a rule gives all-B alone and warns once.
     """
     _load()
     made = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
-    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, ranks, frozenset(sections))
+    cut = Cut(ranks, pieces, frozenset(sections))
+    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, cut)
     found = _cache.get(key)
     if found is None:
         call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), made)
-        found = _cache[key] = _signatures(call, ranks, sections)
+        found = _cache[key] = _signatures(call, cut)
     return found
 
 
-def _signatures(call: Call, ranks: int | None, sections: Collection[int]) -> tuple[Signature, ...]:
+def _signatures(call: Call, cut: Cut) -> tuple[Signature, ...]:
     first = all_broadcast(len(call.tensors), sum(m is not None for m in call.outputs))
     entry = _entries.get(call.op)
     if entry is None:
         _warn(call.op)
         return (first,)
-    found = (first, *_written(call, entry.rule, entry.nonempty, ranks, sections))
+    found = (first, *_written(call, entry.rule, entry.nonempty, cut))
     if entry.offset is not None:
-        placed = _written(call, entry.offset.rule, entry.nonempty, ranks, sections)
+        placed = _written(call, entry.offset.rule, entry.nonempty, cut)
         found += tuple(signature for signature in placed if entry.offset.splits(call, signature))
     return tuple(dict.fromkeys(found))
 
 
-def _written(
-    call: Call, rule: Rule, nonempty: bool, ranks: int | None, sections: Collection[int]
-) -> tuple[Signature, ...]:
+def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signature, ...]:
     """The signatures that one rule gives."""
     written = rule(call) if callable(rule) else rule
     if written is None:
         return ()
     if isinstance(written, tuple) and written and isinstance(written[0], str):
-        return sum((_written(call, line, nonempty, ranks, sections) for line in written), ())  # type: ignore[arg-type]
+        return sum((_written(call, line, nonempty, cut) for line in written), ())  # type: ignore[arg-type]
     if isinstance(written, str):
         written = parse(written)
     if not isinstance(written, Factors):
         return tuple(written)
     given, order = operands_of(call, len(written.operands))
     try:
-        derived = derive(written, given, call.outputs, ranks, nonempty, sections)
+        derived = derive(written, given, call.outputs, cut, nonempty)
     except SbpError as error:
         raise SbpError(f"rule of {op_name(call.op)}: {error}") from None
     return tuple(Signature(tuple(s.inputs[i] for i in order), s.outputs) for s in derived)

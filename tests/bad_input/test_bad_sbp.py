@@ -120,6 +120,14 @@ def test_a_dim_that_is_not_there(place: gz.Placement) -> None:
     refused_pass(place, gz.SbpError, "has 2 dims; split one of 0..1", lambda g: g.pin("addmm", axis, S(2)))
 
 
+def test_sections_that_are_uneven(place: gz.Placement) -> None:
+    five = last(place, S(0, 5))
+    refused(gz.SbpError, "cannot be", gz.to_global, torch.ones(8, 6), place, five)
+    text = refused(gz.SbpError, "module's up.weight: shape", gz.to_global, Net(), place, five)
+    assert "S(0, 5)" in text and "choose sections that divide" in text
+    refused(gz.SbpError, "cannot be", Step(place, lambda h: gz.to_global(h, sbp=five)).compile, X)
+
+
 def test_a_negative_dim() -> None:
     refused(gz.SbpError, "names a tensor dim by a number from 0 up", S, -1)
 

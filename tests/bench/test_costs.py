@@ -51,8 +51,11 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
         ["scale.py", "--layers", "1"],
         ["scale.py", "--llama", "--layers", "1"],
         ["memory.py", "--models", "mlp"],
+        ["overhead.py", "--parameters", "10", "--calls", "5"],
         ["traffic.py", "--models", "mlp"],
-        ["step_time.py", "--model", "toy", "--rounds", "1", "--steps", "3", "--no-compile"],
+        ["step_time.py", "--model", "toy", "--rounds", "1", "--steps", "3", "--systems", "graphzero", "DDP"],
+        ["step_profile.py", "--model", "toy", "--rounds", "1", "--steps", "2"],
+        ["peak.py", "--model", "toy", "--systems", "DDP"],
     ],
     ids=" ".join,
 )

@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, capture, hyperparameters
+from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, capture
+from graphzero.groups import Groups
 from graphzero.ir import ops, value
 from graphzero.ir.verify import verify
 from graphzero.ops import PIN
@@ -81,7 +82,7 @@ class Program:
 
     def __call__(self, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
         _, _, feed = leaves_of(args, kwargs)
-        hypers = hyperparameters(self.optimizers)
+        hypers = Groups(self.optimizers).numbers
         env: dict[fx.Node, Any] = {}
         graph = self.captured.graph
         assert self.captured.guards({**hypers, **{value.Role("scalar", k): v for k, v in feed.items()}})

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from capture_reference import PLACE, Owner, Program, assert_same, leaves_of
 from torch import nn
 
-from graphzero.capture import OptimizerSpec, Step, baked, capture, hyperparameters
+from graphzero.capture import OptimizerSpec, Step, capture
 from graphzero.errors import CaptureError
+from graphzero.groups import Groups
 from graphzero.ir.value import Role
 
 D = torch.float64
@@ -181,22 +182,22 @@ def test_hyperparameters_change_between_steps():
 def test_guards_notice_a_hyperparameter_that_would_change_the_program():
     owner = Owner(build, model=net())
     program = Program(owner, [torch.optim.SGD(owner.model.parameters(), lr=0.1)], batches()[0][0])
-    values, hold = hyperparameters(program.optimizers), program.captured.guards
+    values, hold = Groups(program.optimizers).numbers, program.captured.guards
     assert hold(values)
     assert hold({**values, Role("hyper", "optimizer0.group0", "lr"): 0.3})
     adamw = Program(owner, [torch.optim.AdamW(owner.model.parameters(), weight_decay=0.0)], batches()[0][0])
-    values, hold = hyperparameters(adamw.optimizers), adamw.captured.guards
+    values, hold = Groups(adamw.optimizers).numbers, adamw.captured.guards
     assert hold(values)
     assert not hold({**values, Role("hyper", "optimizer0.group0", "weight_decay"): 0.1})
 
 
 def test_baked_settings_show_a_change():
     spec = OptimizerSpec(torch.optim.SGD(net().parameters(), lr=0.1))
-    before = baked([spec])
+    before = Groups([spec]).baked
     spec.optimizer.param_groups[0]["lr"] = 0.2
-    assert baked([spec]) == before
+    assert Groups([spec]).baked == before
     spec.optimizer.param_groups[0]["maximize"] = True
-    assert baked([spec]) != before
+    assert Groups([spec]).baked != before
 
 
 CLIPS = [

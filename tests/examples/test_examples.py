@@ -9,10 +9,14 @@ import pytest
 import torch
 from language import make_model, warm_cosine
 from report import aligned
+from tensor_parallel import Gpt, Train, plain_losses, traffic
 from text import Text, share, standard_library
+
+import graphzero as gz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+FOUR = [*TORCHRUN[:-1], "--nproc-per-node=4"]
 
 
 def run(*command: str) -> str:
@@ -60,6 +64,31 @@ def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model):
     off = output.splitlines()[-1]
     assert off.startswith("loss, off plain PyTorch")
     assert all(float(found) < 2e-5 for found in re.findall(r"\d\.\de[+-]\d+", off)), off
+
+
+@pytest.mark.parametrize("along", [False, True], ids=["", "sequence"])
+def test_tensor_parallelism_with_zero_trains_as_plain_pytorch(along):
+    def make():
+        torch.manual_seed(0)
+        return Gpt(layers=1, width=16, heads=2, context=8, along=along)
+
+    batches = [Text(megabytes=0.1).batch(step, size=4, context=8) for step in range(2)]
+    graph = Train(make(), gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True), stage=3)
+    losses = [graph(*batch).item() for batch in batches]
+    assert losses == pytest.approx(plain_losses(make(), batches), rel=1e-5)
+    said = traffic(graph)
+    assert "dp forward all_gather parameters" in said and "tp forward all_gather parameters" not in said
+    assert ("tp forward reduce_scatter other" in said) == along
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_is_the_same_on_virtual_ranks_and_on_four_processes():
+    small = [str(EXAMPLES / "tensor_parallel.py"), "--layers", "1", "--width", "16", "--heads", "2", "--context", "8"]
+    small += ["--steps", "3"]
+    virtual, processes = run(sys.executable, *small), run(*FOUR, *small)
+    assert virtual.replace("virtual", "gloo") == processes
+    off = re.findall(r"largest difference (\d\.\de[+-]\d+)", processes)
+    assert len(off) == 1 and float(off[0]) < 2e-6
 
 
 def test_the_corpus_is_the_same_each_time_and_its_parts_do_not_overlap():

@@ -11,13 +11,14 @@ from graphzero.errors import VerifyError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.ir.verify import verify
-from graphzero.passes import LowerBoxing, Pipeline
+from graphzero.passes import Localize, LowerBoxing, Pipeline
 from graphzero.passes.lower_boxing import SMALL as SMALL_BYTES
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.shards import join, local_shape
 from graphzero.runtime.virtual import VirtualWorld
+from graphzero.sbp.local import nests
 from graphzero.sbp.route import bytes_of, route
-from graphzero.sbp.types import B, Nd, P, S, partial
+from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 from graphzero.testing import assert_graph
 
 MAX = partial("max")
@@ -27,7 +28,7 @@ UNEVEN = [(5, 3), (1, 2), (7, 0), (66, 65)]
 
 
 def box_of(src: Nd, dst: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...]) -> StepGraph:
-    """A graph that boxes its input from ``src`` to ``dst``, lowered."""
+    """A graph that boxes its input from ``src`` to ``dst``, as it runs."""
     axes = ", ".join(f"a{i}={n}" for i, n in enumerate(hierarchy))
     given, made = (f"({', '.join(map(str, nd))})" for nd in (src, dst))
     type_ = f"f64{list(shape)}"
@@ -36,7 +37,7 @@ def box_of(src: Nd, dst: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...])
     )
     graph = parse(f"{text} 0\n")
     graph.set_output([graph.node("y")], {}, {})  # behind verify: a partial value may not leave a real step
-    lowered = LowerBoxing()(graph)
+    lowered = Localize()(LowerBoxing()(graph))
     for node in lowered.nodes:
         if node.op == "call_function":
             assert len(node.all_input_nodes) == 1
@@ -167,3 +168,38 @@ def test_a_lowered_box_is_a_chain_of_collectives_of_one_axis_each() -> None:
       return z
     """
     assert_graph(Pipeline([LowerBoxing()])(parse(text)), CHAIN)
+
+
+MIN = partial("min")
+SECTIONED = (B, P, S(0), S(1), S(0, 2), S(0, 4), S(1, 2))
+
+
+def sectioned(shape: tuple[int, ...], hierarchy: tuple[int, ...], sbps: tuple[Sbp, ...] = SECTIONED) -> list[Nd]:
+    """What a value may be on a hierarchy, sections and their pieces even."""
+    return [nd for nd in itertools.product(sbps, repeat=len(hierarchy)) if nests(shape, nd, hierarchy)]
+
+
+def check_all(shape: tuple[int, ...], hierarchy: tuple[int, ...], nds: list[Nd], share: int = 1) -> None:
+    """All transitions among ``nds``, or one in ``share`` of them."""
+    for src, dst in itertools.islice(itertools.product(nds, nds), 0, None, share):
+        check(src, dst, shape, hierarchy)
+
+
+@pytest.mark.parametrize("hierarchy", [(2, 2), (2, 3), (3, 2)], ids=str)
+def test_splits_in_sections_go_to_all_others_on_two_axes(hierarchy: tuple[int, ...]) -> None:
+    check_all((48, 12), hierarchy, sectioned((48, 12), hierarchy), share=31)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hierarchy", [(2, 2), (2, 3), (1, 2), (2, 1)], ids=str)
+def test_more_transitions_of_splits_in_sections_on_two_axes(hierarchy: tuple[int, ...]) -> None:
+    check_all((48, 12), hierarchy, sectioned((48, 12), hierarchy), share=5)
+
+
+def test_splits_in_sections_go_to_all_others_on_three_axes() -> None:
+    check_all((64, 16), (2, 2, 2), sectioned((64, 16), (2, 2, 2)), share=3001)
+
+
+def test_maxima_and_minima_go_to_splits_in_sections() -> None:
+    nds = sectioned((48, 12), (2, 3), (B, S(1), S(0, 2), S(0, 4), MAX, MIN))
+    check_all((48, 12), (2, 3), [nd for nd in nds if MAX in nd or MIN in nd] + nds[:9], share=7)

@@ -451,6 +451,31 @@ def test_every_definition_is_tried() -> None:
     }
 
 
+GATHERED = """
+graph g(tp=2)
+  x     = batch()                                          : i64[2, 6]
+  dh    = batch()                                          : f32[2, 6, 4]  S(1)!
+  table = param()                                          : f32[{rows}, 4]  S(0)!
+backward:
+  dw    = embedding_dense_backward(dh, x, {rows}, -1, False) : f32[{rows}, 4]  ; gradient(table)
+update:
+  tu    = use(table)                                       : f32[{rows}, 4]
+  t1    = add(tu, dw, alpha=-0.1)                          : f32[{rows}, 4]
+  return x; update(table=t1)
+"""
+
+
+def test_a_split_table_has_its_gradient_from_gathered_rows_of_a_split_sequence_where_those_are_fewer() -> None:
+    large, small = (GATHERED.format(rows=rows) for rows in (37, 8))
+    assert lines(history(large)["localize"].after, "all_gather(dh,")
+    assert not lines(history(large)["localize"].after, "reduce_scatter(")
+    assert lines(history(small)["localize"].after, "reduce_scatter(dw,")
+    data = large.replace("tp=2", "dp=2")
+    assert lines(history(data)["localize"].after, "reduce_scatter(dw,"), "along a data axis a rank keeps to its share"
+    for text in (large, small):
+        assert_same_step(lower(whole(text).replace("S(0)!", "")), lower(text))
+
+
 def test_a_maximum_is_reduced_before_it_is_spread_out() -> None:
     text = """
 graph g(tp=2)

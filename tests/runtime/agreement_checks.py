@@ -1,13 +1,17 @@
 """What two gloo processes check of the calls that they must agree on: rank 0 decides, or all raise."""
 
 import copy
+import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
 from torch import nn
 
 import graphzero as gz
+from graphzero.runtime import products
+from graphzero.runtime.products import Figures
 
 
 def check_disagreement_raises_on_all_ranks_and_says_what_differs():
@@ -33,6 +37,20 @@ def check_disagreement_raises_on_all_ranks_and_says_what_differs():
     raises(gz.CaptureError, "configuration: rank 0: .*stage 2", lambda: graph(*share(0)))
     graph.config.enable_zero(stage=2)
     graph(*share(0))
+
+
+def check_the_first_rank_says_which_products_onednn_computes():
+    slower = 2.0 if dist.get_rank() == 0 else 0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "try_out", lambda p: Figures(p, (1.0, 0.5 if p.layouts == "nt" else slower), (0, 0)))
+        graph = Train(make(0).float())
+        graph.config.set_matmul("fastest")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph(*(x.float() for x in share(0)))
+    names = graph._last.executor(graph._world).program.names.values()
+    assert products.onednn_add in names  # only the first rank's view
+    assert not caught or dist.get_rank() == 0
 
 
 def check_a_failure_on_one_rank_raises_on_the_others():

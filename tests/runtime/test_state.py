@@ -10,6 +10,7 @@ import graphzero as gz
 from graphzero.runtime import modules as tree
 from graphzero.runtime.storage import lay_out
 from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.watch import ModulesWatch, StatesWatch
 from graphzero.sbp import B, S
 
 
@@ -59,22 +60,118 @@ def test_a_replaced_parameter_stands_everywhere_and_the_old_one_is_empty():
     assert old.numel() == 0 and old.untyped_storage().nbytes() == 0
 
 
-def test_a_snapshot_changes_with_mode_storage_and_identity():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    modules = {"m": model}
-    first = tree.snapshot(modules)
-    assert tree.snapshot(modules) == first
+def swap_names(model):
+    held = model[0]._parameters
+    held["bias"], held["weight"] = held.pop("weight"), held.pop("bias")
+
+
+def move_to_the_next_layer(model):
+    model[1]._parameters = {"bias": model[0]._parameters.pop("bias"), **model[1]._parameters}
+
+
+def equal_parameter(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+
+
+CHANGES = {
+    "mode": lambda m: m[1].eval(),
+    "requires_grad": lambda m: m[0].bias.requires_grad_(False),
+    "storage": lambda m: setattr(m[0].weight, "data", torch.ones(2, 2)),
+    "storage of a buffer": lambda m: setattr(m[1].running_mean, "data", torch.ones(2)),
+    "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "a parameter of one equal element": equal_parameter,
+    "no parameter": lambda m: setattr(m[0], "bias", None),
+    "one more parameter": lambda m: m[2].register_parameter("extra", nn.Parameter(torch.ones(1))),
+    "one more buffer": lambda m: m[2].register_buffer("extra", torch.ones(1)),
+    "another name": lambda m: m[0].register_parameter("shift", m[0]._parameters.pop("bias")),
+    "names of two exchanged": swap_names,
+    "a parameter of another module": move_to_the_next_layer,
+    "another dict": lambda m: setattr(m[2], "_parameters", {"weight": nn.Parameter(torch.ones(1, 1))}),
+    "another module": lambda m: m.__setitem__(0, nn.Linear(2, 2)),
+    "one more module": lambda m: m.append(nn.Tanh()),
+    "modules exchanged": lambda m: m._modules.update({"3": m[4], "4": m[3]}),
+    "class of a module": lambda m: setattr(m[3], "__class__", nn.Sigmoid),
+    "forward hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda m: m[0].register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda m: m[0].register_full_backward_pre_hook(lambda *_: None),
+    "tensor hook": lambda m: m[0].weight.register_hook(lambda *_: None),
+    "forward": lambda m: setattr(m[0], "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_watch_of_modules_notices(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False), nn.Tanh(), nn.ReLU())
+    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
     model[0].weight.data.add_(1)
-    assert tree.snapshot(modules) == first
-    for change in (
-        lambda: model[1].eval(),
-        lambda: model[0].bias.requires_grad_(False),
-        lambda: setattr(model[0].weight, "data", torch.ones(2, 2)),
-        lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
-    ):
-        before = tree.snapshot(modules)
-        change()
-        assert tree.snapshot(modules) != before
+    model[0].weight.grad = torch.ones(2, 2)
+    assert watch.holds()
+    CHANGES[change](model)
+    assert not watch.holds()
+
+
+def test_a_watch_of_modules_notices_hooks_and_forwards_that_are_taken_away():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    handle = model[0].register_forward_hook(lambda *_: None)
+    model[1].forward = lambda x: x
+    for take in (handle.remove, lambda: delattr(model[1], "forward")):
+        watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+        take()
+        assert not watch.holds()
+    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+    model[0]._forward_hooks = type(model[0]._forward_hooks)()
+    assert watch.holds()  # an empty dict for an empty one
+    model[0].register_forward_hook(lambda *_: None)
+    assert not watch.holds()
+
+
+def replace_state(optimizer, param, held):
+    optimizer.state[param] = dict(held)
+
+
+def pop_state(optimizer, param, held):
+    del optimizer.state[param]
+
+
+def replace_tensor(optimizer, param, held):
+    held["m"] = held["m"].clone()
+
+
+def replace_storage(optimizer, param, held):
+    held["m"].data = held["m"].clone()
+
+
+def no_tensor(optimizer, param, held):
+    held["m"] = 1.0
+
+
+def count(optimizer, param, held):
+    held["step"] += 1
+
+
+def loaded(optimizer, param, held):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "change", [replace_state, pop_state, replace_tensor, replace_storage, no_tensor, count, loaded]
+)
+def test_a_watch_of_optimizer_states_notices(change):
+    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for param in params:
+        optimizer.state[param] = {"m": torch.ones(1), "step": torch.zeros(()), "own": 0}
+    states = {(0, str(i)): (param, optimizer.state[param], ["m", "step"]) for i, param in enumerate(params)}
+    watch = StatesWatch([optimizer], states, [optimizer.state[param]["step"] for param in params])
+    optimizer.state[params[0]]["m"].mul_(2)
+    optimizer.state[params[0]]["own"] = 1
+    assert watch.hold()
+    change(optimizer, params[1], optimizer.state[params[1]])
+    assert not watch.hold()
+    if change is count:
+        watch.settle()
+        assert watch.hold()
 
 
 class Train(gz.Graph):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphzero.errors import SbpError
-from graphzero.sbp.derive import derive
+from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import NUMBER, parse
 from graphzero.sbp.signature import TensorMeta
 
@@ -16,7 +16,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> TensorMeta:
 
 
 def lines(text: str, given: list, made: list, ranks: int | None = None) -> list[str]:
-    return [str(s) for s in derive(parse(text), given, made, ranks)]
+    return [str(s) for s in derive(parse(text), given, made, Cut(ranks))]
 
 
 def test_a_product_splits_shared_letters_and_leaves_a_partial_of_a_summed_one() -> None:
@@ -118,7 +118,7 @@ def test_a_merged_dim_is_split_in_sections_where_an_inner_dim_is_cut() -> None:
 
 def test_dims_are_split_in_the_sections_that_are_asked_for() -> None:
     def mm(sections: list[int], ranks: int | None = 2) -> list[str]:
-        found = derive(parse("mk,kn->mn"), [meta(4, 6), meta(6, 12)], [meta(4, 12)], ranks, sections=sections)
+        found = derive(parse("mk,kn->mn"), [meta(4, 6), meta(6, 12)], [meta(4, 12)], Cut(ranks, sections=frozenset(sections)))
         return [str(s) for s in found]
 
     assert "B, S(1, 3) -> S(1, 3)" in mm([3])
@@ -126,7 +126,7 @@ def test_dims_are_split_in_the_sections_that_are_asked_for() -> None:
     assert "S(1, 3), S(0, 3) -> P" in mm([3])
     assert "B, S(1, 5) -> S(1, 5)" not in mm([5])  # 12 does not fall into five sections
     assert "B, S(1, 4) -> S(1, 4)" not in mm([4])  # nor can each of four be cut in two
-    inner = derive(parse("(ab)->ab"), [meta(24)], [meta(4, 6)], 3, sections=[8])
+    inner = derive(parse("(ab)->ab"), [meta(24)], [meta(4, 6)], Cut(3, sections=frozenset({8})))
     assert "S(0, 8) -> S(1, 2)" in [str(s) for s in inner]
 
 

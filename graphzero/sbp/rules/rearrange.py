@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
@@ -44,9 +46,10 @@ def put(call: Call) -> str:
     return f"{MOVE}{own}+~{'_' * len(index)},{'_' * len(index)}->{own}"
 
 
-@rule(overloads("index_reduce"))
+@rule(overloads("index_reduce"), nonempty=True)
 def index_reduce(call: Call) -> str | None:
-    if not call.shape:
+    """PyTorch's CPU kernel for products fails on a single row of 16-bit numbers, which a piece may be."""
+    if not call.shape or (call["reduce"] == "prod" and call.tensors[0].dtype in (torch.bfloat16, torch.float16)):
         return None
     at = dim_of(call["dim"], len(call.shape))
     line = "".join("_" if i == at else name for i, name in enumerate(letters(len(call.shape))))

@@ -1,0 +1,121 @@
+"""Peak resident memory of graphzero's stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, of rank 0.
+
+    python bench/peak.py                    # a GPT of 7.4 M parameters
+    python bench/peak.py --model B          # one of 24 M; conv is a convolutional network
+
+Each system has fresh processes.  It first trains a toy, so that imports, code and its own machinery are there; from
+what the process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the end
+of the first step, which captures or compiles, and over the steps after it.  What is freed goes back to the kernel at
+once, so that the mark is of memory in use.  Beside it, for graphzero, the peak that its plan says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from _run import markdown, on_gloo, options_of, save
+from compare import TrainGraph
+from jobs import JOBS
+from peers import BASE, SYSTEMS, chosen, mean
+
+STEPS = 6
+CLEAR = Path("/proc/self/clear_refs")
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes; read when a process starts
+BASES = (BASE, "DDP", "FSDP2")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes above what the process held before: until the first step's end, over later steps; what the plan says."""
+
+    first: int
+    later: int
+    planned: int | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/report.py")
+    options = options_of(parser)
+    if not CLEAR.exists():
+        sys.exit("bench/peak.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
+    os.environ.update(MALLOC)
+    found = {}
+    for system in chosen(options.systems):
+        if system.missing:
+            print(system.missing, file=sys.stderr)
+            continue
+        found[system.name] = on_gloo(options.ranks, measure, system.name, options.model)
+        print(".", end="", file=sys.stderr, flush=True)
+        if options.save:
+            peaks = {name: asdict(one) for name, one in found.items()}
+            save(options.save, f"{options.model}, {options.ranks} ranks", "peaks", peaks)
+    print(f"{JOBS[options.model].describe(options.ranks)}\n\n{table(found)}")
+
+
+def table(found: Mapping[str, Peak]) -> str:
+    bases = [base for base in BASES if base in found]
+    rows = []
+    for name, one in found.items():
+        ratios = [f"{one.later / found[base].later:.2f}" for base in bases]
+        planned = ["-", "-"] if one.planned is None else [mb(one.planned), f"{one.later / one.planned:.2f}"]
+        rows.append([name, mb(one.later), *ratios, *planned, mb(one.first)])
+    head = ["", "peak, MB", *(f"to {base}" for base in bases), "planned, MB", "peak to planned", "first step, MB"]
+    return markdown(head, rows)
+
+
+def mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+def measure(rank: int, name: str, model: str) -> Peak:
+    """Every rank: train a toy, then the model."""
+    (system,) = (s for s in SYSTEMS if s.name == name)
+    ranks = dist.get_world_size()
+    toy = JOBS["toy conv" if "conv" in model else "toy"]
+    step = system.begin(toy)
+    for i in range(3):
+        mean(step(*toy.part(i, rank, ranks)))
+    del step
+    job = JOBS[model]
+    batches = [job.part(i, rank, ranks) for i in range(STEPS)]
+    dist.barrier()
+    before = reset()
+    step = system.begin(job)
+    mean(step(*batches[0]))
+    first = high_water() - before
+    reset()
+    for batch in batches[1:]:
+        mean(step(*batch))
+    planned = step.plan.memory.peak if isinstance(step, TrainGraph) else None
+    return Peak(first, high_water() - before, planned)
+
+
+def reset() -> int:
+    """Give back what is free and begin the high-water mark anew; the resident bytes."""
+    gc.collect()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+    CLEAR.write_text("5")
+    return high_water()
+
+
+def high_water() -> int:
+    (kilobytes,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The systems that are compared: graphzero's stages, and what PyTorch's users train with instead.
+
+Each trains the same model with AdamW in float32.  The peers' AdamW is torch's fused one; DDP and FSDP2 are used as
+their documentation does it.  DeepSpeed is there if it can be imported (``pip install deepspeed``), on its CPU path.
+Its default buckets are made for GPUs (0.5 G elements, allocated at once): here they hold 25 MB, as DDP's do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compare import TrainGraph
+from jobs import Job
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
+
+BASE = "DDP + compile"  # what others are measured against
+BUCKET = 25 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class System:
+    """stage: what is split between ranks, in ZeRO's numbers.  begin: a job -> its training step, on every rank."""
+
+    name: str
+    stage: int
+    begin: Callable[[Job], Step]
+    needs: str = "torch"
+
+    @property
+    def missing(self) -> str | None:
+        """Why it can't run here, if it can't."""
+        return None if find_spec(self.needs) else f"{self.name} is left out: there is no module {self.needs} here"
+
+
+def adamw(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def graph(stage: int, job: Job) -> TrainGraph:
+    model = job.model()
+    return TrainGraph(model, adamw(model), None, stage)
+
+
+def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw) -> Step:
+    """The loop that one writes around a wrapped model."""
+    model = job.model()
+    wrapped = wrap(model)
+    optimizer = optimizer_of(model)
+
+    def step(*batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = wrapped(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def compiled_ddp(model: nn.Module) -> Any:
+    return torch.compile(ddp(model))
+
+
+def redundancy(model: nn.Module) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=AdamW, parameters_as_bucket_view=True, lr=1e-3, fused=True
+    )
+
+
+def fsdp2(model: nn.Module, compiled: bool = False) -> nn.Module:
+    """Split block by block, resharded after forward; each block is compiled by itself before it is split."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    blocks: Any = model.blocks
+    for i, block in enumerate(blocks):
+        blocks[i] = shard(torch.compile(block) if compiled else block)
+    return shard(model)
+
+
+def deepspeed(stage: int, job: Job) -> Step:
+    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
+    logging.disable(logging.WARNING)
+    import deepspeed as package
+
+    elements = BUCKET // 4
+    zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
+    if stage == 3:  # gathered weights go after their last use, as they do in FSDP2 and here
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+        zero |= {"stage3_prefetch_bucket_size": elements}
+    model = job.model()
+    config = {"train_micro_batch_size_per_gpu": job.share, "zero_optimization": zero}
+    engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
+
+    def step(*batch: Tensor) -> Tensor:
+        loss: Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS = [
+    *(System(f"graphzero, stage {stage}", stage, partial(graph, stage)) for stage in range(4)),
+    System("DDP", 0, partial(hand_written, ddp)),
+    System(BASE, 0, partial(hand_written, compiled_ddp)),
+    System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),
+    System("FSDP2", 3, partial(hand_written, fsdp2)),
+    System("FSDP2 + compile", 3, partial(hand_written, partial(fsdp2, compiled=True))),
+    *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
+]
+
+
+def chosen(names: list[str] | None) -> list[System]:
+    """The systems of these names, all stages where a name says none; all systems, without names."""
+    return [s for s in SYSTEMS if names is None or any(s.name == n or s.name.startswith(f"{n},") for n in names)]
+
+
+def mean(loss: Tensor) -> float:
+    """The loss of the whole batch: a Graph returns it, others that of the rank's part, whose mean it is."""
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()

@@ -1,0 +1,131 @@
+"""The comparison with other systems: all train alike, memory is that of the kernel, and the pages get the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import which
+from xml.etree import ElementTree
+
+import peak
+import pytest
+import report
+import scatter
+import step_time
+import torch
+from _run import on_gloo, save
+from jobs import JOBS
+from peers import BASE, SYSTEMS, System, chosen
+
+TORCH = [s.name for s in SYSTEMS if s.needs == "torch" and (which("g++") or "compile" not in s.name)]
+DEEPSPEED = [s.name for s in SYSTEMS if s.needs == "deepspeed"]
+
+
+def train_alike(model: str, names: list[str]) -> None:
+    found = on_gloo(2, step_time.work, model, names, 1, 3)
+    wanted = found["graphzero, stage 0"].losses
+    assert len(set(wanted)) > 1, "a model that does not train shows nothing"
+    for name, one in found.items():
+        assert one.losses == pytest.approx(wanted, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_every_system_of_torch_trains_to_the_same_losses():
+    train_alike("toy", TORCH)
+
+
+@pytest.mark.slow
+def test_they_do_on_a_convolutional_network_too():
+    train_alike("toy conv", ["graphzero, stage 0", "graphzero, stage 3", "DDP", "FSDP2"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SYSTEMS[-1].missing is not None, reason="DeepSpeed is not installed")
+def test_deepspeed_trains_to_the_same_losses():
+    train_alike("toy", ["graphzero, stage 0", *DEEPSPEED])
+
+
+def test_a_difference_of_losses_is_seen_and_the_base_is_ddp():
+    found = {name: step_time.Timed([[1.0]], [2.0, 1.0 + off]) for name, off in (("DDP", 0.0), ("FSDP2", 1e-3))}
+    assert step_time.apart(found["DDP"], found) == "0e+00"
+    assert step_time.apart(found["FSDP2"], found) == "1e-03"
+
+
+def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
+    base = step_time.Timed([[1.0, 1.0], [9.0, 9.0], [1.0, 1.0]], [])
+    one = step_time.Timed([[1.2, 1.2], [10.8, 10.8], [1.2, 5.0, 1.2]], [])
+    assert one.to(base) == pytest.approx((1.2, 1.2, 1.2))
+    assert one.fastest == 1.2
+
+
+def test_a_system_that_is_not_installed_is_left_out_with_a_word():
+    assert "no module no_such_module" in (System("Other", 0, lambda job: torch.clone, "no_such_module").missing or "")
+    assert SYSTEMS[0].missing is None
+
+
+def test_a_name_without_a_stage_means_all_its_stages_and_nothing_else():
+    assert [s.name for s in chosen(["graphzero", "DDP"])] == [*(f"graphzero, stage {i}" for i in range(4)), "DDP"]
+    assert chosen(None) == SYSTEMS
+
+
+@pytest.mark.parametrize("model", ["toy", "toy conv"])
+def test_ranks_share_one_batch_and_one_model(model):
+    job = JOBS[model]
+    parts = [job.part(3, rank, ranks=2) for rank in range(2)]
+    assert all(torch.equal(torch.cat(x), whole) for *x, whole in zip(*parts, job.batch(3, 2 * job.share), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(job.model().parameters(), job.model().parameters(), strict=True))
+
+
+@pytest.mark.skipif(not peak.CLEAR.exists(), reason="only Linux resets the high-water mark")
+def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
+    before = peak.reset()
+    x = torch.ones(8 * 2**20)
+    del x
+    grown = peak.high_water() - before
+    assert 31 * 2**20 <= grown < 40 * 2**20  # the kernel counts pages with a delay
+    assert peak.reset() - before < 8 * 2**20
+
+
+def test_a_plot_has_every_point_and_name_within_its_axes():
+    points = [scatter.Point(f"system <{i}>", 100 + i % 4, 200 + i * 30, i < 4) for i in range(12)]
+    root = ElementTree.fromstring(scatter.draw([scatter.Panel("A", points), scatter.Panel("B", points)]))
+    marks = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(marks) == 24
+    for mark in marks:
+        assert scatter.LEFT <= float(mark.attrib["cx"]) <= scatter.WIDTH - scatter.RIGHT
+        assert scatter.TOP <= float(mark.attrib["cy"]) <= scatter.HEIGHT - scatter.BOTTOM
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(texts.count(point.name) == 2 for point in points)
+
+
+def test_names_beside_points_keep_clear_of_each_other_where_there_is_room():
+    points = [scatter.Point(name, 0, 0, False) for name in ("first", "second", "third")]
+    places = scatter.labels(points, [(200.0, 200.0), (204.0, 202.0), (202.0, 206.0)])
+    assert not any(a.overlap(b) for a in places for b in places if a is not b)
+
+
+@pytest.mark.parametrize("values", [[5.0, 5.0], [0.2, 0.9], [171.0, 420.0], [1.0, 2500.0]])
+def test_ticks_are_few_and_reach_around_all_values(values):
+    ticks = scatter.ticks(values)
+    assert ticks[0] <= min(values) and max(values) <= ticks[-1] and 3 <= len(ticks) <= 10
+
+
+def test_the_pages_get_the_figures_and_keep_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("benchmarks.md", "performance.md"):
+        page = "# Title\n<!-- bench/report.py writes this -->\nold figures\n<!-- up to here -->\nthe rest\n"
+        (tmp_path / name).write_text(page)
+    file, run = str(tmp_path / "bench.json"), "A, 2 ranks"
+    steps = {
+        name: {"rounds": [[s, s], [2 * s, 2 * s]], "losses": [2.0, 1.0]} for name, s in ((BASE, 0.2), ("FSDP2", 0.3))
+    }
+    save(file, run, "times", {"about": "a GPT", **steps})
+    save(file, run, "profile", "| where |")
+    save(file, run, "peaks", {BASE: {"first": 9, "later": 2 * 10**6, "planned": None}})
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["report.py", file])
+    report.main()
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "old figures" not in page and page.startswith("# Title\n") and page.endswith("the rest\n")
+    (row,) = (line for line in page.splitlines() if line.startswith("| FSDP2"))
+    assert [cell.strip() for cell in row.split("|")[2:6]] == ["300.0", "450.0", "1.50", "1.50 to 1.50"]
+    assert "| where |" in (tmp_path / "performance.md").read_text()
+    assert "DDP + compile" in (tmp_path / "time_against_memory.svg").read_text()
