@@ -83,11 +83,11 @@ def _memory(name: str, found: Mapping[str, Peak]) -> list[str]:
 def panel(name: str, run: Mapping[str, Any]) -> Panel:
     times, memory = timed(run), peaks(run)
     points = [
-        Point(short(system), memory[system].later / 1e6, one.median * 1e3, system.startswith("graphzero"))
+        Point(short(system), memory[system].later / 1e6, one.to(times[BASE])[1], system.startswith("graphzero"))
         for system, one in times.items()
         if system in memory
     ]
-    return Panel(name, points)
+    return Panel(name, "peak memory of a rank, MB", f"step time, {BASE} is 1", points)
 
 
 def short(system: str) -> str:

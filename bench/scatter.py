@@ -15,7 +15,7 @@ OURS, THEIRS = "#c2410c", "#475569"
 
 @dataclass(frozen=True)
 class Point:
-    """x: megabytes; y: milliseconds; ours: drawn in the strong colour."""
+    """ours: drawn in the strong colour."""
 
     name: str
     x: float
@@ -26,6 +26,8 @@ class Point:
 @dataclass(frozen=True)
 class Panel:
     title: str
+    across: str  # what the axes show
+    up: str
     points: Sequence[Point]
 
 
@@ -74,8 +76,8 @@ def _panel(panel: Panel) -> Iterator[str]:
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     yield f"<text x='{LEFT}' y='20' font-size='13' font-weight='bold'>{escape(panel.title)}</text>"
-    yield f"<text x='{(LEFT + WIDTH) / 2}' y='{HEIGHT - 10}' text-anchor='middle'>peak memory of a rank, MB</text>"
-    yield f"<text transform='translate(14 {HEIGHT / 2}) rotate(-90)' text-anchor='middle'>step, ms</text>"
+    yield f"<text x='{(LEFT + WIDTH) / 2}' y='{HEIGHT - 10}' text-anchor='middle'>{escape(panel.across)}</text>"
+    yield f"<text transform='translate(14 {HEIGHT / 2}) rotate(-90)' text-anchor='middle'>{escape(panel.up)}</text>"
     for tick in x_ticks:
         x, _ = at(tick, y_ticks[0])
         yield f"<path d='M{x:.1f} {TOP}V{HEIGHT - BOTTOM}' stroke='#e2e8f0'/>"

@@ -293,3 +293,24 @@ def test_checkpoints_of_virtual_grids_load_on_a_line_and_back():
         other.load_state_dict(graph.state_dict())
         torch.testing.assert_close(other(*batch_of(graph.model, 1)), graph(*batch_of(graph.model, 1)))
         graph = other
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_no_rank_is_left_without_a_head_where_two_axes_cut_them(heads):
+    class Attend(gz.Graph):
+        def __init__(self):
+            super().__init__(place(names=("tp", "cp")))
+            self.scale = nn.ParameterList([nn.Parameter(torch.ones((), dtype=D))])
+            self.config.set_input("x", sbp=(B, B))
+            self.add_optimizer(torch.optim.SGD(self.scale, lr=0.1))
+
+        def build(self, x):
+            h = gz.to_global(x * self.scale[0], sbp=(S(1), S(1)))
+            loss = F.scaled_dot_product_attention(h, h, h).square().sum()
+            loss.backward()
+            return loss
+
+    x = torch.randn(4, heads, 3, 4, dtype=D)
+    with pytest.warns(UserWarning, match="no axis of"):
+        found = Attend()(x)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(x, x, x).square().sum())

@@ -10,7 +10,7 @@ What is known of each value is in ``graphzero.ir.value``.  Passes change a clone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -126,6 +126,10 @@ class StepGraph:
     def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
         """Say what the step hands out: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""
         self.output.args = ((tuple(outputs), dict(aux), dict(updates)),)
+
+    def hand_out(self, instead: Mapping[Node, Node]) -> None:
+        """End the step with other values in the place of some, all at once: the output reads a value of each state."""
+        self.output.args = torch.fx.map_arg(self.output.args, lambda node: instead.get(node, node))
 
     def call(
         self,

@@ -76,10 +76,16 @@ class Fuse(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         last = _read(CHAIN).outputs[0]
         order = {node: i for i, node in enumerate(graph.nodes)}
+        instead: dict[fx.Node, fx.Node] = {}
+        chains: list[fx.Node] = []
         for node in order:
             found: dict[str, Any] = {}
             if node.target is last.target and _matches(last, node, found) and _may_fuse(node, found, order):
-                _fuse(graph, node, found)
+                chains += _fuse(graph, node, found, instead)
+        graph.hand_out(instead)
+        for node in reversed(chains):
+            if not node.users:
+                graph.graph.erase_node(node)
         return graph
 
 
@@ -129,7 +135,8 @@ def _made(found: dict[str, Any]) -> list[fx.Node]:
     return [found[node.name] for node in _read(CHAIN).nodes if node.op == "call_function"]
 
 
-def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any]) -> None:
+def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Write the kernel's call; returns what it takes the place of, in order.  ``instead`` gets what to hand out."""
     param, decay = found["param"], 0.0
     before: dict[str, Any] = {"lr": found["lr"]}
     if _matches(_read(DECAY).outputs[0], param, before) and set(param.users) == {node}:
@@ -142,10 +149,9 @@ def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any]) -> None:
         fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
         for i, old in enumerate((node, found["new_avg"], found["new_sq"])):
             made = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
-            old.replace_all_uses_with(made, delete_user_cb=lambda user: user not in chain)
-    for old in reversed([*_before(found["param"], param), *chain]):
-        if not old.users:
-            graph.graph.erase_node(old)
+            old.replace_all_uses_with(made, delete_user_cb=lambda user: user.op != "output" and user not in chain)
+            instead[old] = made
+    return [*_before(found["param"], param), *chain]
 
 
 def _before(decayed: fx.Node, param: fx.Node) -> list[fx.Node]:

@@ -201,7 +201,7 @@ class AxisPropagation:
         return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
 
     def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
-        """``have`` where a value is free, or B if what other axes make of it, or are told to, leaves no even sections."""
+        """``have`` for a free value, or B where that and what other axes make of it leave no even sections."""
         nd = [axis.pinned(node) or (axis.sbp(node) if node in axis.found else B) for axis in self.axes]
         nd[self.axis] = have
         return have if nests(value.tensor_type(node).shape, tuple(nd), self.graph.placement.hierarchy) else B

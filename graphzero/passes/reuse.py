@@ -45,17 +45,21 @@ class Reuse(BuiltinPass):
                 storages.receive(node)
             elif node.op == "call_function" and storages.can_be_told(node):
                 storages.write_over_one(node)
+        graph.hand_out(storages.dropped)
+        for assign in storages.dropped:
+            graph.graph.erase_node(assign)
         return graph
 
 
 class _Storages:
-    """Who reads which storage last, while results move in with others."""
+    """Who reads which storage last, while results move in with others.  dropped: assigns in vain -> their values."""
 
     def __init__(self, graph: StepGraph):
         self.graph = graph
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.roots = storage_roots(graph)
         self.moved: dict[Storage, Storage] = {}
+        self.dropped: dict[fx.Node, fx.Node] = {}
         self.assigns = {node.args[0]: node for node in graph.graph.find_nodes(op="call_function", target=ops.assign)}
         self.replaced: dict[Any, list[fx.Node]] = defaultdict(list)  # new value -> the states that it becomes
         for old, assign in self.assigns.items():
@@ -177,8 +181,8 @@ class _Storages:
         """``new`` is where ``old`` was: nothing is left to assign."""
         assign = self.assigns.pop(old)
         self.replaced[new].remove(old)
-        assign.replace_all_uses_with(new)
-        self.graph.graph.erase_node(assign)
+        assign.replace_all_uses_with(new, delete_user_cb=lambda user: user.op != "output")
+        self.dropped[assign] = new
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:

@@ -71,7 +71,7 @@ class ModulesWatch:
 
 
 class Storages:
-    """Where the values of tensors begin, of DTensors those of this process' pieces; and that they stay what they are."""
+    """Where the values of tensors begin, of DTensors those of this process' pieces; and their classes."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -116,7 +116,7 @@ class StatesWatch:
         self._versions = sum(map(_VERSION, self._counters))  # of the same tensors it only grows
 
     def hold(self) -> bool:
-        """Whether the same tensors are there, with their values where they were, and nobody has written to a counter."""
+        """Whether the same tensors are there, their values where they were, and nobody has written to a counter."""
         for optimizer, params, held in self._owners:
             if not all(map(is_, map(optimizer.state.get, params), held)):
                 return False

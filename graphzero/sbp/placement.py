@@ -7,7 +7,6 @@ torch.distributed.  How a tensor lies on a placement is ``types``; who runs wher
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -186,8 +186,9 @@ def signatures(
     ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is no constant for a run-time
     number; ``outputs`` is a TensorMeta or a sequence of them, with None for outputs that are not made.  ``ranks``
     leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  ``sections`` are counts of
-    sections in which dims may be split as well.  ``pieces``: into how many a dim is cut where other axes cut it too, none
-    of which may be empty where the op cannot take that; by default ``ranks``.  An op without a rule gives all-B alone and warns once.
+    sections in which dims may be split as well.  ``pieces``: into how many a dim is cut where other axes cut it too,
+    none of which may be empty where the op cannot take that; by default ``ranks``.  An op without a rule gives all-B
+    alone and warns once.
     """
     _load()
     made = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())

@@ -87,7 +87,7 @@ def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
 
 def test_a_plot_has_every_point_and_name_within_its_axes():
     points = [scatter.Point(f"system <{i}>", 100 + i % 4, 200 + i * 30, i < 4) for i in range(12)]
-    root = ElementTree.fromstring(scatter.draw([scatter.Panel("A", points), scatter.Panel("B", points)]))
+    root = ElementTree.fromstring(scatter.draw([scatter.Panel(name, "x", "y", points) for name in "AB"]))
     marks = list(root.iter("{http://www.w3.org/2000/svg}circle"))
     assert len(marks) == 24
     for mark in marks:

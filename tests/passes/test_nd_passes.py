@@ -179,7 +179,7 @@ def test_a_view_does_not_carry_cuts_that_are_not_the_same_cuts() -> None:
       y = view(x, [24]) : f32[24]  (S(0), S(0))
       return y
     """
-    with pytest.raises(VerifyError, match="one dim over several axes"):
+    with pytest.raises(VerifyError, match="a dim over several axes"):
         verify(parse(unsound))
     verify(parse(unsound.replace("6, 4", "8, 3")))
 

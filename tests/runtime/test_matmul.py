@@ -164,10 +164,9 @@ def test_a_step_with_onednn_is_the_step_without_it_up_to_rounding():
         torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stages_agree_to_the_bit_with_onednn(ranks, monkeypatch):
+def test_stages_agree_to_the_bit_with_onednn(monkeypatch):
     monkeypatch.setitem(globals(), "batch", lambda dtype: torch.ones(12, 12, dtype=dtype).cumsum(0) / 7)
-    first, *others = (trained(Train("onednn", stage, ranks=ranks)) for stage in (0, 1, 2, 3))
+    first, *others = (trained(Train("onednn", stage, ranks=3)) for stage in (0, 1, 2, 3))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

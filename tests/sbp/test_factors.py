@@ -118,7 +118,9 @@ def test_a_merged_dim_is_split_in_sections_where_an_inner_dim_is_cut() -> None:
 
 def test_dims_are_split_in_the_sections_that_are_asked_for() -> None:
     def mm(sections: list[int], ranks: int | None = 2) -> list[str]:
-        found = derive(parse("mk,kn->mn"), [meta(4, 6), meta(6, 12)], [meta(4, 12)], Cut(ranks, sections=frozenset(sections)))
+        found = derive(
+            parse("mk,kn->mn"), [meta(4, 6), meta(6, 12)], [meta(4, 12)], Cut(ranks, sections=frozenset(sections))
+        )
         return [str(s) for s in found]
 
     assert "B, S(1, 3) -> S(1, 3)" in mm([3])
