@@ -57,7 +57,7 @@ bench: $(READY)
 		$(BIN)/python bench/step_profile.py $$with; \
 		$(BIN)/python bench/peak.py $$with; \
 	done
-	$(BIN)/python bench/report.py build/bench.json
+	$(BIN)/python bench/tables.py build/bench.json
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--model", choices=JOBS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/report.py")
+    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     if not CLEAR.exists():
         sys.exit("bench/peak.py resets the high-water mark that Linux keeps in /proc/self; this system has none")

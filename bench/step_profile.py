@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
-    parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/report.py")
+    parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/tables.py")
     options = options_of(parser)
     found = on_gloo(options.ranks, work, options.model, options.rounds, options.steps)
     print(f"{JOBS[options.model].describe(options.ranks)}; milliseconds of a step\n\n{table(found)}")

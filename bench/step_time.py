@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/report.py")
+    parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     rounds = options.rounds or (12 if options.full else 5)
     systems = chosen(options.systems)

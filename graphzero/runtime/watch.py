@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from graphzero.runtime.modules import Found, hooks, storage, walk
 _DICT, _TRAINING = attrgetter("__dict__"), attrgetter("training")
 _PARAMETERS, _BUFFERS, _CHILDREN = map(itemgetter, ("_parameters", "_buffers", "_modules"))
 _HOOKS = tuple(map(itemgetter, ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")))
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")  # of a dict, or of what a ScriptModule has in its place
 _REQUIRES_GRAD, _TENSOR_HOOKS, _VERSION = map(attrgetter, ("requires_grad", "_backward_hooks", "_version"))
 
 
@@ -56,13 +57,13 @@ class ModulesWatch:
         dicts = list(map(_DICT, modules))
         held = [*map(_PARAMETERS, dicts), *map(_BUFFERS, dicts), *map(_CHILDREN, dicts)]
         filled = list(filter(None, held))
-        objects = list(chain.from_iterable(map(dict.values, filled)))
+        objects = list(chain.from_iterable(map(_VALUES, filled)))
         objects += map(dict.get, dicts, repeat("forward"))
         facts = (
             list(map(type, modules)),
             list(map(_TRAINING, modules)),
             list(map(len, held)),
-            list(chain.from_iterable(filled)),  # names
+            list(chain.from_iterable(map(_KEYS, filled))),
             [[*map(tuple, map(kind, dicts))] if any(map(kind, dicts)) else () for kind in _HOOKS],
             list(map(_REQUIRES_GRAD, tensors)),
             [*map(hooks, tensors)] if any(map(_TENSOR_HOOKS, tensors)) else (),

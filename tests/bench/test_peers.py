@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import peak
 import pytest
-import report
 import scatter
 import step_time
+import tables
 import torch
 from _run import on_gloo, save
 from jobs import JOBS
@@ -111,7 +111,7 @@ def test_ticks_are_few_and_reach_around_all_values(values):
 
 def test_the_pages_get_the_figures_and_keep_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("benchmarks.md", "performance.md"):
-        page = "# Title\n<!-- bench/report.py writes this -->\nold figures\n<!-- up to here -->\nthe rest\n"
+        page = "# Title\n<!-- bench/tables.py writes this -->\nold figures\n<!-- up to here -->\nthe rest\n"
         (tmp_path / name).write_text(page)
     file, run = str(tmp_path / "bench.json"), "A, 2 ranks"
     steps = {
@@ -120,9 +120,9 @@ def test_the_pages_get_the_figures_and_keep_the_rest(tmp_path: Path, monkeypatch
     save(file, run, "times", {"about": "a GPT", **steps})
     save(file, run, "profile", "| where |")
     save(file, run, "peaks", {BASE: {"first": 9, "later": 2 * 10**6, "planned": None}})
-    monkeypatch.setattr(report, "DOCS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["report.py", file])
-    report.main()
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["tables.py", file])
+    tables.main()
     page = (tmp_path / "benchmarks.md").read_text()
     assert "old figures" not in page and page.startswith("# Title\n") and page.endswith("the rest\n")
     (row,) = (line for line in page.splitlines() if line.startswith("| FSDP2"))

@@ -72,8 +72,8 @@ def matmul() -> None:
     add(aten.dot.default, f(5), f(5))
     add(aten.vdot.default, f(5), f(5))
     ends = torch.tensor([3, 3, 8], dtype=torch.int32)
-    for a, b in ((f(8, 4), f(3, 4, 5)), (f(4, 8), f(8, 5)), (f(3, 4, 5), f(5, 8))):
-        add(torch.ops.graphzero.grouped_mm.default, a, b, ends)
+    for left, right in ((f(8, 4), f(3, 4, 5)), (f(4, 8), f(8, 5)), (f(3, 4, 5), f(5, 8))):
+        add(torch.ops.graphzero.grouped_mm.default, left, right, ends)
     for shape in ((3,), (4, 3), (1, 3), (4, 1), (1,)):
         add(aten.addmm.default, f(*shape), f(4, 5), f(5, 3), beta=2, alpha=3)
         add(aten.baddbmm.default, f(*shape), f(2, 4, 5), f(2, 5, 3))

@@ -1,7 +1,7 @@
 """Writes what bench/step_time.py, bench/peak.py and bench/step_profile.py saved into the pages, and draws the plot.
 
     make bench                                      # all of it
-    python bench/report.py build/bench.json         # only the last step
+    python bench/tables.py build/bench.json         # only the last step
 
 docs/benchmarks.md gets a table for each run, docs/performance.md where a step's time goes, between the lines that name
 this file; docs/time_against_memory.svg shows a point for each system.
@@ -48,7 +48,7 @@ def main() -> None:
 
 def write(page: Path, text: str) -> None:
     """Put ``text`` between the page's two lines that name this file."""
-    begin, end = "<!-- bench/report.py writes this -->\n", "<!-- up to here -->\n"
+    begin, end = "<!-- bench/tables.py writes this -->\n", "<!-- up to here -->\n"
     before, rest = page.read_text().split(begin)
     page.write_text(f"{before}{begin}{text}\n{end}{rest.split(end)[1]}")
 
