@@ -190,7 +190,7 @@ def tally(dtype: torch.dtype, seen: set[Any], every: int = 1, most: int = 4) -> 
             for call in step.calls(captured, made):
                 if call.key() not in seen:
                     seen.add(call.key())
-                    _try(call, found)
+                    try_call(call, found)
         except (RuntimeError, NotImplementedError) as error:
             found.wrong.append(f"{step.name}: the captured step fails: {error}")
             continue
@@ -222,7 +222,8 @@ def _close(have: Tensor, want: Tensor) -> bool:
     return have.dtype == want.dtype and torch.allclose(have, want, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _try(call: AtenCall, found: Tally) -> None:
+def try_call(call: AtenCall, found: Tally, largest: int = 4000) -> None:
+    """Hold one call to the law, and count it; not where a tensor has more than ``largest`` elements."""
     found.calls += 1
     name = op_name(call.op)
     if not has_rule(call.op):
@@ -231,7 +232,7 @@ def _try(call: AtenCall, found: Tally) -> None:
         found.split += 1
     elif all(x.numel() < 2 for x in call.tensors):
         found.tiny += 1
-    elif any(x.layout != torch.strided or x.numel() > 4000 or not _small(x) for x in call.tensors):
+    elif any(x.layout != torch.strided or x.numel() > largest or not _small(x) for x in call.tensors):
         found.untried += 1
     elif len(call.signatures()) == 1:
         found.whole[name] += 1

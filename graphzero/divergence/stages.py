@@ -51,7 +51,7 @@ def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], d
     Raises whatever an op raises, with a note that shows its line.
     """
     if _is_global(graph):
-        made = _walk(graph, values, torch.device(device))
+        made = walk(graph, values, torch.device(device))
         found = {node.name: Held([x], (), ()) for node, x in made.items() if isinstance(x, Tensor)}
         results = {f"output {i}": x for i, x in enumerate(graph.outputs)} | graph.aux
         results |= {names[name]: x for name, x in graph.updates.items()}
@@ -70,7 +70,7 @@ def _is_global(graph: StepGraph) -> bool:
     return graph.level == "captured" and not graph.graph.find_nodes(op="call_function", target=AS_GLOBAL)
 
 
-def _walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> dict[fx.Node, Any]:
+def walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> dict[fx.Node, Any]:
     """Every value of a graph of global values, as one device computes it."""
     env: dict[fx.Node, Any] = {}
     with _plain_numbers(device):
