@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.sbp.dtensor import to_placements
-from graphzero.sbp.local import bounds, cuts, cutting, piece_shape, unfold
+from graphzero.sbp.local import cut, cuts, joined, piece_shape
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -54,27 +54,10 @@ def global_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> tu
 def piece(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
     """The piece at ``position``: a view of ``whole`` but where it is cut in sections, or partial on another rank."""
     at = coordinates(hierarchy, position)
-    found = window(whole, nd, hierarchy, position)
-    if found.dim() > whole.dim():
-        found = found.reshape(piece_shape(whole.shape, nd, hierarchy, at))
+    found = cut(whole, nd, hierarchy, at)
     for sbp, place in zip(nd, at, strict=True):
         if sbp.is_partial and sbp.reduction == "sum" and place > 0:
             return torch.zeros_like(found)
-    return found
-
-
-def window(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
-    """Where the piece at ``position`` lies in ``whole``: a view, with a dim for each part of a dim cut in sections."""
-    nd = cutting(nd, hierarchy)
-    apart = unfold(whole.shape, nd)
-    found = whole
-    for dim, places in reversed(list(enumerate(apart.dims))):
-        if len(places) > 1:
-            found = torch.unflatten(found, dim, [apart.shape[i] for i in places])
-    at = coordinates(hierarchy, position)
-    for dim, (start, length) in enumerate(bounds(apart.shape, apart.nd(nd), hierarchy, at)):
-        if length != found.shape[dim]:
-            found = found.narrow(dim, start, length)
     return found
 
 
@@ -85,18 +68,12 @@ def join(pieces: Sequence[Tensor], nd: Nd, hierarchy: tuple[int, ...]) -> Tensor
     for axis, (sbp, ranks) in reversed(list(enumerate(zip(nd, hierarchy, strict=True)))):
         groups = [current[i : i + ranks] for i in range(0, len(current), ranks)]
         if axis in sections:
-            current = [_joined(group, sbp.dim, sections[axis]) for group in groups]
+            current = [joined(group, sbp.dim, sections[axis]) for group in groups]
         elif sbp.is_partial:
             current = [_reduce(group, sbp.reduction) for group in groups]
         else:
             current = [group[0] for group in groups]
     return current[0]
-
-
-def _joined(group: Sequence[Tensor], dim: int, sections: int) -> Tensor:
-    if sections == 1:
-        return torch.cat(list(group), dim)
-    return torch.cat([torch.unflatten(x, dim, (sections, -1)) for x in group], dim + 1).flatten(dim, dim + 1)
 
 
 def _reduce(group: Sequence[Tensor], reduction: str) -> Tensor:

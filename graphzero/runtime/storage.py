@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from graphzero.errors import ConfigError
 from graphzero.runtime import resplit
-from graphzero.runtime.shards import as_dtensor, is_whole, local_of, local_shape, piece, window, wrap
+from graphzero.runtime.shards import as_dtensor, coordinates, is_whole, local_of, local_shape, piece, wrap
 from graphzero.runtime.submesh import nd_on, on_whole
 from graphzero.runtime.world import World
 from graphzero.sbp.dtensor import annotate
+from graphzero.sbp.local import window
 from graphzero.sbp.types import Nd
 
 
@@ -60,11 +61,12 @@ def _virtual(tensor: Tensor, nd: Nd, world: World) -> Laid:
     whole = tensor.detach()
     if is_whole(nd):
         return Laid(tensor, [whole] * len(world.local_ranks))
-    pieces = [piece(whole, nd, world.placement.hierarchy, position) for position in world.local_ranks]
+    hierarchy = world.placement.hierarchy
+    pieces = [piece(whole, nd, hierarchy, position) for position in world.local_ranks]
     if all(p.is_contiguous() for p in pieces) and not any(sbp.sections > 1 for sbp in nd):
         return Laid(tensor, pieces)
     own = [p.clone(memory_format=torch.contiguous_format) for p in pieces]
-    windows = (window(whole, nd, world.placement.hierarchy, position) for position in world.local_ranks)
+    windows = (window(whole, nd, hierarchy, coordinates(hierarchy, position)) for position in world.local_ranks)
     return Laid(tensor, own, [(place, mine.view(place.shape)) for place, mine in zip(windows, own, strict=True)])
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphzero.errors import SbpError
 from graphzero.sbp.call import op_name, overload_of
-from graphzero.sbp.local import chunk, piece_shape
+from graphzero.sbp.local import chunk, cut, joined, piece_shape
 from graphzero.sbp.registry import has_rule, local_args, offset_form, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, S, Sbp
@@ -158,10 +158,8 @@ def shard(x: Tensor, sbp: Sbp, ranks: int, seed: int = 0) -> list[Tensor]:
     if sbp.is_broadcast:
         return [x.clone() for _ in range(ranks)]
     if sbp.is_split:
-        apart = torch.unflatten(x, sbp.dim, (sbp.sections, -1)) if x.numel() else x.unsqueeze(sbp.dim)
-        cuts = [chunk(apart.shape[sbp.dim + 1], ranks, rank) for rank in range(ranks)]
-        pieces = (apart.narrow(sbp.dim + 1, start, length) for start, length in cuts)
-        return [p.flatten(sbp.dim, sbp.dim + 1).clone(memory_format=torch.contiguous_format) for p in pieces]
+        pieces = (cut(x, (sbp,), (ranks,), (rank,)) for rank in range(ranks))
+        return [p.clone(memory_format=torch.contiguous_format) for p in pieces]
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
@@ -186,10 +184,5 @@ def join(pieces: list[Tensor], sbp: Sbp) -> Tensor:
     if sbp.is_broadcast:
         return pieces[0]
     if sbp.is_split:
-        full = [p for p in pieces if p.shape[sbp.dim]] or pieces[:1]
-        if sbp.sections == 1:
-            return torch.cat(full, sbp.dim)
-        return torch.cat([torch.unflatten(p, sbp.dim, (sbp.sections, -1)) for p in full], sbp.dim + 1).flatten(
-            sbp.dim, sbp.dim + 1
-        )
+        return joined([p for p in pieces if p.shape[sbp.dim]] or pieces[:1], sbp.dim, sbp.sections)
     return reduce(_JOIN[sbp.reduction], pieces)

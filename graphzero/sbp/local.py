@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
+from torch import Tensor
+
 from graphzero.sbp.types import B, Nd, S, Sbp
 
 
@@ -114,6 +117,33 @@ def piece_shape(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequ
     apart = unfold(shape, nd)
     lengths = bounds(apart.shape, apart.nd(nd), hierarchy, at)
     return tuple(prod(lengths[i][1] for i in dims) for dims in apart.dims)
+
+
+def window(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> Tensor:
+    """Where that piece lies in ``whole``: a view, with a dim for each part of a dim cut in sections."""
+    nd = cutting(nd, hierarchy)
+    apart = unfold(whole.shape, nd)
+    found = whole
+    for dim, places in reversed(list(enumerate(apart.dims))):
+        if len(places) > 1:
+            found = torch.unflatten(found, dim, [apart.shape[i] for i in places])
+    for dim, (start, length) in enumerate(bounds(apart.shape, apart.nd(nd), hierarchy, at)):
+        if length != found.shape[dim]:
+            found = found.narrow(dim, start, length)
+    return found
+
+
+def cut(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> Tensor:
+    """That piece: a view of ``whole`` but where it is cut in sections."""
+    found = window(whole, nd, hierarchy, at)
+    return found.reshape(piece_shape(whole.shape, nd, hierarchy, at)) if found.dim() > whole.dim() else found
+
+
+def joined(pieces: Sequence[Tensor], dim: int, sections: int) -> Tensor:
+    """The pieces of one axis, put together again along ``dim``, which each holds in so many sections (``cuts``)."""
+    if sections == 1:
+        return torch.cat(list(pieces), dim)
+    return torch.cat([torch.unflatten(x, dim, (sections, -1)) for x in pieces], dim + 1).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True)
