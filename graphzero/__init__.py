@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
     from graphzero.region import local_region
+    from graphzero.runtime.host_memory import keep_freed_memory
     from graphzero.sbp.links import Link
     from graphzero.sbp.placement import Placement, placement
 
@@ -52,6 +53,7 @@ _HOMES = {
     "VerifyError": "errors",
     "check": "divergence",
     "explain": "explain",
+    "keep_freed_memory": "runtime.host_memory",
     "load": "files",
     "local_region": "region",
     "parse": "ir.parse",
@@ -80,6 +82,7 @@ __all__ = [
     "check",
     "errors",
     "explain",
+    "keep_freed_memory",
     "local_region",
     "parse",
     "passes",

@@ -5,9 +5,12 @@ What changes between versions is met here; the rest of the package imports from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from operator import attrgetter
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import traceback as fx_traceback
@@ -58,7 +62,12 @@ def shape_env() -> ShapeEnv:
     """A new, empty environment of symbolic numbers."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return ShapeEnv()
+    class Env(ShapeEnv):
+        def _get_user_frame(self) -> FrameType | None:
+            """Whom to name in torch's log.  torch would import half of Inductor and export to tell its files apart."""
+            return inspect.currentframe()
+
+    return Env()
 
 
 def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
@@ -149,9 +158,19 @@ def gradient_hooks(x: Tensor) -> dict[Any, Any]:
     return dict(x._backward_hooks or {})
 
 
-def has_accumulation_hooks(x: Tensor) -> bool:
-    """Whether ``x.register_post_accumulate_grad_hook`` was called."""
-    return bool(getattr(x, "_post_accumulate_grad_hooks", None))
+def accumulation_hooks(x: Tensor) -> dict[Any, Any]:
+    """What ``x.register_post_accumulate_grad_hook`` was given."""
+    return dict(getattr(x, "_post_accumulate_grad_hooks", None) or {})
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the class, dtype, device, shape, strides and ``requires_grad`` of these: a fast check.
+
+    It also says no where autocast is another one than now.
+    """
+    guards = torch._C._dynamo.guards
+    check: Callable[..., bool] = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def below_autograd() -> Any:
@@ -212,11 +231,57 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that CPU collectives of a group may take."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # type: ignore[no-untyped-call]
+    found: timedelta = getattr(options, "_timeout", None) or default_pg_timeout
+    return found.total_seconds()
+
+
 def fake_store() -> Any:
     """The store of a process group that exists in name only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def inductor_lacks(device_type: str) -> str:
+    """What Inductor misses on this machine to compile for a device, or nothing."""
+    if device_type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else f"Inductor finds no Triton for {device_type}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return "Inductor finds no C++ compiler (g++ or clang++ in PATH, or what the environment variable CXX names)"
+    return ""
+
+
+def inductor_compile(module: torch.fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a module of ATen ops, free of writes, for inputs of these layouts; ``settings`` are Inductor's.
+
+    What is returned takes one list of inputs, which it empties, and returns a list.  It is what Inductor made, without
+    the wrappers of AOTAutograd, which here have nothing to do; that is why it is caught on its way out.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    made: list[Any] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        made.append(compile_fx_inner(*args, **kwargs))
+        return made[-1]
+
+    options = {"inner_compile": inner, "config_patches": settings}
+    with without_modes(), functorch.patch(enable_autograd_cache=False):
+        torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options=options)
+    (compiled,) = made
+    found: Callable[..., Any] = compiled.current_callable
+    return found
 
 
 @contextmanager

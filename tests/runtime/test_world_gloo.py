@@ -18,7 +18,9 @@ import torch.distributed as dist
 from graphzero.errors import PlacementError
 from graphzero.ir.parse import parse
 from graphzero.runtime.executor import Executor
-from graphzero.runtime.process import SHORT, ProcessWorld
+from graphzero.runtime.pairs import SHORT
+from graphzero.runtime.peer_memory import SWITCH
+from graphzero.runtime.process import ProcessWorld
 from graphzero.runtime.virtual import VirtualWorld
 from graphzero.runtime.world import World
 from graphzero.sbp.local import chunk
@@ -121,7 +123,8 @@ def everything(world: World) -> dict[str, Any]:
 
 def process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N)
-    found = everything(ProcessWorld(placement("cpu", HIERARCHY)))
+    first = ProcessWorld(placement("cpu", HIERARCHY))
+    found = {**everything(first), "link": type(first._pairs["dp"].link).__name__}
     pair = placement("cpu", [0, 2])  # not all of them
     try:
         world = ProcessWorld(pair)
@@ -136,12 +139,12 @@ def process(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of three processes found."""
+@pytest.fixture(scope="module", params=["1", "0"], ids=["read", "sent"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three processes found, which read each other's memory, or send."""
     folder = tmp_path_factory.mktemp("gloo")
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, SWITCH: request.param}
     command = [sys.executable, __file__]
     started = [
         subprocess.Popen([*command, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
@@ -184,6 +187,11 @@ def test_a_lowered_step_equals_virtual_ranks_in_results_state_and_transcript(
         assert found["w"][0].equal(wanted["w"][rank]) and found["b"][0].equal(wanted["b"][rank])
         assert found["sent"] == wanted["sent"]
     assert [kind for kind, *_ in wanted["sent"]] == ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"] * 2
+
+
+def test_ranks_of_one_host_read_each_other_unless_told_to_send(real: list[Any], request: pytest.FixtureRequest) -> None:
+    wanted = {"read": "Neighbours", "sent": "Sockets"}[request.node.callspec.id]
+    assert [one["link"] for one in real] == [wanted] * N
 
 
 def test_a_placement_of_some_ranks_in_another_order_meets_in_its_own_order(real: list[Any]) -> None:

@@ -1,0 +1,123 @@
+"""How collectives of CPU tensors are best done: gloo's own, by sends of pieces, or by reading other ranks' memory.
+
+    python bench/ways.py                # two ranks of one thread each
+    python bench/ways.py --ranks 4
+
+A collective moves ``whole`` bytes a rank (what is gathered, or reduced).  Ways take turns; a cell is the median of the
+microseconds from beginning to end, on rank 0, and the microseconds of the processor that rank 0 spent, all threads.
+Every way must give the same sums.  What the runtime takes: reading where ranks share a host, else exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _run import markdown, on_gloo, options_of, save
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.runtime import meeting
+from graphzero.runtime.pairs import Pairs, Sockets
+
+SIZES = (64 * 2**10, 2**20, 8 * 2**20)
+KINDS = ("reduce_scatter", "all_gather", "all_reduce")
+WAYS = ("gloo's own", "sent", "read")
+Cell = tuple[float, float]  # microseconds: elapsed, of the processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/tables.py")
+    options = options_of(parser)
+    text = table(on_gloo(options.ranks, work, options.rounds))
+    print(text)
+    if options.save:
+        save(options.save, f"{options.ranks} ranks", "ways", text)
+
+
+def table(found: Mapping[tuple[str, int], Mapping[str, Cell]]) -> str:
+    ways = [way for way in WAYS if any(way in cells for cells in found.values())]
+    rows = [
+        [kind, f"{nbytes // 1024} KiB", *(f"{cells[way][part]:.0f}" for part in (0, 1) for way in ways)]
+        for (kind, nbytes), cells in found.items()
+    ]
+    return markdown(["", "whole", *(f"{way}, us" for way in ways), *(f"{way}, CPU us" for way in ways)], rows)
+
+
+def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
+    """Every rank: time each way in turns."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.group.WORLD
+    ways: dict[str, Any] = {"gloo's own": Own(len(ranks)), "sent": Pairs(Sockets(group, ranks), rank)}
+    near = meeting.meet(group, ranks)
+    if near is not None:
+        ways["read"] = Pairs(near, rank)
+    return {(kind, nbytes): timed(kind, nbytes, ways, rank, rounds) for kind in KINDS for nbytes in SIZES}
+
+
+class Own:
+    """gloo's own collectives, called as ``Pairs`` is."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def all_gather(self, out: Tensor, sent: Tensor) -> Any:
+        return _compat.all_gather_single(out, sent, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, reduction: str) -> Any:
+        return _compat.reduce_scatter_single(out, sent, async_op=True)
+
+    def all_reduce(self, buffer: Tensor, reduction: str) -> Any:
+        return dist.all_reduce(buffer, async_op=True)
+
+
+def timed(kind: str, nbytes: int, ways: Mapping[str, Any], rank: int, rounds: int) -> dict[str, Cell]:
+    count, ranks = nbytes // 4, dist.get_world_size()
+    piece, whole = torch.empty(count // ranks), torch.empty(count // ranks * ranks)
+    cells: dict[str, list[Cell]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, collectives in ways.items():
+            piece.fill_(rank + 1.0)
+            whole.fill_(rank + 1.0)
+            dist.barrier()
+            began, spent = time.perf_counter(), cpu()
+            start(kind, collectives, piece, whole)().wait()
+            cells[way].append(((time.perf_counter() - began) * 1e6, (cpu() - spent) * 1e6))
+            check(kind, piece, whole, ranks)
+    return {way: (median(found, 0), median(found, 1)) for way, found in cells.items()}
+
+
+def start(kind: str, collectives: Any, piece: Tensor, whole: Tensor) -> Callable[[], Any]:
+    if kind == "all_gather":
+        return lambda: collectives.all_gather(whole, piece)
+    if kind == "reduce_scatter":
+        return lambda: collectives.reduce_scatter(piece, whole, "sum")
+    return lambda: collectives.all_reduce(whole, "sum")
+
+
+def check(kind: str, piece: Tensor, whole: Tensor, ranks: int) -> None:
+    total = ranks * (ranks + 1) / 2
+    right = {"reduce_scatter": piece[0] == total, "all_reduce": whole[-1] == total, "all_gather": whole[-1] == ranks}
+    assert right[kind], f"{kind} went wrong"
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def median(found: list[Cell], part: int) -> float:
+    return statistics.median(cell[part] for cell in found[1:])
+
+
+if __name__ == "__main__":
+    main()

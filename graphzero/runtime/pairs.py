@@ -1,0 +1,182 @@
+"""Collectives of one axis out of exchanges between pairs of ranks, each straight from one buffer into the other.
+
+**Order of sums.**  gloo's own all_reduce is a ring: in which order an element is summed depends on where in the
+buffer it lies, so two bucket sizes, or two stages, differ in the last bit from three ranks on; its reduce_scatter
+is that all_reduce with a cut behind it and sends twice what it must.  Here reductions add the pieces in the order of
+ranks (``world.fold``): deterministic, independent of buckets, and equal to ``VirtualWorld`` to the bit.  All pieces of
+an exchange move at once.  What a link holds beside the buffers while it reduces, a plan does not count.  A short
+all_reduce sends whole buffers instead of pieces, (n-1) T instead of 2 T (n-1)/n, to save a round trip; the trace counts
+it as all others.
+
+How an exchange is done is a link's: ``Sockets`` by gloo's sends and receives, ``neighbours`` by reading the memory of
+ranks on the same host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphzero.runtime.world import Handle, fold, same_place
+
+SHORT = 1 << 15  # bytes up to which an all_reduce is one round
+_ROUNDS = 2  # exchanges of one collective, at most
+
+
+class Link(Protocol):
+    """The way between the ranks of one axis.  ``others``: their numbers, this rank's own left out."""
+
+    others: list[int]
+
+    def exchange(
+        self,
+        number: int,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor | None],
+        then: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Begin to bring every other rank q ``sends[q]``, and ``receives[q]`` from it; then do ``then``.
+
+        number: the same on all ranks, and no other exchange's.  All tensors are dense.  What is received may be read,
+        and what is sent be changed, when the handle has been waited for; ``then`` may run before.
+        """
+
+    def reduce(
+        self,
+        number: int,
+        sends: Sequence[Tensor],
+        own: Tensor,
+        out: Tensor,
+        reduction: str,
+        then: Callable[[], None] | None = None,
+    ) -> Handle:
+        """The same, but what comes from the others is reduced with ``own``, by ``fold``, into ``out``.
+
+        ``own`` may be overwritten, and may be ``out``.
+        """
+
+    def close(self) -> None: ...
+
+
+class Pairs:
+    """Numbers the collectives, which every rank begins in the same order, so that pieces never cross."""
+
+    def __init__(self, link: Link, own: int):
+        """``own``: this rank's number along the axis."""
+        self.link, self.rank, self.ranks = link, own, len(link.others) + 1
+        self.number = 0
+
+    def next(self) -> int:
+        """The number of the next collective's first exchange."""
+        self.number += _ROUNDS
+        return self.number
+
+    def all_gather(self, out: Tensor, sent: Tensor) -> Handle:
+        lines = out.chunk(self.ranks)
+        if not same_place(lines[self.rank], sent):
+            lines[self.rank].copy_(sent)
+        return self.link.exchange(self.next(), [sent] * self.ranks, lines)
+
+    def all_to_all(self, out: Tensor, sent: Tensor) -> Handle:
+        lines, pieces = out.chunk(self.ranks), sent.chunk(self.ranks)
+        lines[self.rank].copy_(pieces[self.rank])
+        return self.link.exchange(self.next(), pieces, lines)
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
+        lines = sent.chunk(self.ranks)
+        return self.link.reduce(self.next(), lines, lines[self.rank], out, reduction)
+
+    def all_reduce(self, buffer: Tensor, reduction: str) -> Handle:
+        if buffer.numel() * buffer.element_size() > SHORT:
+            return _InPieces(self, buffer, reduction)
+        sends = [buffer.clone()] * self.ranks  # the others read it while the sum is written
+        return self.link.reduce(self.next(), sends, buffer, buffer, reduction)
+
+
+class _InPieces:
+    """An all_reduce in which each rank reduces one piece of the buffer and brings it to the others."""
+
+    def __init__(self, pairs: Pairs, buffer: Tensor, reduction: str):
+        step = -(-buffer.numel() // pairs.ranks)
+        lines = [buffer[min(q * step, buffer.numel()) : (q + 1) * step] for q in range(pairs.ranks)]
+        own, number = lines[pairs.rank], pairs.next()
+        self.second: list[Handle] = []
+
+        def spread() -> None:
+            self.second.append(pairs.link.exchange(number + 1, [own] * pairs.ranks, lines))
+
+        self.first = pairs.link.reduce(number, lines, own, own, reduction, spread)
+
+    def wait(self) -> None:
+        self.first.wait()
+        for handle in self.second:
+            handle.wait()
+
+
+class Sockets:
+    """Sends and receives of a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int]):
+        """``peers``: the ranks along the axis, in its order, as the group numbers them."""
+        self.group, self.peers = group, peers
+        own, count = list(peers).index(group.rank()), len(peers)
+        self.others = [(own + i) % count for i in range(1, count)]
+
+    def exchange(
+        self,
+        number: int,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor | None],
+        then: Callable[[], None] | None = None,
+    ) -> Handle:
+        works: list[Any] = []
+        for q in self.others:
+            buffer = receives[q]
+            if buffer is not None and buffer.numel():
+                works.append(dist.irecv(buffer, group=self.group, group_src=self.peers[q], tag=number))
+        for q in self.others:
+            if sends[q].numel():
+                works.append(dist.isend(sends[q], group=self.group, group_dst=self.peers[q], tag=number))
+        return _Works(works, (sends, receives), then)
+
+    def reduce(
+        self,
+        number: int,
+        sends: Sequence[Tensor],
+        own: Tensor,
+        out: Tensor,
+        reduction: str,
+        then: Callable[[], None] | None = None,
+    ) -> Handle:
+        pieces = [own] * (len(self.others) + 1)
+        first, *rest = self.others
+        pieces[first] = torch.empty_like(out) if out is own else out  # one arrives in its final place
+        for q in rest:
+            pieces[q] = torch.empty_like(out)
+
+        def sum_up() -> None:
+            fold(pieces, out, reduction)
+            if then is not None:
+                then()
+
+        return self.exchange(number, sends, pieces, sum_up)
+
+    def close(self) -> None:
+        pass
+
+
+class _Works:
+    """Transfers under way, and what to do when they are over; holds their buffers."""
+
+    def __init__(self, works: list[Any], buffers: Any, then: Callable[[], None] | None):
+        self.works, self.buffers, self.then = works, buffers, then
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.then is not None:
+            self.then()

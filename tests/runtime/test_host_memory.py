@@ -1,0 +1,41 @@
+"""gz.keep_freed_memory: blocks that were freed are there, mapped, for who asks next."""
+
+import subprocess
+import sys
+
+import pytest
+
+import graphzero as gz
+from graphzero.runtime import host_memory
+
+FAULTS = """
+import resource, torch
+import graphzero as gz
+if {keep}:
+    gz.keep_freed_memory()
+def step():
+    found = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
+    return sum(x[0] for x in found)
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keep: bool) -> int:
+    return int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_freed_blocks_are_not_mapped_anew() -> None:
+    assert faults(keep=True) < 1000 < 20_000 < faults(keep=False)
+
+
+def test_a_c_library_that_cannot_is_an_error_that_says_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory.sys, "platform", "darwin")
+    host_memory.keep_freed_memory.cache_clear()
+    with pytest.raises(gz.ConfigError, match="jemalloc"):
+        gz.keep_freed_memory()

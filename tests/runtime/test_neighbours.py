@@ -1,0 +1,161 @@
+"""Exchanges by reading each other's memory: here the ranks are in one process, which may read itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from graphzero.errors import GraphZeroError
+from graphzero.runtime import meeting, neighbours, peer_memory
+from graphzero.runtime.neighbours import Neighbours
+from graphzero.runtime.pairs import Pairs
+
+pytestmark = pytest.mark.skipif(peer_memory.host() is None, reason="this system has no process_vm_readv")
+
+
+def pair(limit: float = 10.0) -> tuple[Neighbours, Neighbours]:
+    a, b = socket.socketpair()
+    processes = [os.getpid()] * 2
+    return Neighbours([4, 7], 0, processes, {1: a}, limit), Neighbours([4, 7], 1, processes, {0: b}, limit)
+
+
+def numbers(start: int, size: int = 6) -> Tensor:
+    return torch.arange(start, start + size, dtype=torch.float32)
+
+
+def test_a_piece_arrives_whoever_begins_first() -> None:
+    links = pair()
+    for first in (0, 1):
+        received = [torch.zeros(6), torch.zeros(6)]
+        handles = {}
+        for rank in (first, 1 - first):
+            sends = [numbers(10 * rank)] * 2
+            into: list[Tensor | None] = [None, None]
+            into[1 - rank] = received[rank]
+            handles[rank] = links[rank].exchange(2 + first, sends, into)
+        for rank in (first, 1 - first):
+            links[rank]._listen(0)  # the other one comes by
+        for handle in handles.values():
+            handle.wait()
+        assert received[0].equal(numbers(10)) and received[1].equal(numbers(0))
+
+
+def test_nobody_goes_on_before_what_it_sent_was_read() -> None:
+    a, b = pair(limit=0.05)
+    sent = a.exchange(1, [numbers(0), numbers(1)], [None, None])
+    with pytest.raises(GraphZeroError, match="rank 4 has waited 0 s for rank 7, which is still there"):
+        sent.wait()
+    into = torch.zeros(6)
+    b.exchange(1, [torch.empty(0), torch.empty(0)], [into, None]).wait()
+    sent.wait()
+    assert into.equal(numbers(1))
+
+
+def test_exchanges_may_be_awaited_in_another_order_than_they_began() -> None:
+    links = pair()
+    pairs = [Pairs(link, rank) for rank, link in enumerate(links)]
+    sums = [[numbers(rank + i, 40000) for i in range(3)] for rank in (0, 1)]
+    wanted = [x + y for x, y in zip(*[[x.clone() for x in one] for one in sums], strict=True)]
+    handles = [[pairs[rank].all_reduce(x, "sum") for x in sums[rank]] for rank in (0, 1)]
+    for _ in range(4):  # both come by in turns, as two processes do
+        for link in links:
+            link._listen(0)
+    for handle in (handles[0][2], handles[1][0], handles[1][2], handles[0][0], handles[1][1], handles[0][1]):
+        handle.wait()
+    assert all(x.equal(y) for one in sums for x, y in zip(one, wanted, strict=True))
+    assert not any(link._under_way or link._offers for link in links)
+
+
+def test_a_large_piece_of_any_dtype_is_read_whole() -> None:
+    a, b = pair()
+    for number, dtype in enumerate((torch.bool, torch.bfloat16, torch.complex128, torch.int16)):
+        x = (torch.arange(300_000) % 7 > 2).to(dtype)
+        into = torch.zeros_like(x)
+        sent = a.exchange(number, [x, x], [None, None])
+        b.exchange(number, [torch.empty(0)] * 2, [into, None]).wait()
+        sent.wait()
+        assert into.equal(x)
+
+
+def test_notes_that_come_in_parts_are_put_together() -> None:
+    a, b = socket.socketpair()
+    link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
+    x, into = numbers(3), torch.zeros(6)
+    handle = link.exchange(8, [torch.empty(0)] * 2, [None, into])
+    note = neighbours._NOTE.pack(8, x.data_ptr())
+    b.send(note[:5])
+    link._listen(0)
+    assert handle.to_read == {1}
+    b.send(note[5:])
+    handle.wait()
+    assert into.equal(x)
+
+
+def test_a_rank_that_has_ended_is_an_error_at_once_for_who_needs_it() -> None:
+    a, b = pair(limit=600.0)
+    b.close()
+    handle = a.exchange(1, [numbers(0)] * 2, [None, torch.zeros(6)])
+    with pytest.raises(GraphZeroError, match="rank 4 waits for rank 7, which has ended"):
+        handle.wait()
+
+
+def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> None:
+    a, b = socket.socketpair()
+    link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
+    handle = link.exchange(1, [torch.empty(0)] * 2, [None, torch.zeros(6)])
+    b.send(neighbours._NOTE.pack(1, 8))
+    with pytest.raises(GraphZeroError, match=f"could not read what rank 1 holds for it: .*\n?.*{peer_memory.SWITCH}=0"):
+        handle.wait()
+
+
+def test_many_exchanges_may_begin_before_the_other_rank_listens() -> None:
+    a, b = pair()
+    pieces = [numbers(i) for i in range(100)]
+    sent = [a.exchange(i, [x, x], [None, None]) for i, x in enumerate(pieces)]
+    into = [torch.zeros(6) for _ in pieces]
+    for i, x in enumerate(into):
+        b.exchange(i, [torch.empty(0)] * 2, [x, None]).wait()
+    for handle in sent:
+        handle.wait()
+    assert all(x.equal(y) for x, y in zip(into, pieces, strict=True))
+
+
+def _meet(rank: int, path: str, off: int, found: dict[int, str]) -> None:
+    os.environ[peer_memory.SWITCH] = str(int(rank != off))
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    found[rank] = type(meeting.meet(dist.group.WORLD, [0, 1])).__name__
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_one_rank_that_may_not_be_read_lets_all_send(tmp_path: object) -> None:
+    for off, wanted in ((1, "NoneType"), (-1, "Neighbours")):
+        with mp.Manager() as manager:
+            found = manager.dict()
+            mp.spawn(_meet, (f"{tmp_path}/{off}", off, found), nprocs=2)
+            assert dict(found) == {0: wanted, 1: wanted}
+
+
+def test_a_stranger_at_the_door_is_sent_away() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind("\0graphzero-test-" + os.urandom(8).hex())
+        door.listen(4)
+        probe = torch.tensor([0, 5])
+        pid = os.getpid()
+        offers = [("here", door.getsockname(), pid, probe.data_ptr(), [0, 5])] * 2
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger, socket.socket(socket.AF_UNIX) as friend:
+            stranger.connect(door.getsockname())
+            stranger.sendall(meeting._HELLO.pack(1, pid + 1))
+            friend.connect(door.getsockname())
+            friend.sendall(meeting._HELLO.pack(1, pid))
+            found = meeting._connect(door, 0, offers)
+            assert found is not None and list(found) == [1]
+            assert stranger.recv(1) == b""
+            found[1].close()
