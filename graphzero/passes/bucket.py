@@ -4,6 +4,9 @@ Two collectives may join if they are of one kind, axis, dtype and phase, and if 
 gather of parameters; the bucket stands at its first member) or no result of the earlier is read before the later
 starts (reductions of gradients, gathers of updated parameters; the bucket stands at its last member).
 
+A large value on a CPU travels by itself: out of its own storage into that of its result, where it lies in one piece
+(``Schedule``).  Copying it into a bucket and out of one would cost more than to start one transfer more.
+
 On several placement axes a value may be moved along one after the other.  What carries results of one bucket on along
 the next axis joins again, and with nothing else.
 """
@@ -29,6 +32,7 @@ BUCKETS = {
 }
 
 SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
+ALONE = 256 * 2**10  # bytes from which a value on a CPU travels by itself
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Bucket(BuiltinPass):
             raise ConfigError(f"Bucket(nbytes={self.nbytes}): a bucket holds a positive number of bytes")
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        limit = self.nbytes or _default_limit(graph)
+        limit = self.nbytes or default_limit(graph)
         for nodes in _levels(graph):
             _join_level(graph, nodes, limit)
         return graph
@@ -68,7 +72,9 @@ def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
     for node in sorted(nodes, key=position.__getitem__):
         key = _key(graph, node)
         members = open_.get(key)
-        if members is not None and _fits(members, node, position, limit, early=key[-1]):
+        if _goes_alone(graph, node):
+            closed.append([node])
+        elif members is not None and _fits(members, node, position, limit, early=key[-1]):
             members.append(node)
         else:
             open_[key] = [node]
@@ -77,9 +83,22 @@ def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
         _join(graph, members, position, early=is_early(members[0]))
 
 
-def _default_limit(graph: StepGraph) -> int:
+def default_limit(graph: StepGraph) -> int:
+    """Bytes of a bucket, and of what is under way ahead of its use."""
     parameters = sum(value.tensor_type(node).nbytes for node in graph.placeholders("param"))
     return min(max(parameters // 8, SMALLEST), LARGEST)
+
+
+def _goes_alone(graph: StepGraph, node: fx.Node) -> bool:
+    """Whether a large value lies in one piece wherever it is sent or received, so that nothing needs to be copied."""
+    type_ = value.tensor_type(node)
+    if graph.placement.device_type != "cpu" or type_.nbytes < ALONE:
+        return False
+    if node.target is ops.all_reduce:
+        return True
+    dim, axis = node.args[1:3]
+    ranks = graph.placement.hierarchy[graph.placement.axis(str(axis))]
+    return bool(dim == 0 and type_.shape[0] % ranks == 0)
 
 
 def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:

@@ -1,10 +1,11 @@
 """Schedule: collectives start early and are awaited late, states are written in place once nobody reads the old.
 
 * A bucketed collective becomes ``launch`` and ``wait``; between them it owns a communication slot.
-* Gathers of parameters are prefetched: the next bucket is launched as soon as the one before it has arrived.
-* Reductions of gradients and gathers of updated parameters are awaited one launch of their kind later, at the
-  latest when backward ends or a result is read; so two of a kind are under way at a time.  What carries them on along
-  a further placement axis is launched with the next bucket.
+* Gathers of parameters are prefetched: launched as soon as no more than ``nbytes`` of them are on their way or wait
+  to be read, and the next one always when the one before it has arrived.
+* Reductions of gradients and gathers of updated parameters are awaited late: when more than ``nbytes`` of their kind
+  have been launched after them, at the latest when backward ends or a result is read; two of a kind may always be under
+  way at a time.  What carries them on along a further placement axis is launched with the next bucket.
 * ``assign`` writes a new state over the old right after the last reader of the old.
 """
 
@@ -12,25 +13,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of, local_shape
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.bucket import is_early, made_by
+from graphzero.passes.bucket import default_limit, is_early, made_by
 
 
 @dataclass(frozen=True)
 class Schedule(BuiltinPass):
-    """Orders the program; it changes no value."""
+    """Orders the program; it changes no value.
+
+    ``nbytes``: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
+    """
+
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and self.nbytes < 0:
+            raise ConfigError(f"Schedule(nbytes={self.nbytes}): bytes under way are not negative")
 
     def __call__(self, graph: StepGraph) -> StepGraph:
+        limit = default_limit(graph) if self.nbytes is None else self.nbytes
         waits = [_split(graph, node) for node in list(graph.nodes) if node.target in ops.BUCKETS]
         groups: dict[Any, list[fx.Node]] = defaultdict(list)
         for wait in waits:
@@ -41,10 +54,10 @@ class Schedule(BuiltinPass):
                 _carry_on_late(graph, members)
         for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
             if early:
-                _prefetch(graph, members)
+                _prefetch(graph, members, limit)
         for (*_, early), members in groups.items():
             if not early:
-                _await_late(graph, members)
+                _await_late(graph, members, limit)
         _copy_old(graph)
         _assign(graph)
         _give_slots(graph)
@@ -83,19 +96,30 @@ def _depth(launch: fx.Node) -> int:
     return 0 if before is None else _depth(before) + 1
 
 
+def _nbytes(wait: fx.Node) -> int:
+    return sum(type_.nbytes for type_ in value.type_of(wait))
+
+
 def _wait_of(launch: fx.Node) -> fx.Node:
     return next(user for user in launch.users if user.target is ops.wait)
 
 
-def _prefetch(graph: StepGraph, waits: list[fx.Node]) -> None:
-    """Launch each bucket of a phase right behind the arrival of the one before it, with all that it continues."""
+def _prefetch(graph: StepGraph, waits: list[fx.Node], limit: int) -> None:
+    """Launch each bucket of a phase, with all that it continues, ``limit`` bytes before it is awaited."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    moved: set[fx.Node] = set()
-    for before, wait in zip(waits[:-1], waits[1:], strict=True):
-        for node in reversed(_way_to(_launch_of(wait))):
-            if node not in moved and position[node] > position[before]:
-                before.append(node)
-                moved.add(node)
+    tail: dict[fx.Node, fx.Node] = {}  # behind which the next launch goes that is to stand behind a node
+    first, under_way = 0, _nbytes(waits[0])
+    for i, wait in enumerate(waits[1:], 1):
+        under_way += _nbytes(wait)
+        while first < i and under_way > limit:
+            under_way -= _nbytes(waits[first])
+            first += 1
+        behind = waits[first - 1] if first else _launch_of(waits[0])
+        for node in _way_to(_launch_of(wait)):
+            if node not in tail and position[node] > position[behind]:
+                tail.get(behind, behind).append(node)
+                tail[behind] = node
+                tail[node] = node
 
 
 def _way_to(launch: fx.Node) -> list[fx.Node]:
@@ -133,7 +157,7 @@ def _way_on(launch: fx.Node) -> list[fx.Node]:
     return [launch, wait, *wait.users, *(node for one in further for node in _way_on(one))]
 
 
-def _await_late(graph: StepGraph, waits: list[fx.Node]) -> None:
+def _await_late(graph: StepGraph, waits: list[fx.Node], limit: int) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     phase_end = _phase_ends(graph)
     waits = sorted(waits, key=lambda wait: position[_launch_of(wait)])  # carrying on late may have changed their order
@@ -142,7 +166,8 @@ def _await_late(graph: StepGraph, waits: list[fx.Node]) -> None:
         readers = [user for pick in picks for user in pick.users]
         limits = [min(readers, key=position.__getitem__)] if readers else []
         limits += [phase_end[value.phase_of(wait)]]
-        limits += [_launch_of(waits[i + 2])] if i + 2 < len(waits) else []
+        launched = zip(waits[i + 1 :], accumulate(map(_nbytes, waits[i + 1 :])), strict=True)
+        limits += [_launch_of(later) for later, nbytes in list(launched)[1:] if nbytes > limit][:1]
         stop = min(limits, key=position.__getitem__)
         stop.prepend(wait)
         for pick in sorted(picks, key=position.__getitem__):
