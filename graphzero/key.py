@@ -23,6 +23,7 @@ from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.inputs import Inputs
 from graphzero.runtime.modules import Found, walk
 from graphzero.runtime.state import State
+from graphzero.runtime.watch import same_tensors
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Keys:
         return Key(tuple(parts), placed_of(inputs, state, found), config.fingerprint)
 
     def _fixed(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
-        groups = [[list(map(id, group["params"])) for group in o.param_groups] for o in state.optimizers]
-        if self._of is None or self._of[0] is not found or self._of[1] != groups:
+        groups = [[group["params"] for group in o.param_groups] for o in state.optimizers]
+        if self._of is None or self._of[0] is not found or not same_tensors(self._of[1], groups):
             names = tree.names(found)
             for i, optimizer in enumerate(state.optimizers):
                 self._check_current(optimizer, i, names, found)
@@ -82,7 +83,7 @@ class Keys:
             modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())
             made: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
             made += [(f"optimizer {i}", _Hashed(_layout(o, names, i))) for i, o in enumerate(state.optimizers)]
-            self._of, self._parts = (found, groups), tuple(made)
+            self._of, self._parts = (found, [list(map(list, each)) for each in groups]), tuple(made)
         return self._parts
 
     def _check_current(

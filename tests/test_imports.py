@@ -21,6 +21,19 @@ PLACES = {
         (*TRACING, "graphzero.capture", "graphzero.passes", "graphzero.plan", "graphzero.graph"),
     ),
 }
+FIRST_CALL = """
+import graphzero as gz
+class Train(gz.Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(2, 2)
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
+    def build(self, x):
+        loss = self.model(x).sum()
+        loss.backward()
+        return loss
+Train()(torch.ones(2, 2))
+"""
 UNUSED = ("graphzero.testing", "graphzero.calibrate", "graphzero.explain", "graphzero.cli", "graphzero.divergence")
 
 
@@ -43,3 +56,10 @@ def test_importing_loads_nothing_that_it_does_not_need(place: str) -> None:
 
 def test_the_package_alone_loads_itself_only() -> None:
     assert {name for name in loaded_by("import graphzero") if name.partition(".")[0] != "importlib"} == {"graphzero"}
+
+
+@pytest.mark.slow
+def test_a_first_call_loads_nothing_of_export_and_aot_autograd() -> None:
+    found = loaded_by(FIRST_CALL)
+    assert "torch._dynamo" in found  # with which torch's own optimizers come
+    assert not found & {"torch.export._trace", "torch._functorch.aot_autograd", "networkx", *UNUSED}

@@ -94,7 +94,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
                 f"parameter {path} is complex ({param.dtype}), and reductions and optimizers here are for real numbers",
                 "hold the real and the imaginary part as two parameters, and join them in forward by torch.complex",
             )
-        if _compat.has_accumulation_hooks(param):
+        if _compat.accumulation_hooks(param):
             raise problem(
                 f"parameter {path} has a hook that runs after its gradient is accumulated, which a graph does not do",
                 "use p.register_hook(fn), which becomes part of the graph, or run the code after the Graph's call",

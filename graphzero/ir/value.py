@@ -18,6 +18,7 @@ source   "file:line in function" of the user's code, or ""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -177,16 +178,15 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 def flat_nodes(args: Any) -> list[fx.Node]:
     """Every node in nested arguments, in order, repeats kept."""
     found: list[fx.Node] = []
-    _collect(args, found)
+    _collect((args,), found)
     return found
 
 
-def _collect(args: Any, found: list[fx.Node]) -> None:
-    if isinstance(args, fx.Node):
-        found.append(args)
-    elif isinstance(args, (tuple, list)):
-        for value in args:
-            _collect(value, found)
-    elif isinstance(args, dict):
-        for value in args.values():
-            _collect(value, found)
+def _collect(args: Iterable[Any], found: list[fx.Node]) -> None:
+    for arg in args:
+        if isinstance(arg, fx.Node):
+            found.append(arg)
+        elif isinstance(arg, (tuple, list)):
+            _collect(arg, found)
+        elif isinstance(arg, dict):
+            _collect(arg.values(), found)

@@ -9,10 +9,10 @@ what it allows, and a state leaves the step with the SBP it entered with.  From 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphzero.errors import VerifyError
 from graphzero.ir import calls, value
@@ -133,8 +133,13 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
 def _is_beyond_rules(node: fx.Node) -> bool:
     """Whether late passes have made it a call that no rule is written for: sizes that are functions of the rank, a
     place for the result.  What rules say of it was checked before."""
-    return "out" in node.kwargs or any(
-        isinstance(arg, (LocalSize, LocalStart)) for arg in pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    return "out" in node.kwargs or _holds_local((*node.args, *node.kwargs.values()))
+
+
+def _holds_local(args: Iterable[Any]) -> bool:
+    return any(
+        _holds_local(arg) if isinstance(arg, (list, tuple)) else isinstance(arg, (LocalSize, LocalStart))
+        for arg in args
     )
 
 

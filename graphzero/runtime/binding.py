@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -115,33 +116,32 @@ class _Binder:
         return self._ranks(laid)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
+        """The count of a program; each parameter's own becomes an element of one tensor."""
         held = [self._count(spec) for spec in specs]
         if len({float(x) for x in held}) > 1:
             raise CaptureError(
                 f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
                 "some have no state: load a checkpoint that holds the state of every parameter"
             )
-        tensor = held[0].detach().to(self.world.device, specs[0].dtype, copy=True)
+        # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
+        tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
         self.state.first_values.take_count(tensor, f"counter {specs[0].param}/{specs[0].key}")
-        self.bound.counters.append(Counter(tensor, held))
+        copies = tensor.expand(len(specs)).clone()
+        for spec, own in zip(specs, copies.unbind(), strict=True):
+            optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
+            if spec.born:
+                self.bound.births.append((optimizer, param, spec.key, own))
+            else:
+                optimizer.state[param][spec.key] = own
+                self.bound.add(spec, param, optimizer.state[param])
+        self.bound.counters.append(Counter(tensor, copies))
         return [tensor] * len(self.world.local_ranks)
 
-    def _count(self, spec: Spec) -> Tensor:
-        """One parameter's own count of steps."""
-        optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
-        if spec.born:
-            made = torch.zeros((), dtype=spec.dtype, device=param.device)
-            self.bound.births.append((optimizer, param, spec.key, made))
-            return made
-        state = optimizer.state[param]
-        if not isinstance(state.get(spec.key), Tensor):
-            start = spec.fill if state.get(spec.key) is None else float(state[spec.key])
-            state[spec.key] = torch.full((), start, dtype=spec.dtype, device=param.device)
-        # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
-        tree.to_device(state[spec.key], self.world.device)
-        self.bound.add(spec, param, state)
-        count: Tensor = state[spec.key]
-        return count
+    def _count(self, spec: Spec) -> Any:
+        """How many steps one parameter has taken: a number, or a tensor with one."""
+        held = self.optimizers[spec.optimizer].state.get(self.found[spec.param].tensor, {})
+        found = None if spec.born else held.get(spec.key)
+        return (0.0 if spec.born else spec.fill) if found is None else found
 
     def _ranks(self, laid: Laid) -> list[Tensor]:
         self.bound.copies += laid.copies

@@ -37,13 +37,16 @@ class Spec(Protocol):
 
 @dataclass
 class Counter:
-    """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter."""
+    """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter.
+
+    copies: one tensor; what the user holds are its elements, so that one write sets all.
+    """
 
     tensor: Tensor
-    members: list[Tensor]
+    copies: Tensor
 
     def flush(self) -> None:
-        torch._foreach_copy_(self.members, [self.tensor] * len(self.members))
+        self.copies.copy_(self.tensor)
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Bound:
     """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
 
     states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
-    optimizer's state of which parameter under which key.
+    optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
     """
 
     counters: list[Counter] = field(default_factory=list)
@@ -59,6 +62,7 @@ class Bound:
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
     births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
     found: Mapping[str, Found] = field(default_factory=dict)
+    params: list[Tensor] = field(default_factory=list)
     watch: StatesWatch | None = None
 
     def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:

@@ -97,8 +97,8 @@ def mode(module: nn.Module) -> tuple[Any, ...]:
 
 
 def hooks(x: Tensor) -> tuple[int, ...]:
-    """Of ``register_hook``; each has a number of its own."""
-    return tuple(x._backward_hooks) if x._backward_hooks else ()
+    """Of ``register_hook`` and ``register_post_accumulate_grad_hook``; each has a number of its own."""
+    return (*_compat.gradient_hooks(x), *_compat.accumulation_hooks(x))
 
 
 def storage(x: Tensor) -> int:

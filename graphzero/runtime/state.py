@@ -8,8 +8,10 @@ runs is the Graph's.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -144,8 +146,8 @@ class State:
         bound = self._bound
         assert bound is not None
         bound.found = self.tensors()
-        counts = [member for counter in bound.counters for member in counter.members]
-        bound.watch = StatesWatch(self.optimizers, bound.states, counts)
+        bound.params = [entry.tensor for entry in bound.found.values() if entry.kind == "param"]
+        bound.watch = StatesWatch(self.optimizers, bound.states, [counter.copies for counter in bound.counters])
 
     # ---- every call
 
@@ -164,8 +166,7 @@ class State:
         bound = self._bound
         assert bound is not None and bound.watch is not None
         if training:
-            for entry in bound.found.values():
-                entry.tensor.grad = None
+            deque(map(setattr, bound.params, repeat("grad"), repeat(None)), maxlen=0)
             for counter in bound.counters:
                 counter.flush()
             bound.watch.settle()

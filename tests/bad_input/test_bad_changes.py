@@ -155,6 +155,15 @@ def test_a_model_without_values_is_for_compile_only():
     refused(graph, gz.ConfigError, "param model.weight is on the meta device", "to_empty")
 
 
+def test_a_hook_behind_accumulation_is_refused_after_a_call_too():
+    graph = make()
+    graph(X, Y)
+    handle = graph.model.weight.register_post_accumulate_grad_hook(lambda param: None)
+    refused(graph, gz.CaptureError, "param", "hook", "p.register_hook(fn)")
+    handle.remove()
+    graph(X, Y)
+
+
 def test_a_copy_of_a_graph_trains_its_own_model():
     graph = make()
     graph(X, Y)

@@ -1,6 +1,7 @@
 """State: what is bound lies as the program wants, changes made by others are seen, and the user's tensors stay true."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -73,10 +74,15 @@ def equal_parameter(model):
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
 
 
+def reorder(model):
+    model._modules["3"] = model._modules.pop("3")
+
+
 CHANGES = {
     "mode": lambda m: m[1].eval(),
     "requires_grad": lambda m: m[0].bias.requires_grad_(False),
     "storage": lambda m: setattr(m[0].weight, "data", torch.ones(2, 2)),
+    "order of values": lambda m: setattr(m[0].weight, "data", m[0].weight.data.t()),
     "storage of a buffer": lambda m: setattr(m[1].running_mean, "data", torch.ones(2)),
     "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2))),
     "a parameter of one equal element": equal_parameter,
@@ -89,6 +95,7 @@ CHANGES = {
     "another dict": lambda m: setattr(m[2], "_parameters", {"weight": nn.Parameter(torch.ones(1, 1))}),
     "another module": lambda m: m.__setitem__(0, nn.Linear(2, 2)),
     "one more module": lambda m: m.append(nn.Tanh()),
+    "order of modules": reorder,
     "modules exchanged": lambda m: m._modules.update({"3": m[4], "4": m[3]}),
     "class of a module": lambda m: setattr(m[3], "__class__", nn.Sigmoid),
     "forward hook": lambda m: m[0].register_forward_hook(lambda *_: None),
@@ -96,6 +103,7 @@ CHANGES = {
     "backward hook": lambda m: m[0].register_full_backward_hook(lambda *_: None),
     "backward pre-hook": lambda m: m[0].register_full_backward_pre_hook(lambda *_: None),
     "tensor hook": lambda m: m[0].weight.register_hook(lambda *_: None),
+    "accumulation hook": lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda *_: None),
     "forward": lambda m: setattr(m[0], "forward", lambda x: x),
 }
 
@@ -124,6 +132,41 @@ def test_a_watch_of_modules_notices_hooks_and_forwards_that_are_taken_away():
     assert watch.holds()  # an empty dict for an empty one
     model[0].register_forward_hook(lambda *_: None)
     assert not watch.holds()
+
+
+def test_a_watch_of_modules_notices_hooks_that_come_and_go_without_register():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model[0].register_forward_hook(lambda *_: None)
+    handle = model[0].weight.register_hook(lambda *_: None)
+
+    def watch():
+        return ModulesWatch({"m": model}, tree.tensors({"m": model}))
+
+    with_hooks, kept = watch(), dict(model[0]._forward_hooks)
+    model[0]._forward_hooks.clear()
+    assert not with_hooks.holds()
+    without = watch()
+    model[0]._forward_hooks.update(kept)
+    assert not without.holds() and with_hooks.holds()
+    model[0].bias.register_hook(lambda *_: None)
+    assert not with_hooks.holds()
+    with_hooks = watch()
+    nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # elsewhere
+    assert with_hooks.holds()
+    handle.remove()
+    assert not with_hooks.holds()
+
+
+def test_a_watch_of_modules_holds_under_autocast():
+    model = nn.Linear(2, 2)
+    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            assert watch.holds()
+        assert watch.holds()
+    model.bias.requires_grad_(False)
+    with torch.autocast("cpu"):
+        assert not watch.holds()
 
 
 def replace_state(optimizer, param, held):
@@ -231,6 +274,56 @@ def test_tensors_that_others_put_in_place_are_bound_anew():
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
         assert float(optimizers[0].state[ours]["step"]) == 2
+
+
+def test_step_counts_are_each_parameters_own_for_whoever_reads_writes_or_copies_them():
+    model, twin = wide(), wide()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
+    graph = Train(model, optimizers[0], 2)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    graph(x), step(twin, optimizers[1], x)
+    saved, copied = io.BytesIO(), copy.deepcopy(optimizers[0].state_dict())
+    torch.save(optimizers[0].state_dict(), saved)
+    graph(x), step(twin, optimizers[1], x)
+    for optimizer, m in zip(optimizers, (model, twin), strict=True):
+        assert [float(optimizer.state[p]["step"]) for p in m.parameters()] == [2.0] * 4
+        for p in m.parameters():
+            optimizer.state[p]["step"] += 10
+    graph(x), step(twin, optimizers[1], x)
+    step(model, optimizers[0], x), step(twin, optimizers[1], x)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert float(optimizers[0].state[ours]["step"]) == 14
+    saved.seek(0)
+    for state in (copied, torch.load(saved)):
+        counts = [held["step"] for held in state["state"].values()]
+        assert counts == [1.0] * 4
+        counts[0] += 1
+        assert counts == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_one_count_written_by_hand_is_noticed():
+    model = wide()
+    optimizer = torch.optim.Adam(model.parameters())
+    graph, x = Train(model, optimizer, 2), torch.randn(8, 8, dtype=torch.float64)
+    graph(x)
+    optimizer.state[model[2].bias]["step"].fill_(7)
+    graph(x)
+    assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [2, 2, 2, 8]
+
+
+def test_a_weight_transposed_in_place_is_bound_anew():
+    model, twin = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    graph, x = Train(model, optimizers[0], 1), torch.randn(8, 8, dtype=torch.float64)
+    for i in range(3):
+        graph(x), step(twin, optimizers[1], x)
+        if i == 0:
+            for m in (model, twin):
+                m[0].weight.data = m[0].weight.data.t()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_scalar_parameter_keeps_its_moments():
