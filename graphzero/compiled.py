@@ -16,12 +16,13 @@ from typing import Any
 from graphzero.attributes import Attributes
 from graphzero.capture import Captured, FloatLeaf, Step, TensorLeaf, capture
 from graphzero.config import GraphConfig
+from graphzero.fit import fit
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.key import Key
-from graphzero.passes import Bucket, Pass, Pin, Pipeline, Record, Zero, default_passes, pass_name
-from graphzero.plan import Plan, plan_of
+from graphzero.passes import NAMES, Bucket, Keep, Pass, Pin, Record, Zero, default_passes, pass_name
+from graphzero.plan import Plan
 from graphzero.runtime.agree import digest
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.inputs import Inputs
@@ -29,6 +30,7 @@ from graphzero.runtime.state import State
 from graphzero.runtime.world import World
 from graphzero.sbp.types import Nd
 
+FED = ("batch", "scalar", "hyper", "seed")
 _MANY = 8
 HasState = Callable[[int, str], bool]  # (optimizer, path of a parameter)
 
@@ -41,14 +43,15 @@ class Compiled:
     graph: StepGraph
     history: list[Record]
     plan: Plan
-    roles: dict[str, Role]  # placeholder -> role
+    roles: dict[str, Role]  # of what every call feeds it: placeholder -> role
     uses_seed: bool
     matmul: str
+    kind: str  # of executor
     _executor: Executor | None = None
 
     def executor(self, world: World) -> Executor:
         if self._executor is None:
-            self._executor = Executor(self.graph, world, self.matmul)
+            self._executor = Executor(self.graph, world, self.matmul, self.kind)
         return self._executor
 
     def state_nds(self) -> dict[tuple[int, str, str], Nd]:
@@ -147,18 +150,20 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 @_collector_at_rest()
-def make(step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None) -> Compiled:
-    """Capture (unless given), run the passes, plan.  Touches no real tensor."""
+def make(
+    step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None, room: int | None = None
+) -> Compiled:
+    """Capture (unless given), run the passes, plan.  Touches no real tensor.
+
+    room: bytes that one rank may have, if the configuration leaves the stage to that.
+    """
     if captured is None:
         captured = capture(step, [leaf_of(leaf) for leaf in inputs.leaves], inputs.spec)
-    found = state.tensors()
-    placed = {**inputs.placed(), **state.placed(found, captured.states)}
-    pipeline = Pipeline(passes_of(config, placed))
-    graph = pipeline(captured.graph)
-    roles = {node.name: node.meta["role"] for node in graph.placeholders()}
+    placed = {**inputs.placed(), **state.placed(state.tensors(), captured.states)}
+    found = fit(captured.graph, lambda stage: passes_of(config, placed, stage), config, room)
+    roles = {node.name: node.meta["role"] for node in found.graph.placeholders(*FED)}
     uses_seed = any(role.kind == "seed" for role in roles.values())
-    plan = plan_of(graph, links=config.links)
-    return Compiled(captured, graph, pipeline.history, plan, roles, uses_seed, config.matmul)
+    return Compiled(captured, found.graph, found.history, found.plan, roles, uses_seed, config.matmul, config.executor)
 
 
 def leaf_of(leaf: Any) -> Any:
@@ -167,15 +172,18 @@ def leaf_of(leaf: Any) -> Any:
     return FloatLeaf(leaf.name, leaf.raw) if leaf.is_float else leaf.raw
 
 
-def passes_of(config: GraphConfig, placed: Mapping[Role, Nd]) -> list[Pass]:
-    """The built-in passes as configured, the user's own behind those they name."""
+def passes_of(config: GraphConfig, placed: Mapping[Role, Nd], stage: int) -> list[Pass]:
+    """The built-in passes of a stage as configured, the user's own behind those they name."""
     zero = config.zero
-    built = Zero(zero.stage, zero.shard_min_size, zero.axes) if zero.stage else None
-    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes), config.links)
+    built = Zero(stage, zero.shard_min_size, zero.axes) if stage else None
+    may_keep = stage == 3 and (zero.keep_gathered or config.memory_budget is not None or zero.stage == "auto")
+    keep = Keep(zero.keep_gathered) if may_keep else None
+    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes), config.links, keep)
     for own, after in config.user_passes:
         names = [pass_name(known) for known in passes]
-        # Without ZeRO there is no pass "zero"; what would follow it stands where it would have been.
-        at = names.index(after) if after in names else names.index("pin")
+        # Without ZeRO there is no pass "zero" and no "keep"; what would follow stands where these would have been.
+        before = NAMES[: NAMES.index(after) + 1] if after in NAMES else (after,)
+        at = names.index(next(name for name in reversed(before) if name in names))
         while at + 1 < len(passes) and any(passes[at + 1] is mine and a == after for mine, a in config.user_passes):
             at += 1
         passes.insert(at + 1, own)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +19,11 @@ from graphzero.passes import NAMES, pass_name
 from graphzero.sbp.links import Link, Links
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
+from graphzero.zero_config import ALL, ZeroConfig, check_stage, names_to_keep
 
-STAGES = (1, 2, 3)
 EXECUTORS = ("eager", "inductor")
 CHECKS = ("always", "first")
 MATMULS = ("default", "onednn", "fastest")
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """How model state is split.  stage 0: not at all.  axes: names of the placement axes, outermost first."""
-
-    stage: int = 0
-    axes: tuple[str, ...] = ()
-    shard_min_size: int = 1
 
 
 class GraphConfig:
@@ -46,6 +36,7 @@ class GraphConfig:
         self._matmul = "default"
         self._check_inputs = "always"
         self._bucket_bytes: int | None = None
+        self._memory_budget: int | None = None
         self._links: Links = ()
         self._inputs: dict[str, Nd] = {}
         self._passes: list[tuple[Any, str]] = []
@@ -56,29 +47,46 @@ class GraphConfig:
         self,
         mode: bool = True,
         *,
-        stage: int = 2,
+        stage: int | str = 2,
         shard_min_size: int = 1,
         axis: str | Iterable[str] | None = None,
+        keep_gathered: bool | Iterable[str] = False,
     ) -> None:
         """Split model state over the ranks instead of keeping it whole on each (ZeRO, arXiv 1910.02054).
 
-        stage: 1 splits optimizer states, 2 gradients too, 3 parameters too.  ``mode=False`` is stage 0.
+        stage: 1 splits optimizer states, 2 gradients too, 3 parameters too.  ``mode=False`` is stage 0.  "auto" is the
+        first of 1, 2 and 3, in the order of what they send, whose plan peaks within the memory budget; without
+        ``set_memory_budget`` that is 0.9 of the device's memory, shared by the ranks on it, on the rank that has least.
         shard_min_size: parameters with fewer than this many elements per rank stay broadcast.
         axis: placement axes to split over, a name or names; by default every data axis.
+        keep_gathered: at stage 3, what forward gathers of a parameter stays until backward has read it, and is not
+        gathered again: less is sent, more held.  True for all, or names and patterns (``"model.head.*"``) of some.
+        False leaves it to the memory budget; without one, nothing stays.
         """
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_zero({mode!r}): the first argument says yes or no; write stage={mode!r}")
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage not in STAGES:
-            raise ConfigError(
-                f"enable_zero(stage={stage!r}): the stages are 1 (optimizer states split), 2 (gradients too) and "
-                "3 (parameters too); for none, enable_zero(False)"
-            )
+        check_stage(stage)
         if isinstance(shard_min_size, bool) or not isinstance(shard_min_size, int) or shard_min_size < 0:
             raise ConfigError(
                 f"enable_zero(shard_min_size={shard_min_size!r}): give the smallest number of elements per rank "
                 "that is worth splitting, an int from 0 up; 1 splits everything"
             )
-        self._zero = ZeroConfig(stage, self._checked_axes(axis), shard_min_size) if mode else ZeroConfig()
+        kept = names_to_keep(keep_gathered, stage)
+        self._zero = ZeroConfig(stage, self._checked_axes(axis), shard_min_size, kept) if mode else ZeroConfig()
+
+    def set_memory_budget(self, nbytes: int | None) -> None:
+        """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.
+
+        At stage 3 the budget is spent on what stays gathered between forward and backward, so that least is sent; with
+        stage "auto" it decides the stage too.  Compiling a step that cannot fit raises ConfigError, with what it needs.
+        Operator workspaces, the inputs and the Python process are not in the plan: leave room for them.
+        """
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
+            raise ConfigError(
+                f"set_memory_budget({nbytes!r}): give the bytes that one rank may have, an int of 1 or more, such as "
+                "20 * 2**30, or None for no budget"
+            )
+        self._memory_budget = nbytes
 
     def enable_amp(
         self,
@@ -111,14 +119,13 @@ class GraphConfig:
             )
 
     def set_executor(self, name: str) -> None:
-        """How programs run: "eager", the reference executor."""
+        """How programs run: "eager", op by op, the reference; or "inductor", compute between collectives compiled.
+
+        torch's Inductor compiles at the first call, which takes seconds; it keeps the result on disk for the next
+        process.  Losses are those of "eager" but for rounding.  The plan, which is of "eager", may be off.
+        """
         if name not in EXECUTORS:
             raise ConfigError(f"set_executor({name!r}): {_choices(EXECUTORS)}")
-        if name == "inductor":
-            raise ConfigError(
-                'set_executor("inductor"): the compiled executor comes in a later version; "eager" runs the same '
-                "program now, leave the call out"
-            )
         self._executor = name
 
     def set_matmul(self, name: str) -> None:
@@ -206,8 +213,13 @@ class GraphConfig:
 
     @property
     def zero(self) -> ZeroConfig:
-        """Stage, axes and shard_min_size as ``enable_zero`` left them; stage 0 without it."""
+        """Stage, axes, shard_min_size and keep_gathered as ``enable_zero`` left them; stage 0 without it."""
         return self._zero
+
+    @property
+    def memory_budget(self) -> int | None:
+        """The bytes that ``set_memory_budget`` was given; None without it."""
+        return self._memory_budget
 
     @property
     def executor(self) -> str:
@@ -242,7 +254,8 @@ class GraphConfig:
         """
         inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
         passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
-        return self._zero, self._executor, self._matmul, self._bucket_bytes, self._links, inputs, passes
+        memory = self._memory_budget, self._bucket_bytes
+        return self._zero, memory, self._executor, self._matmul, self._links, inputs, passes
 
     @property
     def description(self) -> str:
@@ -254,8 +267,8 @@ class GraphConfig:
         if not name.startswith("_") and name not in settable:
             raise ConfigError(
                 f"config.{name} = {held!r}: there is no such setting; settings are made by enable_zero(...), "
-                "set_input(...), set_links(...), add_pass(...), set_executor(...), set_matmul(...), and the attributes "
-                f"{', '.join(settable)}"
+                "set_memory_budget(...), set_input(...), set_links(...), add_pass(...), set_executor(...), "
+                f"set_matmul(...), and the attributes {', '.join(settable)}"
             )
         super().__setattr__(name, held)
 
@@ -266,6 +279,10 @@ class GraphConfig:
             parts[0] += f" over {', '.join(zero.axes)}"
         if zero.shard_min_size != 1:
             parts.append(f"shard_min_size={zero.shard_min_size}")
+        if zero.keep_gathered:
+            parts.append(f"keep_gathered={'True' if zero.keep_gathered == ALL else zero.keep_gathered}")
+        if self._memory_budget is not None:
+            parts.append(f"memory_budget={self._memory_budget}")
         parts.append(f"executor={self._executor}")
         if self._matmul != "default":
             parts.append(f"matmul={self._matmul}")

@@ -69,7 +69,8 @@ class Plan:
     memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
     only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
     rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
-    ``config.set_links`` said.
+    ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
+    once for backward.  decisions: what a memory budget decided, in words.
     """
 
     name: str
@@ -80,6 +81,9 @@ class Plan:
     padding_bytes: float
     comm_volume: float
     links: Links = ()
+    stage: int = 0
+    kept: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
 
     @property
     def comm_bytes(self) -> float:
@@ -110,6 +114,9 @@ class Plan:
             "comm_seconds": self.comm_seconds,
             "comm_volume": self.comm_volume,
             "padding_bytes": self.padding_bytes,
+            "stage": self.stage,
+            "kept": list(self.kept),
+            "decisions": list(self.decisions),
         }
 
     def __str__(self) -> str:
@@ -118,12 +125,13 @@ class Plan:
         for category in CATEGORIES:
             resident, peak = self.memory.resident.get(category, 0), self.memory.at_peak[category]
             if resident or peak:
-                lines.append(f"  {category:<20}{_mega(resident):>16}{_mega(peak):>16}")
+                lines.append(f"  {category:<20}{mega(resident):>16}{mega(peak):>16}")
         total = sum(self.memory.resident.values())
-        lines.append(f"  {'total':<20}{_mega(total):>16}{_mega(self.memory.peak):>16}   at {self.memory.peak_at}")
-        lines.append(f"  {'model state':<20}{_mega(self.memory.model_state):>16}")
+        lines.append(f"  {'total':<20}{mega(total):>16}{mega(self.memory.peak):>16}   at {self.memory.peak_at}")
+        lines.append(f"  {'model state':<20}{mega(self.memory.model_state):>16}")
         lines += ["", *self._traffic_lines()]
-        lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {_mega(self.padding_bytes)}")
+        lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
+        lines += [f"  {line}" for line in self.decisions]
         return "\n".join(lines)
 
     def _traffic_lines(self) -> list[str]:
@@ -134,12 +142,13 @@ class Plan:
         head = f"  {'collectives':<34}{'calls':>6}{'sent':>14}" + (f"{'alone':>14}" if self.links else "")
         lines = [head]
         for name, calls in [*groups.items(), ("total", self.collectives)]:
-            line = f"  {name:<34}{len(calls):>6}{_mega(sum(c.bytes for c in calls)):>14}"
+            line = f"  {name:<34}{len(calls):>6}{mega(sum(c.bytes for c in calls)):>14}"
             lines.append(line + (f"{_time(sum(c.seconds or 0.0 for c in calls)):>14}" if self.links else ""))
         return lines
 
 
-def _mega(nbytes: float) -> str:
+def mega(nbytes: float) -> str:
+    """Bytes in the unit that suits them."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -234,12 +243,38 @@ def _label(node: fx.Node) -> str:
 
 def _memory(graph: StepGraph, rank: int | None) -> MemoryPlan:
     alive = memory.lives(graph, rank)
+    resident = _resident(graph, alive)
+    ends = (i for i, n in enumerate(graph.nodes) if n.op != "output" and value.phase_of(n) == "backward")
+    backward_end = max(ends, default=-1)
+    grads = (life for life in alive if life.category == "gradients")
+    gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
+    peak, at_peak, peak_at = -1, dict(resident), ""
+    for node, now in _moments(graph, alive, resident):
+        if now.total() > peak:
+            peak, at_peak, peak_at = now.total(), dict(now), f"'{node.name}' in {value.phase_of(node)}"
+    state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
+    return MemoryPlan(resident, {name: at_peak.get(name, 0) for name in CATEGORIES}, state, peak_at)
+
+
+def bytes_over_time(graph: StepGraph, rank: int | None = None) -> list[int]:
+    """Bytes while each node of a lowered program runs, in order; the largest is the plan's peak."""
+    alive = memory.lives(graph, rank)
+    return [now.total() for _, now in _moments(graph, alive, _resident(graph, alive))]
+
+
+def _resident(graph: StepGraph, alive: list[memory.Life]) -> dict[str, int]:
     resident = dict.fromkeys(RESIDENT, 0)
     for life in alive:
         if life.begin < 0 and life.category:
             resident[life.category] += life.nbytes
     resident["communication"] = sum(memory.slot_bytes(graph).values())
-    nodes = list(graph.nodes)
+    return resident
+
+
+def _moments(
+    graph: StepGraph, alive: list[memory.Life], resident: dict[str, int]
+) -> Iterator[tuple[fx.Node, Counter[str]]]:
+    """Each node, and the bytes by category while it runs; the counter goes on changing."""
     now = Counter(resident)
     begins: dict[int, list[memory.Life]] = {}
     ends: dict[int, list[memory.Life]] = {}
@@ -247,24 +282,15 @@ def _memory(graph: StepGraph, rank: int | None) -> MemoryPlan:
         if life.begin >= 0:
             begins.setdefault(life.begin, []).append(life)
             ends.setdefault(life.end, []).append(life)
-    backward_end = max(
-        (i for i, n in enumerate(nodes) if n.op != "output" and value.phase_of(n) == "backward"), default=-1
-    )
-    peak, at_peak, peak_at, gradients = -1, dict(now), "", 0
-    for i, node in enumerate(nodes):
+    for i, node in enumerate(graph.nodes):
         transient = _transient(graph, node)
         for life in begins.get(i, ()):
             now[life.category] += life.nbytes
         now["communication"] += transient
-        if now.total() > peak:
-            peak, at_peak, peak_at = now.total(), dict(now), f"'{node.name}' in {value.phase_of(node)}"
+        yield node, now
         now["communication"] -= transient
         for life in ends.get(i, ()):
             now[life.category] -= life.nbytes
-        if i == backward_end:
-            gradients = now["gradients"]
-    state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
-    return MemoryPlan(resident, {name: at_peak.get(name, 0) for name in CATEGORIES}, state, peak_at)
 
 
 def _transient(graph: StepGraph, node: fx.Node) -> int:

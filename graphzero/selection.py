@@ -23,12 +23,14 @@ from graphzero.groups import Groups
 from graphzero.ir import value
 from graphzero.ir.value import Role
 from graphzero.key import Key, Keys, describe, placed_of
+from graphzero.runtime import device_memory
 from graphzero.runtime.agree import Ranks, digest
 from graphzero.runtime.executor import Results
 from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
 from graphzero.runtime.seed import Stream
 from graphzero.runtime.state import State
 from graphzero.runtime.world import World
+from graphzero.zero_config import AUTO
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,11 @@ class Selection:
     def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float], state: State) -> Compiled:
         program: Compiled | None = None
         failure: Exception | None = None
+        needs_room = self._config.zero.stage == AUTO and self._config.memory_budget is None  # on all ranks or on none
+        room = device_memory.room(self._ranks) if needs_room else None
         try:
             captured = self._programs.find_capture(key, numbers, state.has_state)
-            program = compiled.make(self._step(), inputs, state, self._config, captured)
+            program = compiled.make(self._step(), inputs, state, self._config, captured, room)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         made = program

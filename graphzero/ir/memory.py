@@ -141,12 +141,17 @@ def storage_categories(
     update or the caller reads is ``activations``; the rest are ``temporaries``, gathered parameters among them.
     """
     categories: dict[Storage, str] = {}
+    gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
     roots = storage_roots(graph) if roots is None else roots
     for node, results in roots.items():
+        role = value.role_of(node)
         for storage in results:
-            if storage is not None:
-                known = categories.get(storage) or _first_category(storage)
-                categories[storage] = _category(node, storage, known)
+            if storage is None:
+                continue
+            known = categories.get(storage) or _first_category(storage)
+            if role is not None and role.kind == "param":
+                gathered.add(storage)
+            categories[storage] = _category(node, storage, known, storage in gathered)
     return categories
 
 
@@ -158,13 +163,12 @@ def _first_category(storage: Storage) -> str:
     return "temporaries"
 
 
-def _category(node: fx.Node, storage: Storage, known: str) -> str:
+def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
     role = value.role_of(node)
     if storage[0].op == "placeholder" or known == "gradients":
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"
-    is_param = role is not None and role.kind == "param"
     outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)
     return "activations" if outlives and not is_param and value.phase_of(storage[0]) == "forward" else known
 

@@ -8,6 +8,7 @@ from graphzero.passes.bucket import Bucket
 from graphzero.passes.dead_code import DeadCode
 from graphzero.passes.fuse import Fuse
 from graphzero.passes.insert_boxing import InsertBoxing
+from graphzero.passes.keep import Keep
 from graphzero.passes.localize import Localize
 from graphzero.passes.lower_boxing import LowerBoxing
 from graphzero.passes.pin import Pin
@@ -23,6 +24,7 @@ __all__ = [
     "DeadCode",
     "Fuse",
     "InsertBoxing",
+    "Keep",
     "Localize",
     "LowerBoxing",
     "Pass",
@@ -38,17 +40,19 @@ __all__ = [
 ]
 
 NAMES = (
-    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "bucket", "schedule", "dead_code",
-    "reuse",
+    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "keep", "bucket", "schedule",
+    "dead_code", "reuse",
 )  # fmt: skip
 
 
 def default_passes(
-    pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None, links: Links = ()
-) -> list[Pass]:
+    pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None, links: Links = (),
+    keep: Keep | None = None,
+) -> list[Pass]:  # fmt: skip
     """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0).
 
     links: what communication costs on each placement axis; () where bytes decide.
+    keep: what stays gathered between forward and backward; None for nothing.
     """
     first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
     rest: list[Pass] = [
@@ -57,8 +61,9 @@ def default_passes(
         LowerBoxing(links),
         Localize(),
         Fuse(),
+        *([keep] if keep is not None else []),
         bucket or Bucket(),
-        Schedule(),
+        Schedule(bucket.nbytes if bucket is not None else None),
         DeadCode(),
         Reuse(),
     ]

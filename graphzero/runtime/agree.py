@@ -85,7 +85,7 @@ class Ranks:
 
     def _first_failure(self, what: str, failure: Exception | None) -> Exception:
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        for rank, found in zip(self._ids(), self._collect(mine), strict=True):
+        for rank, found in zip(self._ids(), self.collect(mine), strict=True):
             if found is not None and failure is None:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
@@ -95,7 +95,7 @@ class Ranks:
         return failure
 
     def _difference(self, what: str, parts: Mapping[str, str]) -> Exception:
-        everyone = self._collect(dict(parts))
+        everyone = self.collect(dict(parts))
         names = dict.fromkeys(name for found in everyone for name in found)
         lines = []
         for name in names:
@@ -109,7 +109,10 @@ class Ranks:
             "structure, shapes and dtypes and modules in the same state; pad or drop uneven batches (drop_last=True)"
         )
 
-    def _collect(self, mine: Any) -> list[Any]:
+    def collect(self, mine: Any) -> list[Any]:
+        """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""
+        if not self.active:
+            return [mine]
         found: list[Any] = [None] * self.placement.size
         dist.all_gather_object(found, mine, group=self._group())
         return found

@@ -59,6 +59,16 @@ WRONG_SETTINGS = {
     "a negative size": (lambda c: c.enable_zero(shard_min_size=-1), "shard_min_size=-1"),
     "an axis that is not there": (lambda c: c.enable_zero(axis="tp"), "'tp'", "'dp'"),
     "an axis by number": (lambda c: c.enable_zero(axis=0), "axis=0", "'dp'"),
+    "a stage in words": (lambda c: c.enable_zero(stage="fast"), "stage='fast'", '"auto"'),
+    "what to keep, by number": (lambda c: c.enable_zero(stage=3, keep_gathered=1), "keep_gathered=1", "True for all"),
+    "what to keep, by no name": (lambda c: c.enable_zero(stage=3, keep_gathered=()), "keep_gathered=()", "names"),
+    "kept below stage 3": (lambda c: c.enable_zero(stage=2, keep_gathered=True), "stage=2", "whole all the time"),
+    "kept at any stage": (lambda c: c.enable_zero(stage="auto", keep_gathered="a"), "the memory budget decides"),
+    "a negative budget": (lambda c: c.set_memory_budget(-1), "set_memory_budget(-1)", "bytes"),
+    "a budget of nothing": (lambda c: c.set_memory_budget(0), "set_memory_budget(0)", "None for no budget"),
+    "a budget that says yes": (lambda c: c.set_memory_budget(True), "set_memory_budget(True)"),
+    "a budget as a float": (lambda c: c.set_memory_budget(2e9), "set_memory_budget(2000000000.0)", "20 * 2**30"),
+    "a budget as text": (lambda c: c.set_memory_budget("2GiB"), "set_memory_budget('2GiB')", "20 * 2**30"),
     "an SBP as text": (lambda c: c.set_input("x", sbp="B"), "gz.sbp.B"),
     "an input by number": (lambda c: c.set_input(0, sbp=gz.sbp.B), "set_input(0"),
     "an executor": (lambda c: c.set_executor(None), "'eager'"),
@@ -86,7 +96,6 @@ def test_what_comes_in_a_later_version_says_so():
     for setting in (
         lambda config: config.enable_amp(),
         lambda config: config.set_gradient_accumulation_steps(2),
-        lambda config: config.set_executor("inductor"),
     ):
         with says(gz.ConfigError, "later"):
             setting(make().config)

@@ -8,7 +8,7 @@ from toys import lower, step
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
-from graphzero.passes import NAMES, Pass, Pin, Pipeline, Propagate, Zero, default_passes, pass_name
+from graphzero.passes import NAMES, Keep, Pass, Pin, Pipeline, Propagate, Zero, default_passes, pass_name
 from graphzero.sbp.types import P
 from graphzero.testing import assert_same_step
 
@@ -38,7 +38,7 @@ def test_the_graph_that_is_given_stays_as_it_is() -> None:
 
 
 def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
-    pipeline = Pipeline(default_passes(zero=Zero(2)))
+    pipeline = Pipeline(default_passes(zero=Zero(2), keep=Keep()))
     graph = parse(step())
     last = pipeline(graph)
     records = pipeline.history

@@ -10,7 +10,7 @@ from process_toys import Train, batch, eager, make, raises, same, sgd, share, tr
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime import products
+from graphzero.runtime import device_memory, products
 from graphzero.runtime.products import Figures
 
 
@@ -255,3 +255,25 @@ def check_draws_are_those_of_virtual_ranks():
         found.append([graph(torch.ones(size, 4)) for _ in range(2)])
     for real, whole in zip(*found, strict=True):
         assert torch.equal(real, whole.chunk(2)[dist.get_rank()])
+
+
+def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
+    """The first rank's machine has room for any stage, the second's for stage 3 and what it can keep gathered."""
+    rank, layers = dist.get_rank(), [layer for _ in range(4) for layer in (nn.Linear(128, 128).double(), nn.Tanh())]
+    batch = torch.randn(4, 128, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    def trained_at(stage):
+        model = nn.Sequential(*copy.deepcopy(layers))
+        step = Train(model, sgd(model), stage)
+        return [step(batch, torch.zeros_like(batch)) for _ in range(2)], step.plan
+
+    wanted, plan = trained_at(3)
+    room = plan.memory.peak + 2**17 if rank else 2**40
+    machines = device_memory._machine
+    device_memory._machine = lambda: device_memory.Device(f"machine {rank}", int(room / device_memory.SHARE) + 8)
+    try:
+        found, plan = trained_at("auto")
+    finally:
+        device_memory._machine = machines
+    assert plan.stage == 3 and plan.kept, plan
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
