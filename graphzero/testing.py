@@ -156,7 +156,7 @@ def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwa
     On CUDA these are the seconds of the host; for kernels use torch.profiler.
     """
     executor = _executor(graph)
-    timer = Timer(graph.program, times)
+    timer = Timer(executor.graph, times)
     executor.meter = timer
     timer.start()
     try:

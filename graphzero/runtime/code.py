@@ -41,8 +41,11 @@ class Code:
     def empty(self, place: int, node: fx.Node) -> None:
         self.add(f"e[{place}] = None", node)
 
-    def fill(self, node: fx.Node, call: str, listed: bool = False) -> None:
-        """``call`` fills the places of the node's results; ``listed``: it returns a list, of one too."""
+    def fill(self, node: fx.Node, call: str, listed: bool = False, before: str = "") -> None:
+        """``call`` fills the places of the node's results; ``listed``: it returns a list, of one too.
+
+        before: what stands on the line before that, ending in a semicolon.
+        """
         of, results = self.places.of, self.places.results
         if node in results:
             picked = {user.args[1]: user.name for user in node.users}
@@ -60,7 +63,7 @@ class Code:
             return
         if len(self._lines) >= LONGEST:
             self.cut()
-        self.add(text, node, makes)
+        self.add(before + text, node, makes)
 
     def cut(self) -> None:
         """End the segment; what follows is another one."""

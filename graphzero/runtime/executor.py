@@ -1,8 +1,8 @@
-"""The eager executor: runs a lowered graph, op by op, for every rank that lives in this process.
+"""Runs a lowered graph for every rank that lives in this process: op by op, or regions of it compiled.
 
-It is the reference: deterministic, every value freed right after its last reader.  ``program`` compiles, this
-module binds state, runs, and says which line of the graph failed.  What state is, and where it comes from, is the
-caller's.
+Op by op it is the reference: deterministic, every value freed right after its last reader.  ``program`` compiles,
+``regions`` and ``inductor`` say what else is called, this module binds state, runs, and says which line of the graph
+failed.  What state is, and where it comes from, is the caller's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ir.memory import slot_bytes
 from graphzero.ir.text import print_line
+from graphzero.runtime.inductor import Calls
+from graphzero.runtime.joined import RegionOp, join
 from graphzero.runtime.products import kernels_of
 from graphzero.runtime.program import Program, compile_graph
 from graphzero.runtime.steps import WHERE, Barrier, Env, Meter
@@ -45,9 +47,11 @@ class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
     ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
+    ``kind`` is what ``GraphConfig.set_executor`` takes.
     Not reentrant: communication slots and collectives under way belong to the executor.
 
     Attributes:
+        graph: what runs, with its regions for ops where they are compiled.
         meter: watches every run that is not given a meter of its own.
         stopped: the step in which the last run failed or was interrupted, by number; None after a whole run.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
@@ -55,11 +59,17 @@ class Executor:
 
     Raises:
         VerifyError: for a graph that no runtime can execute.
+        ConfigError: for a kind that this machine cannot offer.
     """
 
-    def __init__(self, graph: StepGraph, world: World, matmul: str = "default"):
+    def __init__(self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager"):
+        calls = Calls(world) if kind == "inductor" else None
+        chosen = kernels_of(graph, world, matmul)
+        if calls is not None:
+            graph, of = join(graph, chosen)
+            chosen = {of[node]: kernel for node, kernel in chosen.items()}
         self.graph, self.world = graph, world
-        self.program: Program = compile_graph(graph, world, kernels_of(graph, world, matmul))
+        self.program: Program = compile_graph(graph, world, chosen, calls)
         self.slots: dict[int, list[Tensor]] = {}
         self.meter: Meter | None = None
         self.stopped: int | None = None
@@ -206,9 +216,10 @@ class Executor:
             return
         source = value.source_of(node) if node.op != "output" else ""
         rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
+        line = print_line(node) + (f"    {source}" if source else "")
         note = (
-            f"while {rank}{self.world.placement!r} ran graph {self.graph.name}:\n  > {print_line(node)}"
-            + (f"    {source}" if source else "")
+            f"while {rank}{self.world.placement!r} ran graph {self.graph.name}:\n  > "
+            + (str(node.target) if isinstance(node.target, RegionOp) else line)
             + "".join(f"\n    {line}" for line in _operands(node, envs[local or 0], self.program))
         )
         if hasattr(error, "add_note"):  # from Python 3.11

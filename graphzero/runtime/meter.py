@@ -96,6 +96,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def made(self, x: Any, names: Sequence[Name]) -> None:
         """``x`` is a result of the node, known by the first of ``names`` that has a category."""
         if isinstance(x, Tensor):
+            self._see(x, self._kind, self._node)  # compiled code makes its results past this mode
             found = self._alive.get(_compat.storage_id(x))
             if found is not None and found.maker == self._node:
                 found.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")

@@ -18,6 +18,8 @@ from graphzero.ir.graph import StepGraph
 from graphzero.runtime import kernels
 from graphzero.runtime.code import Code
 from graphzero.runtime.collectives import Exchange
+from graphzero.runtime.inductor import Calls
+from graphzero.runtime.joined import RegionOp
 from graphzero.runtime.places import Places
 from graphzero.runtime.steps import COMMUNICATING, Barrier, Segment
 from graphzero.runtime.transfers import Transfers
@@ -56,17 +58,22 @@ class Program:
     places: dict[str, int]
 
 
-def compile_graph(graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]]) -> Program:
+def compile_graph(
+    graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None
+) -> Program:
     """Compile a lowered graph for the ranks that live in this process.
 
-    chosen: what to call for some nodes instead of the kernel of their op.  Raises VerifyError for a box left in it.
+    chosen: what to call for some nodes instead of the kernel of their op.  calls: what to call for regions, where the
+    graph has any.  Raises VerifyError for a box left in it.
     """
-    return _Compiler(graph, world, chosen).compile()
+    return _Compiler(graph, world, chosen, calls).compile()
 
 
 class _Compiler:
-    def __init__(self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]]):
-        self.graph, self.world, self.chosen = graph, world, chosen
+    def __init__(
+        self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None
+    ):
+        self.graph, self.world, self.chosen, self.calls = graph, world, chosen, calls
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
@@ -75,7 +82,9 @@ class _Compiler:
     def compile(self) -> Program:
         emptied = self.places.emptied_after()
         for node in self.graph.nodes:
-            if node.op == "call_function":
+            if isinstance(node.target, RegionOp):
+                self._region(node, node.target, emptied.pop(node, []))
+            elif node.op == "call_function":
                 self._node(node)
             for place in emptied.get(node, ()):
                 self.code.empty(place, node)
@@ -105,6 +114,15 @@ class _Compiler:
         else:
             kernel = self.chosen.get(node) or kernels.kernel(target)
             self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
+
+    def _region(self, node: fx.Node, op: RegionOp, emptied: list[int]) -> None:
+        """One line: operands that nobody reads later are handed over, and die inside."""
+        assert self.calls is not None
+        calls = [self.calls.of(op, local) for local in self.code.locals]
+        call = self.code.name(calls[0]) if len(set(calls)) == 1 else self.code.per_rank(calls)
+        given = "".join(f"e[{place}] = " for place in emptied)
+        operands = ", ".join(map(self.code.text, node.args))
+        self.code.fill(node, f"{call}(given)", before=f"given = [{operands}]; " + f"{given}None; " * bool(given))
 
     def _program(self) -> Program:
         graph, code, places, transfers = self.graph, self.code, self.places, self.transfers
