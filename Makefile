@@ -46,18 +46,13 @@ test-torch: .venv-torch-$(TORCH)/.ready
 		-e ".[examples,dev]" torch==$*
 	@touch $@
 
-# Step time and peak memory beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables and the plot of docs/.
-# Wants idle cores.  DeepSpeed is left out where it does not install.
+# Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables
+# and the plot of docs/.  Wants idle cores and about an hour; goes on where it was.  DeepSpeed is left out where it does
+# not install.  MODELS=toy only shows that all of it runs.
 MODELS ?= A B conv
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	set -e; for model in $(MODELS); do \
-		with="--model $$model --ranks $(RANKS) --save build/bench.json"; \
-		$(BIN)/python bench/step_time.py --full $$with; \
-		$(BIN)/python bench/step_profile.py $$with; \
-		$(BIN)/python bench/peak.py $$with; \
-	done
-	$(BIN)/python bench/tables.py build/bench.json
+	$(BIN)/python bench/everything.py --models $(MODELS) --ranks $(RANKS)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import socket
 import subprocess
 import sys
@@ -69,20 +70,51 @@ def in_fresh_process(script: str, *args: Any) -> Any:
 
     A measurement of memory or of seconds is then not that of what ran before.
     """
-    command = [sys.executable, str(HERE / script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(_output(str(HERE / script), *map(str, args)).splitlines()[-1])
+
+
+def in_python(text: str) -> str:
+    """What a new Python process prints that runs ``text``."""
+    return _output("-c", text)
+
+
+def _output(*args: str) -> str:
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def average(numbers: Any) -> Any:
+    """Numbers in nested lists, each its mean over the ranks; every rank calls it."""
+    total = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
 
 
 def save(file: str, run: str, part: str, figures: Any) -> None:
-    """Keep ``figures`` in a file of JSON, as a part of a run; what the file holds of others stays."""
+    """Keep ``figures`` in a file of JSON, as a part of a run, with the command; what the file holds of others stays."""
+    kept = saved(file)
+    kept.setdefault(run, {})[part] = {"command": command(sys.argv), "figures": figures}
     path = Path(file)
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    kept.setdefault(run, {})[part] = figures
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(kept, indent=1))
+
+
+def saved(file: str) -> dict[str, dict[str, Any]]:
+    """What ``save`` has kept: run -> part -> command and figures."""
+    path = Path(file)
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def command(words: Sequence[str]) -> str:
+    """A script and its arguments as one types them, without where figures are kept."""
+    script, *rest = words
+    if "--save" in rest:
+        at = rest.index("--save")
+        del rest[at : at + 2]
+    return shlex.join(["python", f"bench/{Path(script).name}", *rest])
 
 
 def options_of(parser: Any) -> Any:

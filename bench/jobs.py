@@ -7,7 +7,7 @@ every rank's share by itself compute what a Graph computes on the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -102,8 +102,18 @@ def convnet(widths: tuple[int, ...], share: int, side: int) -> Job:
     return Job(what, partial(ConvNet, widths), partial(images, side=side), share)
 
 
+def thin(shape: Shape) -> Shape:
+    """As many layers and heads, hardly any numbers."""
+    return replace(shape, vocabulary=64, width=8 * shape.heads, context=16)
+
+
 JOBS = {
     **{name: gpt(shape) for name, shape in SHAPES.items()},
     "toy conv": convnet((8, 16), share=2, side=8),
     "conv": convnet((64, 128, 256, 384), share=8, side=24),
+}
+THIN = {  # the same operators on small tensors: what a step costs whatever the sizes
+    **{name: gpt(thin(shape)) for name, shape in SHAPES.items()},
+    "toy conv": convnet((8, 16), share=2, side=8),
+    "conv": convnet((8, 16, 24, 32), share=8, side=8),
 }

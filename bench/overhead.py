@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from _run import markdown, on_gloo, options_of
+from _run import markdown, on_gloo, options_of, save
 from torch import nn
 
 import graphzero as gz
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="*", default=[50, 200, 500])
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--gloo", type=int, default=0, help="measure the agreement of so many ranks")
+    parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/tables.py")
     options = options_of(parser)
     if options.gloo:
         rows = []
@@ -177,7 +178,10 @@ def main() -> None:
         print(markdown(["parameters", "agreement", "call"], rows))
         return
     rows = [row(*case, measure(graph_of(*case), options.calls)) for case in cases(options.parameters)]
-    print(markdown(["step", "parameters", "groups", *COLUMNS, "rest", "call", "without executor"], rows))
+    table = markdown(["step", "parameters", "groups", *COLUMNS, "rest", "call", "without executor"], rows)
+    print(table)
+    if options.save:
+        save(options.save, "overhead", "overhead", table)
 
 
 if __name__ == "__main__":

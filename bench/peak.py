@@ -6,7 +6,12 @@
 Each system has fresh processes.  It first trains a toy, so that imports, code and its own machinery are there; from
 what the process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the end
 of the first step, which captures or compiles, and over the steps after it.  What is freed goes back to the kernel at
-once, so that the mark is of memory in use.  Beside it, for graphzero, the peak that its plan says.
+once, so that the mark is of memory in use.
+
+A plan says the bytes of tensors.  What a process needs beside them is measured on a thin model, of as many operators on
+hardly any numbers, in processes of its own: its mark less what its plan says is *fixed*, the program and its records,
+stacks, buffers of libraries.  What the model's own mark has beyond plan and fixed are workspaces of kernels that grow
+with sizes, and pages that are partly in use.
 """
 
 from __future__ import annotations
@@ -18,28 +23,35 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
 from compare import TrainGraph
-from jobs import JOBS
+from jobs import JOBS, THIN
 from peers import BASE, SYSTEMS, chosen, mean
 
 STEPS = 6
 CLEAR = Path("/proc/self/clear_refs")
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes; read when a process starts
 BASES = (BASE, "DDP", "FSDP2")
+BESIDE = ("planned, MB", "fixed, MB", "peak to both")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes above what the process held before: until the first step's end, over later steps; what the plan says."""
+    """Bytes above what the process held before: until the first step's end, over later steps; what the plan says, and
+    what a thin model holds beyond its plan."""
 
     first: int
     later: int
     planned: int | None
+    fixed: int | None = None
+
+    @property
+    def expected(self) -> int | None:
+        return None if self.planned is None or self.fixed is None else self.planned + self.fixed
 
 
 def main() -> None:
@@ -57,11 +69,15 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
             continue
-        found[system.name] = on_gloo(options.ranks, measure, system.name, options.model)
+        one = on_gloo(options.ranks, measure, system.name, options.model)
+        if one.planned is not None:
+            thin = on_gloo(options.ranks, measure, system.name, options.model, True)
+            one = replace(one, fixed=thin.later - thin.planned)
+        found[system.name] = one
         print(".", end="", file=sys.stderr, flush=True)
-        if options.save:
-            peaks = {name: asdict(one) for name, one in found.items()}
-            save(options.save, f"{options.model}, {options.ranks} ranks", "peaks", peaks)
+    if options.save:
+        peaks = {name: asdict(one) for name, one in found.items()}
+        save(options.save, f"{options.model}, {options.ranks} ranks", "peaks", peaks)
     print(f"{JOBS[options.model].describe(options.ranks)}\n\n{table(found)}")
 
 
@@ -70,18 +86,24 @@ def table(found: Mapping[str, Peak]) -> str:
     rows = []
     for name, one in found.items():
         ratios = [f"{one.later / found[base].later:.2f}" for base in bases]
-        planned = ["-", "-"] if one.planned is None else [mb(one.planned), f"{one.later / one.planned:.2f}"]
-        rows.append([name, mb(one.later), *ratios, *planned, mb(one.first)])
-    head = ["", "peak, MB", *(f"to {base}" for base in bases), "planned, MB", "peak to planned", "first step, MB"]
+        rows.append([name, mb(one.later), *ratios, *beside(one), mb(one.first)])
+    head = ["", "peak, MB", *(f"to {base}" for base in bases), *BESIDE, "first step, MB"]
     return markdown(head, rows)
+
+
+def beside(one: Peak) -> list[str]:
+    """The cells under ``BESIDE``."""
+    if one.planned is None or one.fixed is None or one.expected is None:
+        return ["-"] * len(BESIDE)
+    return [mb(one.planned), mb(one.fixed), f"{one.later / one.expected:.2f}"]
 
 
 def mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
-def measure(rank: int, name: str, model: str) -> Peak:
-    """Every rank: train a toy, then the model."""
+def measure(rank: int, name: str, model: str, thin: bool = False) -> Peak:
+    """Every rank: train a toy, then the model, or its thin form."""
     (system,) = (s for s in SYSTEMS if s.name == name)
     ranks = dist.get_world_size()
     toy = JOBS["toy conv" if "conv" in model else "toy"]
@@ -89,7 +111,7 @@ def measure(rank: int, name: str, model: str) -> Peak:
     for i in range(3):
         mean(step(*toy.part(i, rank, ranks)))
     del step
-    job = JOBS[model]
+    job = (THIN if thin else JOBS)[model]
     batches = [job.part(i, rank, ranks) for i in range(STEPS)]
     dist.barrier()
     before = reset()

@@ -49,9 +49,11 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, job: Job) -> TrainGraph:
+def graph(stage: int, job: Job, executor: str = "eager") -> TrainGraph:
     model = job.model()
-    return TrainGraph(model, adamw(model), None, stage)
+    made = TrainGraph(model, adamw(model), None, stage)
+    made.config.set_executor(executor)
+    return made
 
 
 def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw) -> Step:
@@ -123,6 +125,10 @@ def deepspeed(stage: int, job: Job) -> Step:
 
 SYSTEMS = [
     *(System(f"graphzero, stage {stage}", stage, partial(graph, stage)) for stage in range(4)),
+    *(
+        System(f"graphzero + inductor, stage {stage}", stage, partial(graph, stage, executor="inductor"))
+        for stage in range(4)
+    ),
     System("DDP", 0, partial(hand_written, ddp)),
     System(BASE, 0, partial(hand_written, compiled_ddp)),
     System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),

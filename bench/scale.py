@@ -14,12 +14,11 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, options_of
+from clock import Compiling
 from torch import nn
 
 DOUBLING = 2.3  # the most that twice the layers may cost after capture
@@ -146,39 +145,20 @@ def measure(model: nn.Module, place: Any, stage: int, ids: torch.Tensor) -> dict
     """Compile once; seconds of each part, and bytes of resident memory."""
     from compare import TrainGraph
 
-    from graphzero import compiled
-    from graphzero.passes import base
-
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
-    seconds: dict[str, float] = {}
-    compiled.capture = timed(compiled.capture, "capture", seconds)
-    compiled.plan_of = timed(compiled.plan_of, "plan", seconds)
-    base.time = SimpleNamespace(perf_counter=time.process_time)  # for the seconds of each pass
+    compiling = Compiling(time.process_time)
     before = peak_rss()
     started = time.process_time()
     graph.compile(ids, ids)
     total = time.process_time() - started
-    parts = {"capture": seconds["capture"], **{record.name: record.seconds for record in graph.history}}
-    parts |= {"verify, all passes": sum(record.seconds_verify for record in graph.history), "plan": seconds["plan"]}
-    parts["the rest"] = max(total - sum(parts.values()), 0.0)
     return {
-        "seconds": parts,
+        "seconds": compiling.parts(graph, total),
         "total": total,
         "nodes": len(list(graph.program.nodes)),
         "parameters": graph.plan.parameters,
         "rss": peak_rss(),
         "rss_before": before,
     }
-
-
-def timed(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.process_time()
-        result = function(*args, **kwargs)
-        seconds[name] = seconds.get(name, 0.0) + time.process_time() - started
-        return result
-
-    return call
 
 
 def peak_rss() -> int:

@@ -7,33 +7,40 @@
 All train the same model on the same data in the same processes, with AdamW, fused for the peers.  Rounds alternate, in
 another order each, so that whatever else the machine does meets all of them; a round's first step does not count.
 Seconds are of rank 0's steps.  A ratio is taken round by round, of the rounds' medians; shown are its median over the
-rounds and its quartiles.  The last column is how far losses are from DDP's over all steps.
+rounds and its quartiles.  *CPU* are the processor's seconds in a step, of all threads of a rank, mean over ranks: a
+rank that sleeps until another has come uses none, and other work on the machine changes them less.  The last column is
+how far losses are from DDP's over all steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
-from _run import markdown, on_gloo, options_of, save
+from _run import average, markdown, on_gloo, options_of, save
 from jobs import JOBS
 from peers import BASE, SYSTEMS, chosen, mean
 
+from graphzero.runtime.peer_memory import SWITCH
+
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
+SENT = ", which send as between hosts"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a system's counted steps by round, and the losses of all its steps."""
+    """Seconds of a system's counted steps by round, the processor's alike, and the losses of all its steps."""
 
     rounds: list[list[float]]
+    cpu: list[list[float]]
     losses: list[float]
 
     @property
@@ -44,12 +51,23 @@ class Timed:
     def fastest(self) -> float:
         return min(map(min, self.rounds))
 
+    @property
+    def median_cpu(self) -> float:
+        return statistics.median(second for one in self.cpu for second in one)
+
     def to(self, base: Timed) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile of the ratio to a base: round by round, of the rounds' medians."""
-        pairs = zip(self.rounds, base.rounds, strict=True)
-        ratios = [statistics.median(mine) / statistics.median(its) for mine, its in pairs]
+        ratios = _ratios(self.rounds, base.rounds)
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         return low, middle, high
+
+    def cpu_to(self, base: Timed) -> float:
+        """The median of that ratio for the processor's seconds."""
+        return statistics.median(_ratios(self.cpu, base.cpu))
+
+
+def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
+    return [statistics.median(a) / statistics.median(b) for a, b in zip(mine, its, strict=True)]
 
 
 def main() -> None:
@@ -60,8 +78,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
+    )
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
+    if options.sockets:
+        os.environ[SWITCH] = "0"
     rounds = options.rounds or (12 if options.full else 5)
     systems = chosen(options.systems)
     for system in systems:
@@ -69,11 +92,13 @@ def main() -> None:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
     found = on_gloo(options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps)
-    about = f"{JOBS[options.model].describe(options.ranks)}; {rounds} rounds of {options.steps - 1} counted steps"
+    about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets
+    about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
-        save(options.save, f"{options.model}, {options.ranks} ranks", "times", times)
+        run = f"{options.model}, {options.ranks} ranks" + ", through sockets" * options.sockets
+        save(options.save, run, "times", times)
 
 
 def table(found: Mapping[str, Timed]) -> str:
@@ -83,9 +108,11 @@ def table(found: Mapping[str, Timed]) -> str:
         low, _, high = one.to(found[bases[0]]) if bases else (1.0, 1.0, 1.0)
         ratios = [f"{one.to(found[base])[1]:.2f}" for base in bases]
         row = [name, ms(one.fastest), ms(one.median), *ratios[:1], f"{low:.2f} to {high:.2f}", *ratios[1:]]
-        rows.append([*row, f"{one.losses[-1]:.5f}", apart(one, found)])
+        cpu = [ms(one.median_cpu), *(f"{one.cpu_to(found[base]):.2f}" for base in bases[:1])]
+        rows.append([*row, *cpu, f"{one.losses[-1]:.5f}", apart(one, found)])
     to = [f"to {base}" for base in bases]
-    return markdown(["", "fastest, ms", "median, ms", *to[:1], "quartiles", *to[1:], "last loss", "losses apart"], rows)
+    head = ["", "fastest, ms", "median, ms", *to[:1], "quartiles", *to[1:], "CPU, ms", *to[:1]]
+    return markdown([*head, "last loss", "losses apart"], rows)
 
 
 def ms(seconds: float) -> str:
@@ -98,25 +125,29 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
     return f"{max(abs(a - b) / abs(b) for a, b in zip(one.losses, base.losses, strict=True)):.0e}"
 
 
-def work(rank: int, model: str, names: list[str], rounds: int, steps: int) -> dict[str, Timed]:
-    """Every rank: alternate rounds of all systems."""
-    job, ranks = JOBS[model], dist.get_world_size()
+def work(rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0) -> dict[str, Timed]:
+    """Every rank: alternate rounds of all systems.  share: samples a rank, where not as many as the job says."""
+    ranks = dist.get_world_size()
+    job = replace(JOBS[model], share=share or JOBS[model].share)
     batches = [job.part(step, rank, ranks) for step in range(BATCHES)]
     running = {s.name: s.begin(job) for s in chosen(names)}
     losses = {name: [mean(step(*batches[0]))] for name, step in running.items()}  # compiles
     seconds: dict[str, list[list[float]]] = defaultdict(list)
+    cpu: dict[str, list[list[float]]] = defaultdict(list)
     for turn in range(rounds):
         first = turn * 5 % len(names)  # not always the same one before
         for name in [*names[first:], *names[:first]]:
             dist.barrier()
             seconds[name].append([])
+            cpu[name].append([])
             for i in range(steps):
-                started = time.perf_counter()
+                used, started = time.process_time(), time.perf_counter()
                 loss = running[name](*batches[(turn * steps + i) % BATCHES])
                 if i:
                     seconds[name][-1].append(time.perf_counter() - started)
+                    cpu[name][-1].append(time.process_time() - used)
                 losses[name].append(mean(loss))
-    return {name: Timed(seconds[name], losses[name]) for name in names}
+    return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,64 +1,100 @@
-"""Writes what bench/step_time.py, bench/peak.py and bench/step_profile.py saved into the pages, and draws the plot.
+"""Writes what the other benchmarks saved into the pages, and draws the plot.
 
     make bench                                      # all of it
     python bench/tables.py build/bench.json         # only the last step
 
-docs/benchmarks.md gets a table for each run, docs/performance.md where a step's time goes, between the lines that name
-this file; docs/time_against_memory.svg shows a point for each system.
+What a page gets stands between a line that names it and the next ``up to here``: in docs/benchmarks.md a table for each
+run and the machine, in docs/performance.md where a step's time goes and how collectives are best done.
+docs/time_against_memory.svg shows a point for each system.  What was not measured stays as it is.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
+import argparse
+import os
+import platform
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _run import HERE, markdown
-from peak import Peak, mb
+import torch
+from _run import HERE, markdown, saved
+from peak import BESIDE, Peak, beside, mb
 from peers import BASE, SYSTEMS
 from scatter import Panel, Point, draw
 from step_time import Timed, apart, ms
 
 DOCS = HERE.parent / "docs"
-HEAD = (
-    "",
-    "fastest, ms",
-    "median, ms",
-    f"to {BASE}",
-    "quartiles",
-    "peak, MB",
-    f"to {BASE}",
-    "planned, MB",
-    "losses apart",
-)
+PAGES = {
+    "benchmarks.md": ("machine", "times", "first step", "overhead", "scaling"),
+    "performance.md": ("profile", "ways"),
+}
+KINDS = ("times", "first step", "overhead", "scaling", "profile", "ways")
+END = "<!-- up to here -->\n"
+TIMES = ("", "fastest, ms", "median, ms", f"to {BASE}", "quartiles", "CPU, ms", f"to {BASE}")
+PEAKS = ("peak, MB", f"to {BASE}", *BESIDE)
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    runs = json.loads(Path(sys.argv[1]).read_text())
-    write(DOCS / "benchmarks.md", "\n\n".join(section(run) for run in runs.values() if "times" in run))
-    profiles = [f"{name}:\n\n{run['profile']}" for name, run in runs.items() if "profile" in run]
-    write(DOCS / "performance.md", "\n\n".join(profiles))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="what the benchmarks were given with --save")
+    parser.add_argument("--docs", metavar="FOLDER", type=Path, help="write the pages there, not to docs")
+    options = parser.parse_args()
+    runs, to = saved(options.file), options.docs or DOCS
+    to.mkdir(parents=True, exist_ok=True)
+    texts = {what: "\n\n".join(parts(what, runs)) for what in KINDS}
+    texts["machine"] = machine()
+    for name, whats in PAGES.items():
+        page = (DOCS / name).read_text()
+        for what in whats:
+            page = filled(page, what, texts[what]) if texts[what] else page
+        (to / name).write_text(page)
     panels = [panel(name, run) for name, run in runs.items() if {"times", "peaks"} <= set(run)]
-    (DOCS / "time_against_memory.svg").write_text(draw(panels))
+    few = [one for one in panels if one.title.split(", ")[-1] == panels[0].title.split(", ")[-1]]
+    if few:
+        (to / "time_against_memory.svg").write_text(draw(few))
 
 
-def write(page: Path, text: str) -> None:
-    """Put ``text`` between the page's two lines that name this file."""
-    begin, end = "<!-- bench/tables.py writes this -->\n", "<!-- up to here -->\n"
-    before, rest = page.read_text().split(begin)
-    page.write_text(f"{before}{begin}{text}\n{end}{rest.split(end)[1]}")
+def begin(what: str) -> str:
+    """The line of a page behind which ``what`` stands."""
+    return f"<!-- bench/tables.py writes: {what} -->\n"
+
+
+def filled(page: str, what: str, text: str) -> str:
+    """The page with ``text`` between that line and the end."""
+    before, rest = page.split(begin(what))
+    return f"{before}{begin(what)}{text}\n{END}{rest.split(END, 1)[1]}"
+
+
+def machine() -> str:
+    """What figures of this machine belong to."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine()
+    return (
+        f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, no GPU used."
+    )
+
+
+def parts(what: str, runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The texts of one kind, each behind the command that made it."""
+    for name, run in runs.items():
+        if what in run:
+            commands = [run[part]["command"] for part in (what, *(["peaks"] if what == "times" else [])) if part in run]
+            text = section(run) if what == "times" else run[what]["figures"]
+            title = f"{name}, " if what == "profile" else ""
+            yield f"{title}{' and '.join(f'`{one}`' for one in commands)}:\n\n{text}"
 
 
 def timed(run: Mapping[str, Any]) -> dict[str, Timed]:
-    return {s.name: Timed(**run["times"][s.name]) for s in SYSTEMS if s.name in run["times"]}
+    figures = run["times"]["figures"]
+    return {s.name: Timed(**figures[s.name]) for s in SYSTEMS if s.name in figures}
 
 
 def peaks(run: Mapping[str, Any]) -> dict[str, Peak]:
-    return {s.name: Peak(**run["peaks"][s.name]) for s in SYSTEMS if s.name in run.get("peaks", {})}
+    figures = run["peaks"]["figures"] if "peaks" in run else {}
+    return {s.name: Peak(**figures[s.name]) for s in SYSTEMS if s.name in figures}
 
 
 def section(run: Mapping[str, Any]) -> str:
@@ -68,16 +104,17 @@ def section(run: Mapping[str, Any]) -> str:
     for name, one in times.items():
         low, middle, high = one.to(times[BASE])
         row = [name, ms(one.fastest), ms(one.median), f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+        row += [ms(one.median_cpu), f"{one.cpu_to(times[BASE]):.2f}"]
         rows.append([*row, *_memory(name, memory), apart(one, times)])
-    return f"{run['times']['about']}:\n\n{markdown(HEAD, rows)}"
+    head = [*TIMES, *(PEAKS if memory else []), "losses apart"]
+    return f"{run['times']['figures']['about']}:\n\n{markdown(head, rows)}"
 
 
 def _memory(name: str, found: Mapping[str, Peak]) -> list[str]:
     if name not in found:
-        return ["-"] * 3
+        return ["-"] * len(PEAKS) if found else []
     one = found[name]
-    ratio = f"{one.later / found[BASE].later:.2f}" if BASE in found else "-"
-    return [mb(one.later), ratio, "-" if one.planned is None else mb(one.planned)]
+    return [mb(one.later), f"{one.later / found[BASE].later:.2f}" if BASE in found else "-", *beside(one)]
 
 
 def panel(name: str, run: Mapping[str, Any]) -> Panel:

@@ -1,11 +1,13 @@
 """What a plan says equals what a run does, for the models of the benchmarks; the scripts print their tables."""
 
+import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import memory
+import overhead
 import pytest
 import traffic
 from models import CASES
@@ -43,23 +45,34 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
     assert sum(c.bytes for c in small) <= 8 * 4 * sum(b.numel() for b in CASES["convnet"].model().buffers())
 
 
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [(memory, "--models mlp"), (traffic, "--models mlp"), (overhead, "--parameters 10 --calls 5")],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+@pytest.mark.filterwarnings("ignore:.*no gradient reaches")
+def test_a_benchmark_of_one_process_prints_a_table(script, options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [script.__name__, *options.split()])
+    assert not script.main()
+    assert "|--" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
-        ["parity.py", "--models", "mlp", "--virtual", "2", "--gloo"],
-        ["scale.py", "--layers", "1"],
-        ["scale.py", "--llama", "--layers", "1"],
-        ["memory.py", "--models", "mlp"],
-        ["overhead.py", "--parameters", "10", "--calls", "5"],
-        ["traffic.py", "--models", "mlp"],
-        ["step_time.py", "--model", "toy", "--rounds", "1", "--steps", "3", "--systems", "graphzero", "DDP"],
-        ["step_profile.py", "--model", "toy", "--rounds", "1", "--steps", "2"],
-        ["peak.py", "--model", "toy", "--systems", "DDP"],
+        "parity.py --models mlp --virtual 2 --gloo",
+        "scale.py --layers 1",
+        "scale.py --llama --layers 1",
+        "step_time.py --model toy --rounds 1 --steps 3 --systems graphzero DDP",
+        "step_profile.py --model toy --rounds 1 --steps 2",
+        "peak.py --model toy --systems DDP",
+        "first_step.py --model toy --systems 'graphzero, stage 1' --starts 1 --ranks 1",
+        "scaling.py --model toy --systems DDP --rounds 1 --steps 2 --ranks 1 --modelled 2 --layers 0",
     ],
-    ids=" ".join,
 )
 def test_every_benchmark_prints_a_table(command):
-    done = subprocess.run([sys.executable, str(BENCH / command[0]), *command[1:]], capture_output=True, text=True)
+    script, *options = shlex.split(command)
+    done = subprocess.run([sys.executable, str(BENCH / script), *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "|--" in done.stdout

@@ -1,8 +1,7 @@
-"""The comparison with other systems: all train alike, memory is that of the kernel, and the pages get the figures."""
+"""The comparison with other systems: all train alike, and memory is that of the kernel."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from shutil import which
 from xml.etree import ElementTree
 
@@ -10,13 +9,14 @@ import peak
 import pytest
 import scatter
 import step_time
-import tables
 import torch
-from _run import on_gloo, save
-from jobs import JOBS
-from peers import BASE, SYSTEMS, System, chosen
+from _run import on_gloo
+from jobs import JOBS, THIN
+from peers import SYSTEMS, System, chosen
 
-TORCH = [s.name for s in SYSTEMS if s.needs == "torch" and (which("g++") or "compile" not in s.name)]
+COMPILED = ("DDP + compile", "FSDP2 + compile", "graphzero + inductor, stage 2")  # other stages: tests/runtime
+PLAIN = [s.name for s in SYSTEMS if s.needs == "torch" and " + compile" not in s.name and " + inductor" not in s.name]
+TORCH = [*PLAIN, *(COMPILED if which("g++") else ())]
 DEEPSPEED = [s.name for s in SYSTEMS if s.needs == "deepspeed"]
 
 
@@ -45,15 +45,16 @@ def test_deepspeed_trains_to_the_same_losses():
 
 
 def test_a_difference_of_losses_is_seen_and_the_base_is_ddp():
-    found = {name: step_time.Timed([[1.0]], [2.0, 1.0 + off]) for name, off in (("DDP", 0.0), ("FSDP2", 1e-3))}
+    found = {name: step_time.Timed([[1.0]], [[1.0]], [2.0, 1.0 + off]) for name, off in (("DDP", 0.0), ("FSDP2", 1e-3))}
     assert step_time.apart(found["DDP"], found) == "0e+00"
     assert step_time.apart(found["FSDP2"], found) == "1e-03"
 
 
 def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
-    base = step_time.Timed([[1.0, 1.0], [9.0, 9.0], [1.0, 1.0]], [])
-    one = step_time.Timed([[1.2, 1.2], [10.8, 10.8], [1.2, 5.0, 1.2]], [])
+    base = step_time.Timed([[1.0, 1.0], [9.0, 9.0], [1.0, 1.0]], [[1.0], [4.0], [1.0]], [])
+    one = step_time.Timed([[1.2, 1.2], [10.8, 10.8], [1.2, 5.0, 1.2]], [[2.0], [8.0], [9.0]], [])
     assert one.to(base) == pytest.approx((1.2, 1.2, 1.2))
+    assert one.cpu_to(base) == 2.0
     assert one.fastest == 1.2
 
 
@@ -85,6 +86,18 @@ def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
     assert peak.reset() - before < 8 * 2**20
 
 
+def test_a_thin_model_runs_the_same_operators_on_hardly_any_numbers():
+    for name, job in THIN.items():
+        real, thin = JOBS[name].model(), job.model()
+        assert [type(m) for m in thin.modules()] == [type(m) for m in real.modules()]
+        assert sum(p.nbytes for p in thin.parameters()) < 10**6
+
+
+def test_what_a_plan_leaves_out_is_what_a_thin_model_holds_beyond_its_own():
+    assert peak.beside(peak.Peak(first=0, later=110, planned=80, fixed=20)) == ["0.0", "0.0", "1.10"]
+    assert peak.beside(peak.Peak(first=0, later=110, planned=None)) == ["-", "-", "-"]
+
+
 def test_a_plot_has_every_point_and_name_within_its_axes():
     points = [scatter.Point(f"system <{i}>", 100 + i % 4, 200 + i * 30, i < 4) for i in range(12)]
     root = ElementTree.fromstring(scatter.draw([scatter.Panel(name, "x", "y", points) for name in "AB"]))
@@ -107,25 +120,3 @@ def test_names_beside_points_keep_clear_of_each_other_where_there_is_room():
 def test_ticks_are_few_and_reach_around_all_values(values):
     ticks = scatter.ticks(values)
     assert ticks[0] <= min(values) and max(values) <= ticks[-1] and 3 <= len(ticks) <= 10
-
-
-def test_the_pages_get_the_figures_and_keep_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("benchmarks.md", "performance.md"):
-        page = "# Title\n<!-- bench/tables.py writes this -->\nold figures\n<!-- up to here -->\nthe rest\n"
-        (tmp_path / name).write_text(page)
-    file, run = str(tmp_path / "bench.json"), "A, 2 ranks"
-    steps = {
-        name: {"rounds": [[s, s], [2 * s, 2 * s]], "losses": [2.0, 1.0]} for name, s in ((BASE, 0.2), ("FSDP2", 0.3))
-    }
-    save(file, run, "times", {"about": "a GPT", **steps})
-    save(file, run, "profile", "| where |")
-    save(file, run, "peaks", {BASE: {"first": 9, "later": 2 * 10**6, "planned": None}})
-    monkeypatch.setattr(tables, "DOCS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["tables.py", file])
-    tables.main()
-    page = (tmp_path / "benchmarks.md").read_text()
-    assert "old figures" not in page and page.startswith("# Title\n") and page.endswith("the rest\n")
-    (row,) = (line for line in page.splitlines() if line.startswith("| FSDP2"))
-    assert [cell.strip() for cell in row.split("|")[2:6]] == ["300.0", "450.0", "1.50", "1.50 to 1.50"]
-    assert "| where |" in (tmp_path / "performance.md").read_text()
-    assert "DDP + compile" in (tmp_path / "time_against_memory.svg").read_text()

@@ -1,0 +1,116 @@
+"""All benchmarks beside other systems, one after the other; then the tables and the plot of the docs: ``make bench``.
+
+    python bench/everything.py                  # models A, B, conv on 2 ranks, A and B on 4, overhead, scaling
+    python bench/everything.py --models toy     # whether all of it runs; tables go to build/toy, not to docs
+
+Wants idle cores.  Figures are kept in build/bench.json: what is there already, of the same command, is not measured
+again, so that an interrupted run goes on where it was; delete the file to begin anew, as after a change of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from _run import HERE, command, options_of, saved
+from jobs import JOBS
+from peers import BASE, SYSTEMS
+
+ROOT = HERE.parent
+TOYS = ("toy", "toy conv")
+SHORT = ["--systems", "graphzero, stage 3", BASE]
+MORE = ("A", "B")  # on 4 ranks too
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that keeps its figures as ``part`` of ``run``; seconds: about how many, on two idle cores."""
+
+    run: str
+    part: str
+    seconds: int
+    words: tuple[str, ...]
+
+    def is_there(self, file: str) -> bool:
+        kept = saved(file).get(self.run, {}).get(self.part, {})
+        return isinstance(kept, dict) and kept.get("command") == command(self.words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=JOBS, default=["A", "B", "conv"], metavar="MODEL")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = options_of(parser)
+    is_toy = set(options.models) <= set(TOYS)
+    folder = ROOT / "build" / ("toy" if is_toy else "")
+    file = str(folder / "bench.json")
+    for system in SYSTEMS:
+        if system.missing:
+            print(system.missing)
+    parts = [*(toy_parts if is_toy else full_parts)(options.models, options.ranks)]
+    left = [one for one in parts if not one.is_there(file)]
+    for one in parts:
+        print(f"{'to do' if one in left else 'there'}  {_minutes(one.seconds):>7}  {command(one.words)}")
+    for i, one in enumerate(left):
+        rest = sum(later.seconds for later in left[i:])
+        print(f"\n{i + 1} of {len(left)}, {_minutes(rest)} left: {command(one.words)}", flush=True)
+        began = time.perf_counter()
+        subprocess.run([sys.executable, str(HERE / one.words[0]), *one.words[1:], "--save", file], check=True)
+        print(f"took {_minutes(time.perf_counter() - began)}", flush=True)
+    tables(file, folder / "docs" if is_toy else ROOT / "docs")
+
+
+def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
+    for model in models:
+        yield _part("step_time.py", "times", 240, model, ranks, "--full")
+        yield _part("step_profile.py", "profile", 60, model, ranks)
+        yield _part("peak.py", "peaks", 240, model, ranks)
+        yield _part("first_step.py", "first step", 400, model, ranks)
+    for model in models:
+        if model in MORE and ranks < 4:
+            yield _part("step_time.py", "times", 240, model, 4, "--rounds", "4")
+            yield _part("peak.py", "peaks", 180, model, 4, "--systems", "graphzero", BASE, "FSDP2")
+    for model in models:
+        if model in MORE:
+            words = ("step_time.py", "--model", model, "--ranks", str(ranks), "--sockets", "--rounds", "6")
+            words += ("--systems", "graphzero", "DDP", BASE)
+            yield Part(f"{model}, {ranks} ranks, through sockets", "times", 120, words)
+    for count in sorted({ranks, 4}):
+        yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
+    yield Part("overhead", "overhead", 60, ("overhead.py",))
+    yield Part(f"{models[0]}, scaling", "scaling", 900, ("scaling.py", "--model", models[0], "--strong"))
+
+
+def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
+    for model in models:
+        yield _part("step_time.py", "times", 20, model, ranks, "--rounds", "2", "--steps", "3")
+        yield _part("step_profile.py", "profile", 10, model, ranks, "--rounds", "1", "--steps", "2")
+        yield _part("peak.py", "peaks", 30, model, ranks, *SHORT)
+        yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
+    yield Part(f"{ranks} ranks", "ways", 10, ("ways.py", "--ranks", str(ranks), "--rounds", "3"))
+    yield Part("overhead", "overhead", 5, ("overhead.py", "--parameters", "10", "--calls", "20"))
+    quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", "--modelled", "8", "--layers", "1", *SHORT)
+    yield Part(f"{models[0]}, scaling", "scaling", 40, ("scaling.py", "--model", models[0], *quick))
+
+
+def _part(script: str, part: str, seconds: int, model: str, ranks: int, *more: str) -> Part:
+    return Part(f"{model}, {ranks} ranks", part, seconds, (script, "--model", model, "--ranks", str(ranks), *more))
+
+
+def tables(file: str, docs: Path) -> None:
+    words = [sys.executable, str(HERE / "tables.py"), file, "--docs", str(docs)]
+    subprocess.run(words, check=True)
+    print(f"\nwrote the tables and the plot to {docs}")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+if __name__ == "__main__":
+    main()
