@@ -24,6 +24,7 @@ from peers import BASE, SYSTEMS
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
 SHORT = ["--systems", "graphzero, stage 3", BASE]
+FEW = ("graphzero, stage 1", "graphzero, stage 3", "graphzero + inductor, stage 1", "DDP", BASE)
 MORE = ("A", "B")  # on 4 ranks too
 
 
@@ -67,22 +68,23 @@ def main() -> None:
 
 def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
     for model in models:
-        yield _part("step_time.py", "times", 240, model, ranks, "--full")
-        yield _part("step_profile.py", "profile", 60, model, ranks)
+        yield _part("step_time.py", "times", 200, model, ranks, "--rounds", "8")
         yield _part("peak.py", "peaks", 240, model, ranks)
-        yield _part("first_step.py", "first step", 400, model, ranks)
+        yield _part("step_profile.py", "profile", 40, model, ranks)
     for model in models:
         if model in MORE and ranks < 4:
             yield _part("step_time.py", "times", 240, model, 4, "--rounds", "4")
             yield _part("peak.py", "peaks", 180, model, 4, "--systems", "graphzero", BASE, "FSDP2")
     for model in models:
         if model in MORE:
-            words = ("step_time.py", "--model", model, "--ranks", str(ranks), "--sockets", "--rounds", "6")
-            words += ("--systems", "graphzero", "DDP", BASE)
-            yield Part(f"{model}, {ranks} ranks, through sockets", "times", 120, words)
+            for what, option in (("through sockets", "--sockets"), ("memory kept", "--keep-memory")):
+                words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "6")
+                words += ("--systems", "graphzero", "DDP", BASE)
+                yield Part(f"{model}, {ranks} ranks, {what}", "times", 90, words)
     for count in sorted({ranks, 4}):
         yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
+    yield _part("first_step.py", "first step", 300, models[0], ranks, "--systems", *FEW)
     yield Part(f"{models[0]}, scaling", "scaling", 900, ("scaling.py", "--model", models[0], "--strong"))
 
 

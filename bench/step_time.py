@@ -28,11 +28,12 @@ from _run import average, markdown, on_gloo, options_of, save
 from jobs import JOBS
 from peers import BASE, SYSTEMS, chosen, mean
 
+import graphzero as gz
 from graphzero.runtime.peer_memory import SWITCH
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
-SENT = ", which send as between hosts"
+SENT, KEPT = ", which send as between hosts", ", gz.keep_freed_memory() in all"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument(
         "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
     )
+    parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     if options.sockets:
@@ -91,13 +93,19 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
-    found = on_gloo(options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps)
-    about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets
+    found = on_gloo(
+        options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory
+    )
+    about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
-        run = f"{options.model}, {options.ranks} ranks" + ", through sockets" * options.sockets
+        run = (
+            f"{options.model}, {options.ranks} ranks"
+            + ", through sockets" * options.sockets
+            + ", memory kept" * options.keep_memory
+        )
         save(options.save, run, "times", times)
 
 
@@ -125,8 +133,15 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
     return f"{max(abs(a - b) / abs(b) for a, b in zip(one.losses, base.losses, strict=True)):.0e}"
 
 
-def work(rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0) -> dict[str, Timed]:
-    """Every rank: alternate rounds of all systems.  share: samples a rank, where not as many as the job says."""
+def work(
+    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False
+) -> dict[str, Timed]:
+    """Every rank: alternate rounds of all systems.
+
+    share: samples a rank, where not as many as the job says.  keep: the process keeps memory that is freed.
+    """
+    if keep:
+        gz.keep_freed_memory()
     ranks = dist.get_world_size()
     job = replace(JOBS[model], share=share or JOBS[model].share)
     batches = [job.part(step, rank, ranks) for step in range(BATCHES)]

@@ -151,7 +151,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = flash(*map(_dense_rows, (q, k, v)), 0.0, causal, attn_mask=bias, scale=scale)
-    return out, logsumexp
+    return out, logsumexp.contiguous()
 
 
 def _cpu_backward(

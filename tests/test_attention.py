@@ -30,6 +30,11 @@ def sample(bias, dtype=torch.float64, dim=4, queries=5, keys=7):
     return q, k, v, None if mask is None else mask.to(dtype)
 
 
+def test_the_logsumexp_is_dense_as_the_op_says():
+    q, k, v, _ = sample(None)
+    assert ATTENTION(q, k, v, None, True, 0.3)[1].is_contiguous()
+
+
 # ---- by definition
 
 

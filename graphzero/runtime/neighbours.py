@@ -24,6 +24,7 @@ from graphzero.runtime import peer_memory
 from graphzero.runtime.world import fold
 
 _NOTE = struct.Struct("<qQ")  # (number, address): the piece of exchange ``number`` lies there; (~number, 0): I read it
+_LONGEST = 2e6  # seconds that a poll can wait
 _PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
 
 
@@ -128,7 +129,7 @@ class Neighbours:
         self.ranks, self.own, self.processes, self.sockets = list(ranks), own, list(processes), sockets
         count = len(self.ranks)
         self.others = [(own + i) % count for i in range(1, count)]
-        self.limit = limit
+        self.limit = min(limit, _LONGEST)
         self._under_way: dict[int, Exchange] = {}
         self._offers: dict[tuple[int, int], int] = {}  # (rank, number) -> address, of what has not begun here
         self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")

@@ -6,7 +6,7 @@ memory (``neighbours``), others send through gloo's sockets.
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
 agree to the bit, stages only to rounding.  On two ranks any order is the same.
 
-Time-outs, hangs and broken peers are torch.distributed's to report.
+Time-outs, hangs and broken peers are the link's to report: torch.distributed's, or ``neighbours``'s.
 """
 
 from __future__ import annotations
