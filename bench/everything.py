@@ -85,7 +85,7 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
         yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
     yield _part("first_step.py", "first step", 300, models[0], ranks, "--systems", *FEW)
-    yield Part(f"{models[0]}, scaling", "scaling", 900, ("scaling.py", "--model", models[0], "--strong"))
+    yield Part(f"{models[0]}, scaling", "scaling", 500, ("scaling.py", "--model", models[0], "--rounds", "3"))
 
 
 def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
