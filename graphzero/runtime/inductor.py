@@ -24,6 +24,7 @@ from graphzero.runtime import kernels
 from graphzero.runtime.joined import RegionOp
 from graphzero.runtime.regions import Region, unnamed
 from graphzero.runtime.world import World
+from graphzero.sbp.local import piece_shape
 
 aten = torch.ops.aten
 Boxed = Callable[[list[Tensor]], list[Tensor]]
@@ -51,16 +52,23 @@ class Calls:
     def of(self, op: RegionOp, local: int) -> Call:
         """What a local rank calls for a region."""
         module, groups = written(op.region, self.world, local)
-        key = str(module.graph), groups
+        key = str(module.graph), self._forms(op.region, local), groups
         if key not in self._known:
             self._known[key] = Call(module, str(op), key[0], groups)
         return self._known[key]
 
 
+    def _forms(self, region: Region, local: int) -> tuple[Any, ...]:
+        """Dtypes and shapes of what a region reads: its text does not say them."""
+        hierarchy, at = self.world.placement.hierarchy, self.world.coordinate(local)
+        typed = ((value.tensor_type(node), value.nd_of(node)) for node in region.inputs)
+        return tuple((type_.dtype, piece_shape(type_.shape, nd, hierarchy, at)) for type_, nd in typed)
+
+
 class Call:
     """One region on one rank, or several that are equal.
 
-    text: what tells it from others.  groups: a number for each result; results of one number may share storage.
+    text: what it computes.  groups: a number for each result; results of one number may share storage.
     """
 
     def __init__(self, module: fx.GraphModule, about: str, text: str, groups: tuple[int, ...]):

@@ -69,6 +69,25 @@ class Images(nn.Sequential):
 SHAPES = {Sequences: (12, 6, 8), Images: (12, 3, 8, 8)}
 
 
+class TwoLengths(gz.Graph):
+    """The same ops on four rows and on two, of equal strides."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(gz.placement("cpu", range(1), virtual=True))
+        self.config.set_executor(kind)
+
+    def build(self, x, rows):
+        longer = torch.relu(x * 2) + 1
+        return longer, torch.relu(nn.functional.embedding(rows, longer) * 2) + 1
+
+
+@needs_compiler
+def test_the_same_ops_on_other_shapes_are_another_function():
+    x, rows = torch.randn(4, 8), torch.tensor([3, 1])
+    for found, expected in zip(TwoLengths("inductor")(x, rows), TwoLengths("eager")(x, rows), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def batch(model: type[nn.Module], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     shape = SHAPES[model]
