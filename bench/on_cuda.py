@@ -1,7 +1,7 @@
-"""Step time and memory of GPT-2 124M on one GPU: a world of one, beside plain PyTorch and torch.compile.
+"""Step time and memory of GPT-2 on one GPU: a world of one, beside plain PyTorch and torch.compile.
 
-    python bench/on_cuda.py                      # a row per system and dtype
-    python bench/on_cuda.py --dtypes bf16 --batch 16 --context 1024 --steps 50
+    python bench/on_cuda.py                      # 124M, a row per system and dtype
+    python bench/on_cuda.py --size 350M --dtypes bf16 --batch 16 --context 1024 --steps 50
 
 Each row is a fresh process.  Every system trains the same model in the same dtype, parameters and optimizer states
 included, on the same tokens; plain PyTorch and torch.compile step with fused AdamW.  "planned" is what ``graph.plan``
@@ -25,15 +25,21 @@ from torch import Tensor
 
 import graphzero as gz
 
-GPT2 = Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=8, context=512)
+GPT2 = {
+    "124M": Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=8, context=512),
+    "350M": Shape(vocabulary=50257, width=1024, layers=24, heads=16, batch=8, context=512),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SYSTEMS = ("graphzero", "PyTorch, fused AdamW", "torch.compile, fused AdamW")
+EXECUTORS = {"graphzero": "eager", "graphzero + inductor": "inductor"}
+COMPILED = "torch.compile, fused AdamW"
+SYSTEMS = (*EXECUTORS, "PyTorch, fused AdamW", COMPILED)
 Step = Callable[[Tensor, Tensor], Any]
 
 
 class Train(gz.Graph):
-    def __init__(self, model: torch.nn.Module, device: str):
+    def __init__(self, model: torch.nn.Module, device: str, executor: str):
         super().__init__(gz.placement(device, range(1), virtual=True))
+        self.config.set_executor(executor)
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
@@ -43,8 +49,8 @@ class Train(gz.Graph):
         return loss
 
 
-def graph_step(model: torch.nn.Module, device: str) -> tuple[Step, Callable[[], int | None]]:
-    graph = Train(model, device)
+def graph_step(model: torch.nn.Module, device: str, executor: str) -> tuple[Step, Callable[[], int | None]]:
+    graph = Train(model, device, executor)
     return graph, lambda: graph.plan.memory.peak
 
 
@@ -69,7 +75,10 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
     size = (shape.batch, shape.context + 1)
     ids = torch.randint(shape.vocabulary, size, device=device)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    step, planned = graph_step(model, device) if system == SYSTEMS[0] else eager_step(model, system == SYSTEMS[2])
+    if system in EXECUTORS:
+        step, planned = graph_step(model, device, EXECUTORS[system])
+    else:
+        step, planned = eager_step(model, system == COMPILED)
     for _ in range(5):
         loss = step(x, y)
     if device == "cpu":
@@ -98,15 +107,16 @@ def row(system: str, dtype: str, found: dict[str, Any], shape: Shape) -> list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=GPT2, default="124M")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--batch", type=int, default=GPT2.batch)
-    parser.add_argument("--context", type=int, default=GPT2.context)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/step_time.py")
-    shape = replace(GPT2, batch=options.batch, context=options.context)
+    shape = replace(GPT2[options.size], batch=options.batch, context=options.context)
     if options.only:
         print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps)))
         return
@@ -114,11 +124,10 @@ def main() -> None:
     for dtype in options.dtypes:
         for system in SYSTEMS:
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
-            rows.append(
-                row(system, dtype, in_fresh_process("on_cuda.py", "--only", system, "--dtypes", dtype, *sizes), shape)
-            )
+            words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
+            rows.append(row(system, dtype, in_fresh_process("on_cuda.py", *words), shape))
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print(f"GPT-2 124M, {shape.batch} x {shape.context} tokens, {where}\n")
+    print(f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}\n")
     print(markdown(["system", "ms a step", "tokens/s", "planned", "peak", "loss"], rows))
 
 
