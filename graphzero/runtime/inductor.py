@@ -57,7 +57,6 @@ class Calls:
             self._known[key] = Call(module, str(op), key[0], groups)
         return self._known[key]
 
-
     def _forms(self, region: Region, local: int) -> tuple[Any, ...]:
         """Dtypes and shapes of what a region reads: its text does not say them."""
         hierarchy, at = self.world.placement.hierarchy, self.world.coordinate(local)

@@ -167,6 +167,9 @@ class Neighbours:
         """The same, but what comes from the others is reduced with ``own``, by ``fold``, into ``out``."""
         return self._begin(_Reduction(self, number, sends, own, out, reduction, then))
 
+    def all_reduce(self, buffer: Tensor, reduction: str) -> None:
+        """There is no faster way than by exchanges."""
+
     def _begin(self, made: Exchange) -> Exchange:
         number = made.number
         self._under_way[number] = made

@@ -23,11 +23,10 @@ from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime import meeting
 from graphzero.runtime.launch import before_tear_down
-from graphzero.runtime.pairs import Link, Pairs, Sockets
+from graphzero.runtime.pairs import OPS, Link, Pairs, Sockets
 from graphzero.runtime.world import Handle, World, device_of
 from graphzero.sbp.placement import Placement
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
 
 
@@ -134,12 +133,12 @@ def _reducible(xs: tuple[Tensor, ...], reduction: str) -> tuple[tuple[Tensor, ..
     """
     dtype = xs[0].dtype
     if dtype == torch.bool:
-        return tuple(x.view(torch.uint8) for x in xs), _OPS["max" if reduction == "sum" else reduction], False
+        return tuple(x.view(torch.uint8) for x in xs), OPS["max" if reduction == "sum" else reduction], False
     if dtype.is_complex:
-        return tuple(torch.view_as_real(x).flatten() for x in xs), _OPS[reduction], False
+        return tuple(torch.view_as_real(x).flatten() for x in xs), OPS[reduction], False
     if dtype == torch.int16:
-        return tuple(x.to(torch.int32) for x in xs), _OPS[reduction], True
-    return xs, _OPS[reduction], False
+        return tuple(x.to(torch.int32) for x in xs), OPS[reduction], True
+    return xs, OPS[reduction], False
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
