@@ -13,14 +13,14 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from graphzero.errors import GraphZeroError
 from graphzero.runtime import peer_memory
+from graphzero.runtime.pairs import Link, Next, Pieces
 from graphzero.runtime.world import fold
 
 _NOTE = struct.Struct("<qQ")  # (number, address): the piece of exchange ``number`` lies there; (~number, 0): I read it
@@ -34,9 +34,7 @@ class Exchange:
     to_read: ranks whose pieces are not here yet; unread: those that have not read theirs.
     """
 
-    def __init__(
-        self, link: Neighbours, number: int, sends: Sequence[Tensor], to_read: set[int], then: Callable[[], None] | None
-    ):
+    def __init__(self, link: Neighbours, number: int, sends: Pieces, to_read: set[int], then: Next = None):
         self.link, self.number, self.sends, self.to_read, self.then = link, number, sends, to_read, then
         self.unread = {q for q in link.others if sends[q].numel()}
 
@@ -53,21 +51,12 @@ class Exchange:
 class _Copy(Exchange):
     """Pieces go where they are to be."""
 
-    def __init__(
-        self,
-        link: Neighbours,
-        number: int,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor | None],
-        then: Callable[[], None] | None,
-    ):
-        super().__init__(link, number, sends, {q for q in link.others if _is_piece(receives[q])}, then)
+    def __init__(self, link: Neighbours, number: int, sends: Pieces, receives: Pieces):
+        super().__init__(link, number, sends, {q for q in link.others if receives[q].numel()})
         self.receives = receives
 
     def offered(self, q: int, address: int) -> None:
-        into = self.receives[q]
-        assert into is not None
-        self.link.read(q, address, into)
+        self.link.read(q, address, self.receives[q])
         self.to_read.discard(q)
         self.link.tell(q, ~self.number)
 
@@ -79,11 +68,11 @@ class _Reduction(Exchange):
         self,
         link: Neighbours,
         number: int,
-        sends: Sequence[Tensor],
+        sends: Pieces,
         own: Tensor,
         out: Tensor,
         reduction: str,
-        then: Callable[[], None] | None,
+        then: Next,
     ):
         super().__init__(link, number, sends, set(link.others) if own.numel() else set(), then)
         self.own, self.out, self.reduction = own, out, reduction
@@ -108,11 +97,7 @@ class _Reduction(Exchange):
         self.to_read.clear()
 
 
-def _is_piece(x: Tensor | None) -> bool:
-    return x is not None and x.numel() > 0
-
-
-class Neighbours:
+class Neighbours(Link):
     """The ranks along one axis, all on this host.
 
     others: their numbers along the axis, this rank's own left out.
@@ -126,9 +111,8 @@ class Neighbours:
         ranks: their global numbers, own: this one's along the axis; processes: all their ids; sockets: by the others'
         numbers along the axis; limit: seconds to wait for another rank.
         """
+        super().__init__(own, len(ranks))
         self.ranks, self.own, self.processes, self.sockets = list(ranks), own, list(processes), sockets
-        count = len(self.ranks)
-        self.others = [(own + i) % count for i in range(1, count)]
         self.limit = min(limit, _LONGEST)
         self._under_way: dict[int, Exchange] = {}
         self._offers: dict[tuple[int, int], int] = {}  # (rank, number) -> address, of what has not begun here
@@ -142,33 +126,13 @@ class Neighbours:
             self._poll.register(one, select.POLLIN)
             self._by_file[one.fileno()] = q
 
-    def exchange(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor | None],
-        then: Callable[[], None] | None = None,
-    ) -> Exchange:
-        """Begin to bring every other rank q ``sends[q]``, and ``receives[q]`` from it; then do ``then``.
-
-        number: the same on all ranks, and no other exchange's.  All tensors are dense.
-        """
-        return self._begin(_Copy(self, number, sends, receives, then))
+    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Exchange:
+        return self._begin(_Copy(self, number, sends, receives))
 
     def reduce(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        own: Tensor,
-        out: Tensor,
-        reduction: str,
-        then: Callable[[], None] | None = None,
+        self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None
     ) -> Exchange:
-        """The same, but what comes from the others is reduced with ``own``, by ``fold``, into ``out``."""
         return self._begin(_Reduction(self, number, sends, own, out, reduction, then))
-
-    def all_reduce(self, buffer: Tensor, reduction: str) -> None:
-        """There is no faster way than by exchanges."""
 
     def _begin(self, made: Exchange) -> Exchange:
         number = made.number
@@ -198,12 +162,10 @@ class Neighbours:
                 f"rank {self.ranks[self.own]} waits for rank {self.ranks[min(lost)]}, which has ended; its own output "
                 "says why. Every rank must call a Graph equally often"
             )
-        started = time.monotonic()
         if not self._listen(self.limit):
-            waited = time.monotonic() - started
             raise GraphZeroError(
-                f"rank {self.ranks[self.own]} has waited {waited:.0f} s for rank {self.ranks[min(needed)]}, which is "
-                "still there: it is slow, stopped, or runs another program. The limit is the process group's timeout"
+                f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
+                "is still there: it is slow, stopped, or runs another program. The limit is the process group's timeout"
             )
 
     def close(self) -> None:

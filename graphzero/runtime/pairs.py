@@ -14,8 +14,9 @@ ranks on the same host.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,43 +29,39 @@ _ONE_ORDER = (torch.float32, torch.float64)  # gloo adds two of these as torch d
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ROUNDS = 2  # exchanges of one collective, at most
 
+Pieces = Sequence[Tensor]  # one for each rank along the axis
+Next = Callable[[], None] | None
 
-class Link(Protocol):
+
+class Link(ABC):
     """The way between the ranks of one axis.  ``others``: their numbers, this rank's own left out."""
 
-    others: list[int]
+    def __init__(self, own: int, ranks: int):
+        """``own``: this rank's number along the axis, which has so many ranks."""
+        self.others = [(own + i) % ranks for i in range(1, ranks)]
 
-    def exchange(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor | None],
-        then: Callable[[], None] | None = None,
-    ) -> Handle:
-        """Begin to bring every other rank q ``sends[q]``, and ``receives[q]`` from it; then do ``then``.
+    @abstractmethod
+    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
+        """Begin to bring every other rank q ``sends[q]``, and ``receives[q]`` from it.
 
         number: the same on all ranks, and no other exchange's.  All tensors are dense.  What is received may be read,
-        and what is sent be changed, when the handle has been waited for; ``then`` may run before.
+        and what is sent be changed, when the handle has been waited for.
         """
 
-    def reduce(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        own: Tensor,
-        out: Tensor,
-        reduction: str,
-        then: Callable[[], None] | None = None,
-    ) -> Handle:
-        """The same, but what comes from the others is reduced with ``own``, by ``fold``, into ``out``.
+    @abstractmethod
+    def reduce(self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None) -> Handle:
+        """The same, but what comes from the others is reduced with ``own``, by ``fold``, into ``out``; then ``then``.
 
-        ``own`` may be overwritten, and may be ``out``.
+        ``own`` may be overwritten, and may be ``out``.  ``then`` may run before the handle is waited for.
         """
 
     def all_reduce(self, buffer: Tensor, reduction: str) -> Handle | None:
         """The whole collective by a way of the link's own, where that sums in the order of ranks and is faster."""
+        return None
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections; nothing runs any more."""
 
 
 class Pairs:
@@ -125,41 +122,25 @@ class _InPieces:
             handle.wait()
 
 
-class Sockets:
+class Sockets(Link):
     """Sends and receives of a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup, peers: Sequence[int]):
         """``peers``: the ranks along the axis, in its order, as the group numbers them."""
+        super().__init__(list(peers).index(group.rank()), len(peers))
         self.group, self.peers = group, peers
-        own, count = list(peers).index(group.rank()), len(peers)
-        self.others = [(own + i) % count for i in range(1, count)]
 
-    def exchange(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor | None],
-        then: Callable[[], None] | None = None,
-    ) -> Handle:
+    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
         works: list[Any] = []
         for q in self.others:
-            buffer = receives[q]
-            if buffer is not None and buffer.numel():
-                works.append(dist.irecv(buffer, group=self.group, group_src=self.peers[q], tag=number))
+            if receives[q].numel():
+                works.append(dist.irecv(receives[q], group=self.group, group_src=self.peers[q], tag=number))
         for q in self.others:
             if sends[q].numel():
                 works.append(dist.isend(sends[q], group=self.group, group_dst=self.peers[q], tag=number))
-        return _Works(works, (sends, receives), then)
+        return _Works(works, (sends, receives))
 
-    def reduce(
-        self,
-        number: int,
-        sends: Sequence[Tensor],
-        own: Tensor,
-        out: Tensor,
-        reduction: str,
-        then: Callable[[], None] | None = None,
-    ) -> Handle:
+    def reduce(self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None) -> Handle:
         pieces = [own] * (len(self.others) + 1)
         first, *rest = self.others
         pieces[first] = torch.empty_like(out) if out is own else out  # one arrives in its final place
@@ -171,7 +152,7 @@ class Sockets:
             if then is not None:
                 then()
 
-        return self.exchange(number, sends, pieces, sum_up)
+        return Then(self.exchange(number, sends, pieces), sum_up)
 
     def all_reduce(self, buffer: Tensor, reduction: str) -> Handle | None:
         if len(self.peers) > 2 or buffer.dtype not in _ONE_ORDER:
@@ -180,17 +161,26 @@ class Sockets:
         return work
 
     def close(self) -> None:
-        pass
+        """The group is torch.distributed's."""
 
 
 class _Works:
-    """Transfers under way, and what to do when they are over; holds their buffers."""
+    """Transfers under way; holds their buffers."""
 
-    def __init__(self, works: list[Any], buffers: Any, then: Callable[[], None] | None):
-        self.works, self.buffers, self.then = works, buffers, then
+    def __init__(self, works: list[Any], buffers: Any):
+        self.works, self.buffers = works, buffers
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        if self.then is not None:
-            self.then()
+
+
+class Then:
+    """A handle with something to do once the transfers are over."""
+
+    def __init__(self, work: Any, then: Callable[[], Any]):
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.then()

@@ -12,7 +12,7 @@ Time-outs, hangs and broken peers are the link's to report: torch.distributed's,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime import meeting
 from graphzero.runtime.launch import before_tear_down
-from graphzero.runtime.pairs import OPS, Link, Pairs, Sockets
+from graphzero.runtime.pairs import OPS, Link, Pairs, Sockets, Then
 from graphzero.runtime.world import Handle, World, device_of
 from graphzero.sbp.placement import Placement
 
@@ -88,14 +88,14 @@ class ProcessWorld(World):
             return self._pairs[axis].reduce_scatter(outs[0], ins[0], reduction)
         (out, sent), op, narrow = _reducible((outs[0], ins[0]), reduction)
         work = _compat.reduce_scatter_single(out, sent, op, group=self._groups[axis], async_op=True)
-        return _Then(work, lambda: outs[0].copy_(out)) if narrow else work
+        return Then(work, lambda: outs[0].copy_(out)) if narrow else work
 
     def _all_reduce(self, bufs: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         if axis in self._pairs:
             return self._pairs[axis].all_reduce(bufs[0], reduction)
         (buffer,), op, narrow = _reducible((bufs[0],), reduction)
         work = dist.all_reduce(buffer, op, group=self._groups[axis], async_op=True)
-        return _Then(work, lambda: bufs[0].copy_(buffer)) if narrow else work
+        return Then(work, lambda: bufs[0].copy_(buffer)) if narrow else work
 
     def _all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
         if axis in self._pairs:
@@ -103,17 +103,6 @@ class ProcessWorld(World):
         out, sent = _as_bytes(outs[0]), _as_bytes(ins[0])
         work: Handle = dist.all_to_all_single(out, sent, group=self._groups[axis], async_op=True)
         return work
-
-
-class _Then:
-    """A handle with something to do once the transfers are over."""
-
-    def __init__(self, work: Any, then: Callable[[], Any]):
-        self.work, self.then = work, then
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
 
 
 def _link(group: dist.ProcessGroup, peers: list[int], device: torch.device) -> Link:

@@ -18,6 +18,8 @@ from graphzero.runtime.pairs import Pairs
 
 pytestmark = pytest.mark.skipif(peer_memory.host() is None, reason="this system has no process_vm_readv")
 
+NOTHING = torch.empty(0)
+
 
 def pair(limit: float = 10.0) -> tuple[Neighbours, Neighbours]:
     a, b = socket.socketpair()
@@ -36,7 +38,7 @@ def test_a_piece_arrives_whoever_begins_first() -> None:
         handles = {}
         for rank in (first, 1 - first):
             sends = [numbers(10 * rank)] * 2
-            into: list[Tensor | None] = [None, None]
+            into = [NOTHING, NOTHING]
             into[1 - rank] = received[rank]
             handles[rank] = links[rank].exchange(2 + first, sends, into)
         for rank in (first, 1 - first):
@@ -48,11 +50,11 @@ def test_a_piece_arrives_whoever_begins_first() -> None:
 
 def test_nobody_goes_on_before_what_it_sent_was_read() -> None:
     a, b = pair(limit=0.05)
-    sent = a.exchange(1, [numbers(0), numbers(1)], [None, None])
+    sent = a.exchange(1, [numbers(0), numbers(1)], [NOTHING, NOTHING])
     with pytest.raises(GraphZeroError, match="rank 4 has waited 0 s for rank 7, which is still there"):
         sent.wait()
     into = torch.zeros(6)
-    b.exchange(1, [torch.empty(0), torch.empty(0)], [into, None]).wait()
+    b.exchange(1, [NOTHING, NOTHING], [into, NOTHING]).wait()
     sent.wait()
     assert into.equal(numbers(1))
 
@@ -77,8 +79,8 @@ def test_a_large_piece_of_any_dtype_is_read_whole() -> None:
     for number, dtype in enumerate((torch.bool, torch.bfloat16, torch.complex128, torch.int16)):
         x = (torch.arange(300_000) % 7 > 2).to(dtype)
         into = torch.zeros_like(x)
-        sent = a.exchange(number, [x, x], [None, None])
-        b.exchange(number, [torch.empty(0)] * 2, [into, None]).wait()
+        sent = a.exchange(number, [x, x], [NOTHING, NOTHING])
+        b.exchange(number, [NOTHING] * 2, [into, NOTHING]).wait()
         sent.wait()
         assert into.equal(x)
 
@@ -87,7 +89,7 @@ def test_notes_that_come_in_parts_are_put_together() -> None:
     a, b = socket.socketpair()
     link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     x, into = numbers(3), torch.zeros(6)
-    handle = link.exchange(8, [torch.empty(0)] * 2, [None, into])
+    handle = link.exchange(8, [NOTHING] * 2, [NOTHING, into])
     note = neighbours._NOTE.pack(8, x.data_ptr())
     b.send(note[:5])
     link._listen(0)
@@ -100,7 +102,7 @@ def test_notes_that_come_in_parts_are_put_together() -> None:
 def test_a_rank_that_has_ended_is_an_error_at_once_for_who_needs_it() -> None:
     a, b = pair(limit=600.0)
     b.close()
-    handle = a.exchange(1, [numbers(0)] * 2, [None, torch.zeros(6)])
+    handle = a.exchange(1, [numbers(0)] * 2, [NOTHING, torch.zeros(6)])
     with pytest.raises(GraphZeroError, match="rank 4 waits for rank 7, which has ended"):
         handle.wait()
 
@@ -108,7 +110,7 @@ def test_a_rank_that_has_ended_is_an_error_at_once_for_who_needs_it() -> None:
 def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> None:
     a, b = socket.socketpair()
     link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
-    handle = link.exchange(1, [torch.empty(0)] * 2, [None, torch.zeros(6)])
+    handle = link.exchange(1, [NOTHING] * 2, [NOTHING, torch.zeros(6)])
     b.send(neighbours._NOTE.pack(1, 8))
     with pytest.raises(GraphZeroError, match=f"could not read what rank 1 holds for it: .*\n?.*{peer_memory.SWITCH}=0"):
         handle.wait()
@@ -117,10 +119,10 @@ def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> N
 def test_many_exchanges_may_begin_before_the_other_rank_listens() -> None:
     a, b = pair()
     pieces = [numbers(i) for i in range(100)]
-    sent = [a.exchange(i, [x, x], [None, None]) for i, x in enumerate(pieces)]
+    sent = [a.exchange(i, [x, x], [NOTHING, NOTHING]) for i, x in enumerate(pieces)]
     into = [torch.zeros(6) for _ in pieces]
     for i, x in enumerate(into):
-        b.exchange(i, [torch.empty(0)] * 2, [x, None]).wait()
+        b.exchange(i, [NOTHING] * 2, [x, NOTHING]).wait()
     for handle in sent:
         handle.wait()
     assert all(x.equal(y) for x, y in zip(into, pieces, strict=True))
