@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import onednn
 import torch
 import torch.distributed as dist
 from compare import TrainGraph
@@ -32,12 +34,17 @@ RATE = 1e-4  # small, so that rounding, which compilers change, does not grow wi
 
 @dataclass(frozen=True)
 class System:
-    """stage: what is split between ranks, in ZeRO's numbers.  begin: a job -> its training step, on every rank."""
+    """stage: what is split between ranks, in ZeRO's numbers.  begin: a job -> its training step, on every rank.
+
+    during: what it runs in.  special: it is measured only where it is named.
+    """
 
     name: str
     stage: int
     begin: Callable[[Job], Step]
     needs: str = "torch"
+    during: Callable[[], AbstractContextManager[None]] = nullcontext
+    special: bool = False
 
     @property
     def missing(self) -> str | None:
@@ -49,10 +56,11 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, job: Job, executor: str = "eager") -> TrainGraph:
+def graph(stage: int, job: Job, executor: str = "eager", matmul: str = "default") -> TrainGraph:
     model = job.model()
     made = TrainGraph(model, adamw(model), None, stage)
     made.config.set_executor(executor)
+    made.config.set_matmul(matmul)
     return made
 
 
@@ -135,12 +143,20 @@ SYSTEMS = [
     System("FSDP2", 3, partial(hand_written, fsdp2)),
     System("FSDP2 + compile", 3, partial(hand_written, partial(fsdp2, compiled=True))),
     *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
+    *(
+        System(f"graphzero + oneDNN, stage {stage}", stage, partial(graph, stage, matmul="onednn"), special=True)
+        for stage in range(4)
+    ),
+    System("DDP + oneDNN", 0, partial(hand_written, ddp), during=onednn.everywhere, special=True),
+    System("DDP + compile + oneDNN", 0, partial(hand_written, compiled_ddp), during=onednn.everywhere, special=True),
 ]
 
 
 def chosen(names: list[str] | None) -> list[System]:
-    """The systems of these names, all stages where a name says none; all systems, without names."""
-    return [s for s in SYSTEMS if names is None or any(s.name == n or s.name.startswith(f"{n},") for n in names)]
+    """The systems of these names, all stages where a name says none; without names all that are not special."""
+    if names is None:
+        return [s for s in SYSTEMS if not s.special]
+    return [s for s in SYSTEMS if any(s.name == n or s.name.startswith(f"{n},") for n in names)]
 
 
 def mean(loss: Tensor) -> float:

@@ -83,10 +83,13 @@ def main() -> None:
         "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
     )
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
+    parser.add_argument("--mkl", metavar="ISA", help="what MKL keeps to, as its MKL_ENABLE_INSTRUCTIONS: AVX2")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     if options.sockets:
         os.environ[SWITCH] = "0"
+    if options.mkl:
+        os.environ["MKL_ENABLE_INSTRUCTIONS"] = options.mkl
     rounds = options.rounds or (12 if options.full else 5)
     systems = chosen(options.systems)
     for system in systems:
@@ -97,6 +100,7 @@ def main() -> None:
         options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory
     )
     about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
+    about += f", MKL within {options.mkl}" if options.mkl else ""
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
@@ -105,6 +109,7 @@ def main() -> None:
             f"{options.model}, {options.ranks} ranks"
             + ", through sockets" * options.sockets
             + ", memory kept" * options.keep_memory
+            + (f", MKL within {options.mkl}" if options.mkl else "")
         )
         save(options.save, run, "times", times)
 
@@ -145,8 +150,12 @@ def work(
     ranks = dist.get_world_size()
     job = replace(JOBS[model], share=share or JOBS[model].share)
     batches = [job.part(step, rank, ranks) for step in range(BATCHES)]
-    running = {s.name: s.begin(job) for s in chosen(names)}
-    losses = {name: [mean(step(*batches[0]))] for name, step in running.items()}  # compiles
+    systems = {s.name: s for s in chosen(names)}
+    running = {name: s.begin(job) for name, s in systems.items()}
+    losses = {}
+    for name, step in running.items():
+        with systems[name].during():
+            losses[name] = [mean(step(*batches[0]))]  # compiles
     seconds: dict[str, list[list[float]]] = defaultdict(list)
     cpu: dict[str, list[list[float]]] = defaultdict(list)
     for turn in range(rounds):
@@ -155,13 +164,14 @@ def work(
             dist.barrier()
             seconds[name].append([])
             cpu[name].append([])
-            for i in range(steps):
-                used, started = time.process_time(), time.perf_counter()
-                loss = running[name](*batches[(turn * steps + i) % BATCHES])
-                if i:
-                    seconds[name][-1].append(time.perf_counter() - started)
-                    cpu[name][-1].append(time.process_time() - used)
-                losses[name].append(mean(loss))
+            with systems[name].during():
+                for i in range(steps):
+                    used, started = time.process_time(), time.perf_counter()
+                    loss = running[name](*batches[(turn * steps + i) % BATCHES])
+                    if i:
+                        seconds[name][-1].append(time.perf_counter() - started)
+                        cpu[name][-1].append(time.process_time() - used)
+                    losses[name].append(mean(loss))
     return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
 
 
