@@ -206,6 +206,11 @@ def has_own_kernel(op: torch._ops.OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))  # type: ignore[no-untyped-call]
 
 
+def makes_tensors_of_numbers(op: torch._ops.OpOverload) -> bool:
+    """Whether a number may be given to ``op`` where its schema says a tensor."""
+    return bool(torch._C._should_allow_numbers_as_tensors(op._opname))  # type: ignore[attr-defined]
+
+
 def functions() -> Any:
     """The namespace through which ``torch.nn.functional`` reaches ops that have no other Python name."""
     return torch._VF

@@ -4,7 +4,9 @@
   laptop holds for a GPU; ``attention`` has the kernels of each device.
 * ``uniform_like``: random numbers that are a function of (key, op, global index of the element), so that a
   draw does not depend on placement, stage or world.
-* ``adam``, and ``adam_`` in place: the update of a parameter by AdamW; ``fused`` has the kernel.
+* ``adam``, ``adam_`` in place, ``adams_`` of many: the update of parameters by AdamW; ``fused`` has the kernel.
+* ``cross_entropy_backward``, and ``.out``: backward of nll_loss and log_softmax at once; ``cross_entropy`` has the
+  kernel.
 * ``grouped_mm``: products of matrices group by group; ``grouped`` has the kernel.
 * ``pin``: the identity; it marks a value whose SBP is fixed.
 * ``as_local`` and ``as_global``: the two ends of per-rank code.  ``sbp`` says, per placement axis, what the ranks'
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero import attention, fused, grouped, pieces
+from graphzero import attention, cross_entropy, fused, grouped, pieces
 from graphzero.errors import SbpError
 
 _lib: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
@@ -39,6 +41,15 @@ _lib.define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, float lr, "
     "float beta1, float beta2, float eps, float weight_decay) -> ()"
 )
+_lib.define(
+    "adams_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay) -> ()"
+)
+_SCORES = (
+    "Tensor grad, Tensor log_probs, Tensor target, Tensor? weight, int reduction, int ignore_index, Tensor total_weight"
+)
+_lib.define(f"cross_entropy_backward({_SCORES}) -> Tensor")
+_lib.define(f"cross_entropy_backward.out({_SCORES}, *, Tensor(a!) out) -> Tensor(a!)")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor")
 _lib.define("pin(Tensor x, int id) -> Tensor")
 _lib.define("as_local(Tensor x, str[] sbp, int[] shape) -> Tensor")
@@ -53,6 +64,8 @@ ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
 UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
 ADAM = torch.ops.graphzero.adam.default
 ADAM_ = torch.ops.graphzero.adam_.default
+ADAMS_ = torch.ops.graphzero.adams_.default
+CROSS_ENTROPY_BACKWARD = torch.ops.graphzero.cross_entropy_backward.default
 GROUPED_MM = torch.ops.graphzero.grouped_mm.default
 PIN = torch.ops.graphzero.pin.default
 AS_LOCAL = torch.ops.graphzero.as_local.default
@@ -136,6 +149,13 @@ _lib.impl("adam", fused.adam, "CompositeExplicitAutograd")
 _lib.impl("adam_", fused.adam_, "CompositeExplicitAutograd")
 _lib.impl("adam", lambda p, g, m, v, *rest: (p.new_empty(p.shape), m.new_empty(m.shape), v.new_empty(v.shape)), "Meta")
 _lib.impl("adam_", lambda *args: None, "Meta")
+_lib.impl("adams_", fused.adams_, "CompositeExplicitAutograd")
+_lib.impl("adams_", lambda *args: None, "Meta")
+_lib.impl("cross_entropy_backward", cross_entropy.backward, "CompositeExplicitAutograd")
+_lib.impl("cross_entropy_backward", lambda grad, logs, *rest: logs.new_empty(logs.shape), "Meta")
+for _device in ("CPU", "CUDA"):
+    _lib.impl("cross_entropy_backward.out", cross_entropy.backward_out, _device)
+_lib.impl("cross_entropy_backward.out", lambda *args, out: out, "Meta")
 _lib.impl("grouped_mm", grouped.product, "CompositeExplicitAutograd")
 _lib.impl("grouped_mm", lambda a, b, ends: a.new_empty(grouped.shape(a, b, ends)), "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")

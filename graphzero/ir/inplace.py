@@ -17,19 +17,21 @@ from torch import fx
 from graphzero import _compat
 from graphzero.ir import layout, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import ADAM, ADAM_
+from graphzero.ops import ADAM, ADAM_, CROSS_ENTROPY_BACKWARD
 
 OUT = "out"  # the keyword, in a graph, of the value whose storage a result takes
 aten = torch.ops.aten
 # Ops with several results: the form that writes them over operands, and the number of the operand for each result.
 OVER_OPERANDS: dict[Any, tuple[torch._ops.OpOverload, tuple[int, ...]]] = {ADAM: (ADAM_, (0, 2, 3))}
-# Ops on whole rows: the number of the operand over which their CPU kernels may write.
+# Ops on whole rows: the number of the operand over which their kernels, those of the CPU, may write.
 ROW_BY_ROW = {
     aten._log_softmax.default: 0,
     aten._log_softmax_backward_data.default: 0,
     aten._softmax.default: 0,
     aten._softmax_backward_data.default: 0,
+    CROSS_ENTROPY_BACKWARD: 1,
 }
+ON_ANY_DEVICE = (CROSS_ENTROPY_BACKWARD,)  # ours: it writes a row when it has read it
 
 
 def out_of(node: fx.Node) -> fx.Node | None:
@@ -68,7 +70,8 @@ def may_overwrite(node: fx.Node, operand: fx.Node, device_type: str) -> bool:
     if target in ROW_BY_ROW:
         at = ROW_BY_ROW[target]
         rest = (*node.args[:at], *node.args[at + 1 :])
-        return device_type == "cpu" and node.args[at] is operand and operand not in rest
+        fits = device_type == "cpu" or target in ON_ANY_DEVICE
+        return fits and node.args[at] is operand and operand not in rest
     return is_pointwise(target)
 
 
@@ -84,13 +87,13 @@ def writing(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    wanted = _arguments(target)
+    wanted, found = _arguments(target), []
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)
         outs = [a.name for a in other._schema.arguments if a.kwarg_only and _is_written(a)]
-        if len(outs) == 1 and _takes(_arguments(other), wanted) and _compat.has_own_kernel(other):
-            return other, outs[0]
-    return None
+        if len(outs) == 1 and _takes(other, _arguments(other), wanted) and _compat.has_own_kernel(other):
+            found.append((other, outs[0]))
+    return min(found, key=lambda one: _arguments(one[0]) != wanted, default=None)
 
 
 @cache
@@ -102,18 +105,21 @@ def over_first(target: Any) -> torch._ops.OpOverload | None:
     for name in packet.overloads() if packet is not None else ():
         other: torch._ops.OpOverload = getattr(packet, name)
         first, *rest = other._schema.arguments
-        same = _takes([_described(a) for a in rest], _arguments(target)[1:])
+        same = _takes(other, [_described(a) for a in rest], _arguments(target)[1:])
         if _is_written(first) and same and _compat.has_own_kernel(other):
             return other
     return None
 
 
-def _takes(given: list[Any], wanted: list[Any]) -> bool:
-    """Whether arguments stand for arguments: the same, or a tensor where a number is wanted."""
+def _takes(op: torch._ops.OpOverload, given: list[Any], wanted: list[Any]) -> bool:
+    """Whether arguments stand for arguments: the same, or a tensor where a number is wanted and ``op`` makes it one."""
     if len(given) != len(wanted):
         return False
+    makes = _compat.makes_tensors_of_numbers(op)
     pairs = zip(given, wanted, strict=True)
-    return all(a == b or (a[0] == b[0] and a[2] == b[2] and (a[1], b[1]) == ("Tensor", "number")) for a, b in pairs)
+    return all(
+        a == b or (makes and (a[0], a[2]) == (b[0], b[2]) and (a[1], b[1]) == ("Tensor", "number")) for a, b in pairs
+    )
 
 
 def _arguments(op: torch._ops.OpOverload) -> list[tuple[str, str, bool]]:

@@ -22,7 +22,7 @@ from graphzero.ir import inplace, value
 from graphzero.ir.memory import is_view
 from graphzero.runtime import kernels
 from graphzero.runtime.joined import RegionOp
-from graphzero.runtime.regions import Region, unnamed
+from graphzero.runtime.regions import COMPOSED, Region, unnamed
 from graphzero.runtime.world import World
 from graphzero.sbp.local import piece_shape
 
@@ -138,11 +138,23 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
         kwargs.pop(inplace.OUT, None)
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: world.resolve(x, local))  # type: ignore[misc,assignment]
         args, kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)  # type: ignore[misc]
+        if node.target in COMPOSED:
+            made[node] = _compose(graph, node, args)
+            continue
         target: Any = aten.reshape.default if node.target in RESHAPES else node.target
         made[node] = graph.call_function(target, args, kwargs)
     graph.output([made[node] for node in region.results])
     bases = [_base(node, region) for node in region.results]
     return fx.GraphModule(torch.nn.Module(), graph), tuple(bases.index(base) for base in bases)
+
+
+def _compose(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    """The backward of a cross entropy as ATen has it, which Inductor fuses."""
+    dtype, logs = value.tensor_type(node).dtype, args[1]
+    images = len(value.tensor_type(node).shape) == 4
+    scattered = aten.nll_loss2d_backward.default if images else aten.nll_loss_backward.default
+    loss = graph.call_function(scattered, args)
+    return graph.call_function(aten._log_softmax_backward_data.default, (loss, logs, 1, dtype))
 
 
 def _base(node: fx.Node, region: Region) -> Any:

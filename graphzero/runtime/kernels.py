@@ -60,8 +60,14 @@ DENSE: Mapping[Any, tuple[int, ...]] = {
 }
 
 
+# Kernels that lay out what they join as its parts are laid out, even if the whole is then not dense.
+JOINING = (aten.cat.default, aten.stack.default)
+
+
 def kernel(target: Any) -> Callable[..., Any]:
     """What to call for ``target``."""
+    if target in JOINING:
+        return _made_dense(_compat.direct(target))
     if target in DENSE:
         return _with_dense(_compat.direct(target), DENSE[target])
     if target in BINDINGS:
@@ -69,6 +75,10 @@ def kernel(target: Any) -> Callable[..., Any]:
     if isinstance(target, torch._ops.OpOverload):
         return _compat.direct(target)
     return target  # type: ignore[no-any-return]
+
+
+def _made_dense(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(*args, **kwargs).contiguous()
 
 
 def _with_dense(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
@@ -84,9 +94,15 @@ def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str,
     over_first = inplace.over_first(node.target) if node.args and node.args[0] is room else None
     if over_first is not None:
         return _compat.direct(over_first), {}
+    call, keyword = into(node)
+    return call, {keyword: room}
+
+
+def into(node: fx.Node) -> tuple[Callable[..., Any], str]:
+    """What to call for a node whose result is put into a given tensor, and the keyword of that."""
     found = inplace.writing(node.target)
     assert found is not None
-    return _compat.direct(found[0]), {found[1]: room}
+    return _compat.direct(found[0]), found[1]
 
 
 def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:

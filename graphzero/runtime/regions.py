@@ -30,6 +30,7 @@ from torch import fx
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import Storage, is_view, storage_roots
+from graphzero.ops import CROSS_ENTROPY_BACKWARD
 from graphzero.runtime import kernels
 from graphzero.runtime.steps import COMMUNICATING
 
@@ -57,7 +58,8 @@ FUSED = (
     aten.select_backward.default, aten.slice_backward.default, aten.select_scatter.default, aten.slice_scatter.default,
     aten.tril.default, aten.triu.default, aten.copy.default, aten.repeat.default,
 )  # fmt: skip
-COMPILED = frozenset((*PRODUCTS, *MADE, *FUSED))
+COMPOSED = (CROSS_ENTROPY_BACKWARD,)  # graphzero's own that a compiler is given as ops of ATen
+COMPILED = frozenset((*PRODUCTS, *MADE, *FUSED, *COMPOSED))
 # What Inductor's C++ takes a fifth to four times longer for than ATen's kernels, which call MKL: fusion does not make
 # up for it.  Of ``gelu`` that is so for the exact one.
 SLOW_ON_CPU = (
@@ -96,7 +98,9 @@ def compiles(node: fx.Node, device_type: str) -> bool:
     target = node.target
     if device_type == "cpu" and target in SLOW_ON_CPU and node.kwargs.get("approximate") != "tanh":
         return False
-    if value.phase_of(node) == "update" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if value.phase_of(node) == "update" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace != "aten" and target not in COMPOSED:
         return False
     operands, types = value.flat_nodes((node.args, node.kwargs)), value.type_of(node)
     made = types if isinstance(types, tuple) else (types,)

@@ -48,6 +48,10 @@ def loss() -> None:
             add(aten.nll_loss_backward.default, grad, f(4, 5), i(5, 4), weight, reduction, 2, u())
             grad = f(4, 3, 2) if reduction == 0 else f()
             add(aten.nll_loss2d_backward.default, grad, f(4, 5, 3, 2), i(5, 4, 3, 2), weight, reduction, 2, u())
+            own, images = gz.cross_entropy_backward.default, f(4, 5, 3, 2).log_softmax(1)
+            add(own, grad, images, i(5, 4, 3, 2), weight, reduction, 2, u())
+            grad = f(4) if reduction == 0 else f()
+            add(own, grad, f(4, 5).log_softmax(1), i(5, 4), weight, reduction, 2, u())
         for op in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
             add(op.default, f(4, 5), f(4, 5), reduction)
         grad = f(4, 5) if reduction == 0 else f()

@@ -48,6 +48,12 @@ for _name in ("nll_loss", "nll_loss2d"):
     rule(overloads(f"{_name}_backward"), _nll_backward, offset=_split)
 
 
+@rule(torch.ops.graphzero.cross_entropy_backward.default)
+def cross_entropy_backward(call: Call) -> str:
+    """As the two ops of which it is made; the gradient passes linearly."""
+    return _nll_backward(call).replace("?", "~")
+
+
 @rule(overloads("multi_margin_loss"), nonempty=True)
 def multi_margin_loss(call: Call) -> str | None:
     if len(call.shape) < 2 or call["reduction"] == MEAN:
