@@ -2,7 +2,8 @@
 
 Without a budget these are the passes, once.  With one, the passes up to ``keep`` run once and those behind it a few
 times: ``kept`` chooses what stays gathered, the plan of the program says what that needs, and the limit that is given
-to the choice is corrected by the difference.  Stage "auto" is the first of the stages that fits.
+to the choice is corrected by the difference.  Stage "auto" is the first of the stages that fits.  Where large
+temporaries lie is planned last, of what the budget leaves.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from graphzero import ordered
 from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.ir import value
+from graphzero.ir.arena import Arena, arena_of
 from graphzero.ir.graph import StepGraph
 from graphzero.kept import Choice
-from graphzero.passes import Keep, Pass, Pipeline, Record
+from graphzero.passes import Keep, Pass, Record
 from graphzero.passes.keep import gathered_again
-from graphzero.plan import Plan, mega, plan_of
+from graphzero.passes.step_early import describe_early
+from graphzero.plan import Plan, mega, memory_of, plan_of
+from graphzero.runtime import products
 from graphzero.sbp.links import Links
 
 TRIES = 6  # programs that are made to find what to keep, beside the one that keeps nothing
@@ -33,11 +38,12 @@ PassesOf = Callable[[int], list[Pass]]  # stage -> the passes, ``keep`` among th
 
 @dataclass(frozen=True)
 class Fitted:
-    """A program, what its passes did, and what a step of it costs."""
+    """A program, what its passes did, what a step of it costs, and where large temporaries lie."""
 
     graph: StepGraph
     history: list[Record] = field(repr=False)
     plan: Plan
+    arena: Arena | None = None
 
     @property
     def peak(self) -> int:
@@ -54,6 +60,21 @@ def fit(graph: StepGraph, passes_of: PassesOf, config: GraphConfig, room: int | 
 
     Raises ConfigError for a budget that no program fits, with what it would need.
     """
+    found = _program(graph, passes_of, config, room)
+    if config.optimizer_in_backward and found.graph.gradients():
+        decisions = (*found.plan.decisions, describe_early(found.graph))
+        found = replace(found, plan=replace(found.plan, decisions=decisions))
+    if not (config.arena and config.executor == "eager" and graph.placement.device_type == "cpu"):
+        return found
+    timed = () if config.matmul == "default" else tuple(products.KERNELS)  # each makes its result where it likes
+    arena = arena_of(found.graph, config.memory_budget, without=timed)
+    if arena is None:
+        return found
+    return replace(found, plan=replace(found.plan, memory=memory_of(found.graph, arena=arena)), arena=arena)
+
+
+def _program(graph: StepGraph, passes_of: PassesOf, config: GraphConfig, room: int | None) -> Fitted:
+    """The same, without an arena."""
     stage, budget = config.zero.stage, config.memory_budget
     if not isinstance(stage, int):  # "auto"
         if budget is None and not room:
@@ -62,21 +83,23 @@ def fit(graph: StepGraph, passes_of: PassesOf, config: GraphConfig, room: int | 
                 "a rank may have: config.set_memory_budget(bytes)"
             )
         if budget is None:
-            return _first_that_fits(graph, passes_of, room or 0, config.links, ", 0.9 of the device's memory")
-        return _first_that_fits(graph, passes_of, budget, config.links)
+            return _first_that_fits(graph, passes_of, room or 0, config, ", 0.9 of the device's memory")
+        return _first_that_fits(graph, passes_of, budget, config)
     found = _at_stage(graph, passes_of, stage, budget, config.links)
     if budget is not None and found.peak > budget:
-        raise _does_not_fit(budget, [found])
+        raise _does_not_fit(budget, [found], config)
     return found
 
 
-def _first_that_fits(graph: StepGraph, passes_of: PassesOf, budget: int, links: Links, origin: str = "") -> Fitted:
+def _first_that_fits(
+    graph: StepGraph, passes_of: PassesOf, budget: int, config: GraphConfig, origin: str = ""
+) -> Fitted:
     """origin: of the budget, for messages."""
     tried: list[Fitted] = []
     for stage in ORDER:
         if stage == 2 and _resident(tried[-1]) > budget:  # between calls 2 holds what 1 holds
             continue
-        found = _at_stage(graph, passes_of, stage, budget, links)
+        found = _at_stage(graph, passes_of, stage, budget, config.links)
         if found.peak <= budget:
             before = ", ".join(f"{one.plan.stage} would peak at {mega(one.peak)}" for one in tried)
             line = (
@@ -85,7 +108,7 @@ def _first_that_fits(graph: StepGraph, passes_of: PassesOf, budget: int, links: 
             )
             return replace(found, plan=replace(found.plan, decisions=(line, *found.plan.decisions)))
         tried.append(found)
-    raise _does_not_fit(budget, tried, origin)
+    raise _does_not_fit(budget, tried, config, origin)
 
 
 def _resident(one: Fitted) -> int:
@@ -98,27 +121,29 @@ def _at_stage(graph: StepGraph, passes_of: PassesOf, stage: int, budget: int | N
     """The best program of a stage that fits, or the one of least memory."""
     passes = passes_of(stage)
     at = next((i for i, one in enumerate(passes) if isinstance(one, Keep)), None)
-    head = Pipeline(passes[:at])
-    middle = head(graph)
+    middle, history = ordered.run(graph, passes[:at])
     if at is None:
-        return Fitted(middle, head.history, _planned(middle, links, stage, ()))
+        return Fitted(middle, history, _planned(middle, links, stage, ()))
     keep = passes[at]
     assert isinstance(keep, Keep)
     rest = _Rest(middle, passes[at + 1 :], stage, links)
     found = rest.program(keep)
     if budget is not None and not keep.names and rest.pairs:
         found = rest.within(budget, found)
-    return replace(found, history=[*head.history, *found.history])
+    return replace(found, history=[*history, *found.history])
 
 
-def _does_not_fit(budget: int, tried: Sequence[Fitted], origin: str = "") -> ConfigError:
+def _does_not_fit(budget: int, tried: Sequence[Fitted], config: GraphConfig, origin: str = "") -> ConfigError:
     """The error for a budget that none of these programs fits."""
     least = min(tried, key=lambda one: one.peak).plan
     at_peak = sorted(least.memory.at_peak.items(), key=lambda item: -item[1])
     held = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes)
     others = "".join(f", stage {one.plan.stage} at {one.peak:,}" for one in tried if one.plan is not least)
     advice = ["leave keep_gathered out, and the budget decides what stays gathered"] if least.kept else []
-    advice += dict.fromkeys(_advice(name, least.stage) for name, nbytes in at_peak if nbytes * 8 > least.memory.peak)
+    heavy = [name for name, nbytes in at_peak if nbytes * 8 > least.memory.peak]
+    if "gradients" in heavy and not config.optimizer_in_backward:
+        advice.append("config.set_optimizer_in_backward()")
+    advice += dict.fromkeys(_advice(name, least.stage) for name in heavy)
     return ConfigError(
         f"the memory budget is {budget:,} bytes per rank{origin}, and the plan of {least.name} on {least.placement} "
         f"at stage {least.stage} peaks at {least.memory.peak:,} bytes{others}\n"
@@ -151,9 +176,8 @@ class _Rest:
         self.pairs = {path: [(a.name, b.name) for a, b in found] for path, found in gathered_again(graph).items()}
 
     def program(self, keep: Keep) -> Fitted:
-        pipeline = Pipeline([keep, *self.passes])
-        made = pipeline(self.graph)
-        return Fitted(made, pipeline.history, _planned(made, self.links, self.stage, keep.of(self.pairs)))
+        made, history = ordered.run(self.graph, [keep, *self.passes])
+        return Fitted(made, history, _planned(made, self.links, self.stage, keep.of(self.pairs)))
 
     def within(self, budget: int, nothing: Fitted) -> Fitted:
         """What fits and costs least, of those that are tried; ``nothing``, which keeps nothing, if none fits."""

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphzero.ir import layout, memory, ops, value
+from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.links import Links
 from graphzero.sbp.types import B
 
-RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication")
+RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")
 CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
 
 
@@ -45,6 +46,8 @@ class Collective(NamedTuple):
 class MemoryPlan:
     """Bytes by category: between calls (``resident``) and at the worst moment of a call (``at_peak``).
 
+    arena: the buffer in which large temporaries lie, which stays; at the peak only what of it holds nothing, for what
+    it holds counts as what it is.  Programs of one Graph share it: their largest is what is held.
     model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
     backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
     """
@@ -162,10 +165,11 @@ def _time(seconds: float) -> str:
     return f"{seconds / 1e-6:.1f} us"
 
 
-def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Plan:
+def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena: Arena | None = None) -> Plan:
     """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces.
 
-    links: what communication costs on each placement axis, for seconds; () for none.
+    links: what communication costs on each placement axis, for seconds; () for none.  arena: where the executor is
+    told to put large temporaries.
     """
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
     entries = list(_collectives(graph, links))
@@ -173,7 +177,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
         name=graph.name,
         placement=_place(graph),
         parameters=parameters,
-        memory=_memory(graph, rank),
+        memory=memory_of(graph, rank, arena),
         collectives=[entry for entry, _, _ in entries],
         padding_bytes=sum(padding for _, padding, _ in entries),
         comm_volume=sum(elements for _, _, elements in entries) / max(parameters, 1),
@@ -241,15 +245,16 @@ def _label(node: fx.Node) -> str:
 # ---- memory
 
 
-def _memory(graph: StepGraph, rank: int | None) -> MemoryPlan:
+def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> MemoryPlan:
+    """The memory of ``plan_of``."""
     alive = memory.lives(graph, rank)
-    resident = _resident(graph, alive)
+    resident = _resident(graph, alive, arena)
     ends = (i for i, n in enumerate(graph.nodes) if n.op != "output" and value.phase_of(n) == "backward")
     backward_end = max(ends, default=-1)
     grads = (life for life in alive if life.category == "gradients")
     gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
     peak, at_peak, peak_at = -1, dict(resident), ""
-    for node, now in _moments(graph, alive, resident):
+    for node, now in _moments(graph, alive, resident, arena):
         if now.total() > peak:
             peak, at_peak, peak_at = now.total(), dict(now), f"'{node.name}' in {value.phase_of(node)}"
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
@@ -259,23 +264,25 @@ def _memory(graph: StepGraph, rank: int | None) -> MemoryPlan:
 def bytes_over_time(graph: StepGraph, rank: int | None = None) -> list[int]:
     """Bytes while each node of a lowered program runs, in order; the largest is the plan's peak."""
     alive = memory.lives(graph, rank)
-    return [now.total() for _, now in _moments(graph, alive, _resident(graph, alive))]
+    return [now.total() for _, now in _moments(graph, alive, _resident(graph, alive, None), None)]
 
 
-def _resident(graph: StepGraph, alive: list[memory.Life]) -> dict[str, int]:
+def _resident(graph: StepGraph, alive: list[memory.Life], arena: Arena | None) -> dict[str, int]:
     resident = dict.fromkeys(RESIDENT, 0)
     for life in alive:
         if life.begin < 0 and life.category:
             resident[life.category] += life.nbytes
     resident["communication"] = sum(memory.slot_bytes(graph).values())
+    resident["arena"] = arena.nbytes if arena is not None else 0
     return resident
 
 
 def _moments(
-    graph: StepGraph, alive: list[memory.Life], resident: dict[str, int]
+    graph: StepGraph, alive: list[memory.Life], resident: dict[str, int], arena: Arena | None
 ) -> Iterator[tuple[fx.Node, Counter[str]]]:
     """Each node, and the bytes by category while it runs; the counter goes on changing."""
     now = Counter(resident)
+    placed = arena.offsets if arena is not None else {}
     begins: dict[int, list[memory.Life]] = {}
     ends: dict[int, list[memory.Life]] = {}
     for life in alive:
@@ -283,19 +290,15 @@ def _moments(
             begins.setdefault(life.begin, []).append(life)
             ends.setdefault(life.end, []).append(life)
     for i, node in enumerate(graph.nodes):
-        transient = _transient(graph, node)
+        transient = memory.transient_bytes(graph, node)
         for life in begins.get(i, ()):
             now[life.category] += life.nbytes
+            if life.storage in placed:
+                now["arena"] -= life.nbytes
         now["communication"] += transient
         yield node, now
         now["communication"] -= transient
         for life in ends.get(i, ()):
             now[life.category] -= life.nbytes
-
-
-def _transient(graph: StepGraph, node: fx.Node) -> int:
-    """A collective outside the buckets packs into a buffer of its own, for as long as it runs."""
-    if node.target is ops.launch:
-        return 0
-    found = layout.layout_of(graph, node)
-    return found.slot_bytes if found is not None else 0
+            if life.storage in placed:
+                now["arena"] += life.nbytes

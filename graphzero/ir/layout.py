@@ -72,6 +72,11 @@ class Layout:
         return self.slot_elements * self.itemsize
 
     @property
+    def arrived_elements(self) -> int:
+        """Of what arrives by a gather or a reduce-scatter without a slot, padding included."""
+        return self.total * (self.ranks if self.kind == "all_gather" else 1)
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends, padding included."""
         lines = {"all_gather": self.ranks, "reduce_scatter": self.ranks, "all_reduce": 1, "all_to_all": self.ranks**2}

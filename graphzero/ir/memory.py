@@ -123,7 +123,7 @@ def _nbytes(graph: StepGraph, node: fx.Node, index: int, rank: int | None) -> in
     if ops.is_direct(node):
         found = layout.layout_of(graph, node)
         assert found is not None
-        return found.total * (found.ranks if found.kind == "all_gather" else 1) * found.itemsize
+        return found.arrived_elements * found.itemsize
     if isinstance(type_, tuple):
         type_, nd = type_[index], nd[index]
     size = type_.dtype.itemsize
@@ -184,3 +184,11 @@ def slot_bytes(graph: StepGraph) -> dict[int, int]:
         assert found is not None and isinstance(slot, int)
         slots[slot] = max(slots.get(slot, 0), -(-found.slot_bytes // 64) * 64)
     return slots
+
+
+def transient_bytes(graph: StepGraph, node: fx.Node) -> int:
+    """What a collective outside the buckets packs into: a buffer of its own, for as long as it runs."""
+    if node.target is ops.launch:
+        return 0
+    found = layout.layout_of(graph, node)
+    return found.slot_bytes if found is not None else 0

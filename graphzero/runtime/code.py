@@ -85,8 +85,9 @@ class Code:
 
     # ---- words
 
-    def call(self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items())]
+    def call(self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *said: str) -> str:
+        """``said``: more arguments, as they stand."""
+        words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()), *said]
         return f"{self.name(kernel)}({', '.join(words)})"
 
     def text(self, arg: Any) -> str:

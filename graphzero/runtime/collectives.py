@@ -99,8 +99,7 @@ class Exchange:
         """For ``Direct``: room for the result, padding included."""
         if self.layout.kind == "all_reduce":
             return None
-        lines = self.layout.ranks if self.layout.kind == "all_gather" else 1
-        return torch.empty(lines * self.layout.total, dtype=self.dtype, device=self.device)
+        return torch.empty(self.layout.arrived_elements, dtype=self.dtype, device=self.device)
 
     def storage_of(self, home: Tensor) -> Tensor | None:
         """For ``Direct``: the room in ``home``, which the result replaces, if it lies in one piece; see ``settle``."""

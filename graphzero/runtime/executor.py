@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from graphzero import _compat
 from graphzero.errors import GraphZeroError, SbpError
 from graphzero.ir import value
+from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ir.memory import slot_bytes
@@ -47,8 +48,9 @@ class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
     ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
-    ``kind`` is what ``GraphConfig.set_executor`` takes.
-    Not reentrant: communication slots and collectives under way belong to the executor.
+    ``kind`` is what ``GraphConfig.set_executor`` takes.  ``arena``: of this graph, for kind "eager" on a CPU.
+    Not reentrant: communication slots belong to the executor, and arena and collectives under way to the world, in
+    which one program runs at a time.
 
     Attributes:
         graph: what runs, with its regions for ops where they are compiled.
@@ -62,14 +64,16 @@ class Executor:
         ConfigError: for a kind that this machine cannot offer.
     """
 
-    def __init__(self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager"):
+    def __init__(
+        self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None
+    ):
         calls = Calls(world) if kind == "inductor" else None
         chosen = kernels_of(graph, world, matmul)
         if calls is not None:
             graph, of = join(graph, chosen)
             chosen = {of[node]: kernel for node, kernel in chosen.items()}
         self.graph, self.world = graph, world
-        self.program: Program = compile_graph(graph, world, chosen, calls)
+        self.program: Program = compile_graph(graph, world, chosen, calls, arena)
         self.slots: dict[int, list[Tensor]] = {}
         self.meter: Meter | None = None
         self.stopped: int | None = None
@@ -110,9 +114,13 @@ class Executor:
         with torch.inference_mode(False):  # slots live longer than an inference mode that happens to be on
             for slot, nbytes in slot_bytes(self.graph).items():
                 self.slots[slot] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self._count)]
+            arena = self.world.arena
+            arena.grow(self.program.arena_bytes)
             for local, constants in enumerate(self.program.constants):
                 for place, slot, exchanges in self.program.slotted:
                     constants[place] = exchanges[local].within(self.slots[slot][local])
+                for room in self.program.rooms:
+                    constants[room.place] = arena.view(local, room.offset, room.shapes[local], room.dtype)
                 template = [None] * self.program.size
                 for place, constant in constants.items():
                     template[place] = constant
@@ -133,13 +141,27 @@ class Executor:
 
     # ---- runs
 
-    def run(self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None) -> Results:
+    def numbers(self, inputs: Mapping[str, Sequence[Any]]) -> dict[int, Any]:
+        """The host numbers of a run by their places: those that it is given, and those computed from them."""
+        places = self.program.inputs
+        given = {places[name]: inputs[name][0] for name in places if value.is_scalar(self._placeholders[name])}
+        e: Env = [None] * self.program.size
+        for place, number in given.items():
+            e[place] = number
+        if self.program.host is not None:
+            self.program.host.plain(e)
+        return {place: e[place] for place in (*given, *self.program.host_places)}
+
+    def run(
+        self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None, numbers: Mapping[int, Any] | None = None
+    ) -> Results:
         """One step.
 
         Args:
             inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
                 the same on all; the first counts).
             meter: watches this run on the first local rank: a MemoryMeter or a Timer.
+            numbers: what ops are given for the host numbers, by place as ``numbers`` says them; computed if None.
 
         Raises:
             GraphZeroError: for a placeholder without a value.
@@ -149,17 +171,19 @@ class Executor:
         self._allocate()
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)
-        self._drain()
+        self.world.drain()
         at, self.stopped = 0, None
         with _plain_mode(self.world.device):
             try:
-                self._host(envs)
+                self._host(envs, numbers)
                 if meter is None:
                     for step in self.program.steps:
                         step(envs)
                         at += 1
                 else:
                     meter.register("communication", [slots[0] for slots in self.slots.values()])
+                    if self.program.rooms:
+                        meter.register("arena", self.world.arena.whole(0))
                     for step in self.program.steps:
                         step.metered(envs, meter)
                         at += 1
@@ -176,11 +200,6 @@ class Executor:
         """Whether the last run stopped after it had begun to write new states."""
         return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
 
-    def _drain(self) -> None:
-        """Let what a stopped run has begun to send and receive end; every rank has stopped at the same place."""
-        while self.program.pending:
-            self.program.pending.popitem()[1].wait()
-
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
         if self._missing:
             raise GraphZeroError(f"bind() was not given {_some(sorted(self._missing))} of graph {self.graph.name}")
@@ -196,13 +215,13 @@ class Executor:
             for e, x in zip(envs, values, strict=True):
                 e[place] = x
 
-    def _host(self, envs: list[Env]) -> None:
-        if self.program.host is not None:
-            first, *others = envs
-            self.program.host.plain(first)
-            for e in others:
-                for place in self.program.host_places:
-                    e[place] = first[place]
+    def _host(self, envs: list[Env], numbers: Mapping[int, Any] | None) -> None:
+        if numbers is None and self.program.host is not None:
+            self.program.host.plain(envs[0])
+            numbers = {place: envs[0][place] for place in self.program.host_places}
+        for e in envs if numbers else ():
+            for place, number in (numbers or {}).items():
+                e[place] = number
 
     def _results(self, envs: list[Env]) -> Results:
         outputs = [x[0] if isinstance(x, tuple) else [e[x] for e in envs] for x in self.program.outputs]

@@ -10,20 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from graphzero.errors import VerifyError
 from graphzero.ir import inplace, ops
+from graphzero.ir.arena import Arena
+from graphzero.ir.dense import COPIES
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime import kernels
+from graphzero.runtime.arena import Room, Rooms
 from graphzero.runtime.code import Code
 from graphzero.runtime.collectives import Exchange
 from graphzero.runtime.inductor import Calls
 from graphzero.runtime.joined import RegionOp
 from graphzero.runtime.places import Places
 from graphzero.runtime.steps import COMMUNICATING, Barrier, Segment
+from graphzero.runtime.together import Together
 from graphzero.runtime.transfers import Transfers
-from graphzero.runtime.world import Handle, World
+from graphzero.runtime.world import World
 from graphzero.runtime.writes import Writes
 
 LOCAL_MOVES = (ops.slice_shard, ops.keep_first, ops.place_shard)
@@ -38,7 +42,8 @@ class Program:
     size: places of an environment; constants: per local rank, what stands in which place from the start.
     slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
     persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
-    outputs, aux: place, or a literal wrapped in a 1-tuple; pending: collectives under way.
+    outputs, aux: place, or a literal wrapped in a 1-tuple.
+    rooms: where results are put in the arena, of which it needs ``arena_bytes``.
     names: the globals of generated code; places: of every value by name.
     """
 
@@ -53,41 +58,51 @@ class Program:
     inputs: dict[str, int]
     outputs: list[Any]
     aux: dict[str, Any]
-    pending: dict[int, Handle]
+    rooms: list[Room]
+    arena_bytes: int
     names: dict[str, Any]
     places: dict[str, int]
 
 
 def compile_graph(
-    graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None
-) -> Program:
+    graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None,
+    arena: Arena | None = None,
+) -> Program:  # fmt: skip
     """Compile a lowered graph for the ranks that live in this process.
 
     chosen: what to call for some nodes instead of the kernel of their op.  calls: what to call for regions, where the
-    graph has any.  Raises VerifyError for a box left in it.
+    graph has any.  arena: where results lie that do not find their own memory.
+
+    Raises VerifyError for a box left in it.
     """
-    return _Compiler(graph, world, chosen, calls).compile()
+    return _Compiler(graph, world, chosen, calls, arena).compile()
 
 
 class _Compiler:
     def __init__(
-        self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None
-    ):
+        self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None,
+        arena: Arena | None,
+    ):  # fmt: skip
         self.graph, self.world, self.chosen, self.calls = graph, world, chosen, calls
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
-        self.transfers = Transfers(graph, world, self.places, self.code, self.writes)
+        self.together = Together(self.places, self.code, self.writes)
+        self.rooms = Rooms(graph, arena, self.places, world.rank_ids)
+        self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
 
     def compile(self) -> Program:
         emptied = self.places.emptied_after()
         for node in self.graph.nodes:
-            if isinstance(node.target, RegionOp):
-                self._region(node, node.target, emptied.pop(node, []))
-            elif node.op == "call_function":
-                self._node(node)
+            if not self.together.takes(node):
+                if not self.together.lets_pass(node):
+                    self.together.call()
+                if isinstance(node.target, RegionOp):
+                    self._region(node, node.target, emptied.pop(node, []))
+                elif node.op == "call_function":
+                    self._node(node)
             for place in emptied.get(node, ()):
-                self.code.empty(place, node)
+                self.together.empty(place, node)
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()
@@ -111,9 +126,19 @@ class _Compiler:
             self.writes.over_one(node, room)
         elif target in inplace.OVER_OPERANDS and node in self.places.results:
             self.writes.over_operands(node)
+        elif (place := self.rooms.of(node)) is not None:
+            self._into(node, place)
         else:
             kernel = self.chosen.get(node) or kernels.kernel(target)
             self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
+
+    def _into(self, node: fx.Node, place: int) -> None:
+        """A result that is put where the arena has room for it."""
+        if node.target in COPIES:
+            self.code.fill(node, f"{self.code.name(Tensor.copy_)}(e[{place}], {self.code.text(node.args[0])})")
+        else:
+            kernel, keyword = kernels.into(node)
+            self.code.fill(node, self.code.call(kernel, node.args, dict(node.kwargs), f"{keyword}=e[{place}]"))
 
     def _region(self, node: fx.Node, op: RegionOp, emptied: list[int]) -> None:
         """One line: operands that nobody reads later are handed over, and die inside."""
@@ -139,7 +164,8 @@ class _Compiler:
             inputs=places.inputs,
             outputs=[final[x] if isinstance(x, fx.Node) else (x,) for x in graph.outputs],
             aux={name: final[node] for name, node in graph.aux.items()},
-            pending=transfers.pending,
+            rooms=self.rooms.all,
+            arena_bytes=self.rooms.nbytes,
             names=code.names,
             places={node.name: place for node, place in places.of.items()},
         )

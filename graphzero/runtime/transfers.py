@@ -12,23 +12,23 @@ from torch import fx
 from graphzero.ir import inplace, layout, ops
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime import collectives
+from graphzero.runtime.arena import Rooms
 from graphzero.runtime.code import Code
 from graphzero.runtime.collectives import Direct, Exchange, starter
 from graphzero.runtime.places import Places
-from graphzero.runtime.world import Handle, World
+from graphzero.runtime.world import World
 from graphzero.runtime.writes import Writes
 
 
 class Transfers:
-    """slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
+    """slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank)."""
 
-    pending: what is under way while a program runs, by the place of its launch.
-    """
-
-    def __init__(self, graph: StepGraph, world: World, places: Places, code: Code, writes: Writes) -> None:
-        self.graph, self.world, self.places, self.code, self.writes = graph, world, places, code, writes
+    def __init__(
+        self, graph: StepGraph, world: World, places: Places, code: Code, writes: Writes, rooms: Rooms
+    ) -> None:
+        self.graph, self.world, self.places, self.code = graph, world, places, code
+        self.writes, self.rooms = writes, rooms
         self.slotted: list[tuple[int, int, list[Exchange]]] = []
-        self.pending: dict[int, Handle] = {}
 
     def begin(self, node: fx.Node) -> None:
         """A collective, or the launch of one."""
@@ -50,13 +50,13 @@ class Transfers:
             slot = self.places.new()
             self.slotted.append((slot, int(node.args[1]), exchanges))  # type: ignore[arg-type]
             self.code.add(f"e[{self.places.of[node]}] = e[{slot}].pack([{', '.join(members)}])", node)
-        at, pending = self.places.of[node], self.pending
+        at, pending = self.places.of[node], self.world.pending
         self.code.barrier(node, lambda envs: pending.__setitem__(at, starts([e[at] for e in envs])))
 
     def wait(self, node: fx.Node) -> None:
         (launch,) = node.args
         assert isinstance(launch, fx.Node)
-        place, pending = self.places.of[launch], self.pending
+        place, pending = self.places.of[launch], self.world.pending
         self.code.barrier(node, lambda envs: pending.pop(place).wait())
         self.code.fill(node, f"e[{place}].unpack()", listed=True)
         home = self._home_of_arrival(launch)
@@ -67,8 +67,12 @@ class Transfers:
 
     def _pack_direct(self, launch: fx.Node, member: str, exchanges: list[Exchange]) -> None:
         """One value that travels out of its own storage."""
-        made = self.places.new()
         begins = self.code.per_rank([partial(Direct, exchange) for exchange in exchanges])
+        room = self.rooms.of(launch)
+        if room is not None:
+            self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{room}])", launch)
+            return
+        made = self.places.new()
         self._make_room(launch, made, exchanges)
         self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{made}])", launch)
         self.code.empty(made, launch)

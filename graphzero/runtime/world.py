@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import PlacementError
+from graphzero.runtime.arena import Buffers
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.local import LocalSize, LocalStart, resolve
 from graphzero.sbp.placement import Placement
@@ -59,14 +60,23 @@ class World(ABC):
         device: where the local ranks' tensors are.
         local_ranks: positions, in the flattened placement, of the ranks that live in this process.
         trace: None, or a list to which every collective is appended as ``Sent``.
+        arena: the memory that programs share, one after the other.
+        pending: what is under way while a program runs, by the place of its launch.
     """
 
     def __init__(self, placement: Placement, device: torch.device, local_ranks: Sequence[int]):
         self.placement, self.device, self.local_ranks = placement, device, list(local_ranks)
         self.trace: list[Sent] | None = None
+        self.arena = Buffers(len(self.local_ranks))
+        self.pending: dict[int, Handle] = {}
         flat = placement.ranks.ravel().tolist()
         self.rank_ids: list[int] = [flat[position] for position in self.local_ranks]
         self._coordinates = [placement.coordinate(rank) for rank in self.rank_ids]
+
+    def drain(self) -> None:
+        """Let what a stopped run has begun to send and receive end; every rank has stopped at the same place."""
+        while self.pending:
+            self.pending.popitem()[1].wait()
 
     def coordinate(self, local: int) -> tuple[int, ...]:
         """Where local rank number ``local`` stands, one number per axis."""

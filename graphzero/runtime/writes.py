@@ -61,6 +61,13 @@ class Writes:
         call = f"{self.code.name(kernels.kernel(form))}({', '.join(words)})"
         self._save_and_write(node, call, [self.places.home(node, i) for i in range(len(numbers))], places)
 
+    def over_many(self, nodes: list[fx.Node], call: str) -> None:
+        """One call for ops that all work in their operands' storage, of tensors that no other rank holds."""
+        for node in nodes:
+            for i in range(len(self.places.results[node])):
+                self._save_before(node, self.places.home(node, i))
+        self.code.add(call, nodes[0])
+
     def end(self, output: fx.Node) -> None:
         """New states that nothing in the program has written."""
         self.save(output)
@@ -104,9 +111,12 @@ class Writes:
 
     def _save_and_write(self, node: fx.Node, call: str, homes: list[fx.Node], places: list[int]) -> None:
         for home in homes:
-            if home.name in self.places.persistent:
-                self.save(node, home.name)
+            self._save_before(node, home)
         self._once(node, call, homes, places)
+
+    def _save_before(self, node: fx.Node, home: fx.Node) -> None:
+        if home.name in self.places.persistent:
+            self.save(node, home.name)
 
     def _once(self, node: fx.Node, call: str, homes: list[fx.Node], places: list[int]) -> None:
         """A call that writes into ``places``, which live in ``homes``: for each tensor once, if ranks share it."""

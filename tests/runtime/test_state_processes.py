@@ -1,4 +1,4 @@
-"""Graphs on two real gloo processes: see ``state_checks`` and ``agreement_checks``."""
+"""Graphs on two real gloo processes: see ``state_checks``, ``agreement_checks`` and ``arena_checks``."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import processes  # noqa: E402
 
-MODULES = ("state_checks", "agreement_checks")
+MODULES = ("state_checks", "agreement_checks", "arena_checks")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,109 @@
+"""Which values are known to lie densely in memory, in which order of their dims.
+
+Ops lay out their results after their operands: what a user gives channels last stays so, and a result that was put
+into row-major memory instead would be slow to read.  So whoever gives a result its memory must know how it would lie.
+What is not known here is nobody's to decide.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero import ops as own
+from graphzero.ir import inplace, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import UNMARKED_VIEWS, is_view
+
+Order = tuple[int, ...] | None  # dims from the outermost in memory to the innermost; None: not known
+
+aten = torch.ops.aten
+SAME = (
+    ops.use, ops.relabel, own.PIN, own.AS_LOCAL, own.AS_GLOBAL, aten.alias.default, aten.detach.default,
+)  # fmt: skip
+RESHAPES = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, *UNMARKED_VIEWS[:2])
+TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
+ROW_MAJOR = (  # their results are, whatever the operands
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
+    aten.embedding_dense_backward.default, aten.native_layer_norm.default, aten.nll_loss_backward.default,
+)  # fmt: skip
+ARRIVED: tuple[Callable[..., Any], ...] = (*ops.COLLECTIVES, *ops.BUCKETS, ops.launch, ops.wait)
+HEADS = (0, 2, 1, 3)  # attention is laid out [batch, length, heads, dim]
+COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+class Orders:
+    """The order of every value of a lowered program."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._of: dict[fx.Node, Order] = {}
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._of[node] = self._found(node)
+
+    def is_row_major(self, node: fx.Node) -> bool:
+        order = self._of.get(node)
+        return order is not None and order == tuple(range(len(order)))
+
+    def of(self, node: fx.Node) -> Order:
+        return self._of.get(node)
+
+    def _found(self, node: fx.Node) -> Order:
+        target = node.target
+        if target is operator.getitem:
+            return self._picked(node)
+        if not value.is_tensor(node):
+            return None
+        dims = len(value.tensor_type(node).shape)
+        rows = tuple(range(dims))
+        room = inplace.out_of(node)
+        if room is not None:
+            return self.of(room)
+        if target in SAME:
+            return self.of(node.all_input_nodes[0])
+        if target in TURNS:
+            return _turned(node, self.of(node.all_input_nodes[0]), dims)
+        if target in RESHAPES or (target is ops.slice_shard and node.args[1] == 0):
+            return rows if self.is_row_major(node.all_input_nodes[0]) else None
+        if is_view(target):
+            return None
+        if target in COPIES:
+            return self._copied(node, rows)
+        follows = inplace.writing(target) is not None and all(map(self._is_plain, value.tensor_operands(node)))
+        return rows if dims < 2 or target in ROW_MAJOR or target in ARRIVED or follows else None
+
+    def _picked(self, node: fx.Node) -> Order:
+        """One of several results."""
+        source, rows = node.args[0].target, tuple(range(len(value.tensor_type(node).shape)))  # type: ignore[union-attr]
+        if source in (own.ATTENTION, own.ATTENTION_BACKWARD):
+            return HEADS if len(rows) == len(HEADS) else rows
+        return rows if source in ROW_MAJOR or source in ARRIVED else None
+
+    def _copied(self, node: fx.Node, rows: tuple[int, ...]) -> Order:
+        format_ = node.kwargs.get("memory_format")
+        if format_ is torch.contiguous_format:
+            return rows
+        return self.of(node.all_input_nodes[0]) if format_ in (None, torch.preserve_format) else None
+
+    def _is_plain(self, operand: fx.Node) -> bool:
+        return self.is_row_major(operand) or not value.tensor_type(operand).shape
+
+
+def _turned(node: fx.Node, order: Order, dims: int) -> Order:
+    """The order of a view with dims in other places."""
+    if order is None:
+        return None
+    if node.target is aten.permute.default:
+        places = [int(d) % dims for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+    else:
+        places = list(range(dims))
+        pair: tuple[int, ...] = (0, 1) if node.target is aten.t.default else node.args[1:]  # type: ignore[assignment]
+        if dims > 1:
+            a, b = pair
+            places[a], places[b] = places[b], places[a]
+    at: Mapping[int, int] = {old: new for new, old in enumerate(places)}
+    return tuple(at[dim] for dim in order)

@@ -1,0 +1,145 @@
+"""Small models whose every temporary is put in the arena, and a meter that spoils what of it holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphzero as gz
+from graphzero.ir import arena, inplace, memory
+
+
+class Block(nn.Module):
+    """Attention and a gated layer behind norms, as Llama has them, or a plain one, as GPT has it."""
+
+    def __init__(self, width: int, gated: bool):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(width) if gated else nn.LayerNorm(width)
+        self.norm2 = nn.RMSNorm(width) if gated else nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gate = nn.Linear(width, 2 * width, bias=False) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        h = self.norm2(x)
+        inner = F.gelu(self.up(h)) if self.gate is None else F.silu(self.gate(h)) * self.up(h)
+        return x + self.down(inner)
+
+
+def tokens(gated: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(40, 16), Block(16, gated), nn.Linear(16, 40, bias=False))
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(144, 40))
+
+
+MODELS = {"gpt": lambda: tokens(False), "llama": lambda: tokens(True), "conv": images}
+
+
+def batch(name: str, number: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    if name == "conv":
+        return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(40, (rows,), generator=generator)
+    return tuple(torch.randint(40, (rows, 8), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+class Train(gz.Graph):
+    def __init__(self, model: nn.Module, stage: int = 0, placement=None, used: bool = True):
+        super().__init__(placement)
+        self.model = model
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), clip_grad_norm=1.0)
+        if stage:
+            self.config.enable_zero(stage=stage)
+        self.config.set_arena(used)
+        self.config.bucket_bytes = 256  # what is larger travels out of its own storage
+
+    def build(self, x, y):
+        found = self.model(x)
+        loss = F.cross_entropy(found.flatten(0, -2), y.flatten())
+        loss.backward()
+        return loss, found
+
+
+class Spoiled:
+    """Watches the runs of a Graph's program: what the plan says is dead becomes NaN before anything else takes memory,
+    and all of it before a step begins.  (Views, and ops in place, may run before updates that end lives: these wait.)
+    """
+
+    def __init__(self, graph: gz.Graph):
+        program = graph._last
+        self.executor, self.arena = program.executor(graph._world), program.arena
+        self.storage = graph._world.arena.storages[0]
+        nodes = list(program.graph.nodes)
+        taking = {node.name: i for i, node in enumerate(nodes) if not memory.is_view(node.target)}
+        self.position = {name: i for name, i in taking.items() if nodes[i].target not in inplace.OVER_OPERANDS}
+        alive = memory.lives(program.graph)
+        self.lives = [life for life in arena.eligible(program.graph, alive) if life.storage in self.arena.offsets]
+        self.executor.meter = self
+        self.at = len(nodes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def register(self, category, tensors):
+        if category == "arena":
+            self.at = -1
+            self.spoil(0, self.arena.nbytes)
+
+    def enter(self, node, kind):
+        now = self.position.get(node, self.at)
+        for life in self.lives:
+            if self.at <= life.end < now:
+                self.spoil(self.arena.offsets[life.storage], life.nbytes)
+        self.at = now
+
+    def made(self, x, names):
+        return None
+
+    def meet(self, node):
+        return None
+
+    def spoil(self, offset, nbytes):
+        torch.empty(0, dtype=torch.uint8).set_(self.storage, offset, (nbytes,)).fill_(255)
+
+
+def steps(name: str, graph: gz.Graph, count: int = 3, spoiled: bool = False, share=lambda x: x) -> list[Tensor]:
+    """What a few steps return, and the parameters after them."""
+    found: list[Tensor] = []
+    for i in range(count):
+        found += [x.clone() for x in graph(*map(share, batch(name, i)))]
+        if spoiled and i == 0:
+            Spoiled(graph)
+    return found + list(graph.full_state_dict()["modules"]["model"].values())
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def stopped(graph: gz.Graph, where: Callable[[list, int], int], *given: Tensor) -> None:
+    """A call that ends within the step; where: (steps, number of the first that writes) -> number of the one instead
+    of which it ends."""
+    program = graph._last.executor(graph._world).program
+    at = where(program.steps, program.first_write)
+    kept, program.steps[at] = program.steps[at], _stop
+    with pytest.raises(KeyboardInterrupt):
+        graph(*given)
+    program.steps[at] = kept
+
+
+def _stop(envs):
+    raise KeyboardInterrupt
