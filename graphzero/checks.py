@@ -1,14 +1,16 @@
-"""What a Graph refuses to be given, and why: attributes, a build, optimizers, schedulers."""
+"""What a Graph refuses to be given, and why: attributes, a build, optimizers, schedulers, passes."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphzero.errors import ConfigError
+from graphzero.passes import pass_name
 
 RESERVED = ("config", "placement", "program", "history", "plan", "grad_norm", "is_compiled", "training")
 _OWN = ("config", "placement", "name")
@@ -108,3 +110,27 @@ def check_clipping(**numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not (isinstance(number, (int, float)) and number > 0)):
             raise ConfigError(f"add_optimizer({name}={number!r}): give a positive number, or leave it out")
+
+
+def check_pass(pass_: Any) -> None:
+    """Raise ConfigError for what ``add_pass`` cannot take."""
+    if not callable(pass_):
+        raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
+    if isinstance(pass_, type):
+        raise ConfigError(f"add_pass({pass_.__name__}): that is a class; add an object of it: {pass_.__name__}()")
+    if not _takes_one(pass_):
+        raise ConfigError(
+            f"add_pass({pass_name(pass_)}): it cannot be called with one argument; a pass takes a StepGraph and "
+            "returns one: def my_pass(graph): ...; fix others by functools.partial"
+        )
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument, as far as Python tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True

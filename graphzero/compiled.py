@@ -18,14 +18,17 @@ from graphzero.capture import Captured, FloatLeaf, Step, TensorLeaf, capture
 from graphzero.config import GraphConfig
 from graphzero.fit import fit
 from graphzero.ir import value
+from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.key import Key
 from graphzero.passes import NAMES, Bucket, Keep, Pass, Pin, Record, Zero, default_passes, pass_name
 from graphzero.plan import Plan
+from graphzero.runtime import cuda_graph
 from graphzero.runtime.agree import digest
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.inputs import Inputs
+from graphzero.runtime.replay import Replayed
 from graphzero.runtime.state import State
 from graphzero.runtime.world import World
 from graphzero.sbp.types import Nd
@@ -47,12 +50,23 @@ class Compiled:
     uses_seed: bool
     matmul: str
     kind: str  # of executor
+    arena: Arena | None
+    cuda_graph: bool  # whether steps are recorded and replayed
     _executor: Executor | None = None
 
     def executor(self, world: World) -> Executor:
         if self._executor is None:
-            self._executor = Executor(self.graph, world, self.matmul, self.kind)
+            how = self.matmul, self.kind, self.arena
+            if self.cuda_graph:
+                self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
+            else:
+                self._executor = Executor(self.graph, world, *how)
         return self._executor
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided for this program when it was planned, and how it runs by now."""
+        return (*self.plan.decisions, *([self._executor.about] if isinstance(self._executor, Replayed) else ()))
 
     def state_nds(self) -> dict[tuple[int, str, str], Nd]:
         """(optimizer, path, key) -> SBP of the optimizer states it keeps."""
@@ -157,13 +171,18 @@ def make(
 
     room: bytes that one rank may have, if the configuration leaves the stage to that.
     """
+    if config.cuda_graph:
+        cuda_graph.check(state.world.placement)
     if captured is None:
         captured = capture(step, [leaf_of(leaf) for leaf in inputs.leaves], inputs.spec)
     placed = {**inputs.placed(), **state.placed(state.tensors(), captured.states)}
     found = fit(captured.graph, lambda stage: passes_of(config, placed, stage), config, room)
     roles = {node.name: node.meta["role"] for node in found.graph.placeholders(*FED)}
     uses_seed = any(role.kind == "seed" for role in roles.values())
-    return Compiled(captured, found.graph, found.history, found.plan, roles, uses_seed, config.matmul, config.executor)
+    return Compiled(
+        captured, found.graph, found.history, found.plan, roles, uses_seed, config.matmul, config.executor, found.arena,
+        config.cuda_graph,
+    )  # fmt: skip
 
 
 def leaf_of(leaf: Any) -> Any:
@@ -175,10 +194,11 @@ def leaf_of(leaf: Any) -> Any:
 def passes_of(config: GraphConfig, placed: Mapping[Role, Nd], stage: int) -> list[Pass]:
     """The built-in passes of a stage as configured, the user's own behind those they name."""
     zero = config.zero
-    built = Zero(stage, zero.shard_min_size, zero.axes) if stage else None
+    early = config.optimizer_in_backward
+    built = Zero(stage, zero.shard_min_size, zero.axes, early) if stage else None
     may_keep = stage == 3 and (zero.keep_gathered or config.memory_budget is not None or zero.stage == "auto")
     keep = Keep(zero.keep_gathered) if may_keep else None
-    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes), config.links, keep)
+    passes = default_passes(Pin(placed), built, Bucket(config.bucket_bytes), config.links, keep, early)
     for own, after in config.user_passes:
         names = [pass_name(known) for known in passes]
         # Without ZeRO there is no pass "zero" and no "keep"; what would follow stands where these would have been.

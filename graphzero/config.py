@@ -6,20 +6,20 @@ is process-global, and ``fingerprint`` says whether two configurations compile t
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from graphzero.checks import check_pass
 from graphzero.errors import ConfigError
 from graphzero.link_files import links_of
 from graphzero.passes import NAMES, pass_name
 from graphzero.sbp.links import Link, Links
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
-from graphzero.zero_config import ALL, ZeroConfig, check_stage, names_to_keep
+from graphzero.zero_config import ALL, ZeroConfig, axes_to_split, check_stage, choices, names_to_keep
 
 EXECUTORS = ("eager", "inductor")
 CHECKS = ("always", "first")
@@ -37,6 +37,9 @@ class GraphConfig:
         self._check_inputs = "always"
         self._bucket_bytes: int | None = None
         self._memory_budget: int | None = None
+        self._optimizer_in_backward = False
+        self._cuda_graph = False
+        self._arena = True
         self._links: Links = ()
         self._inputs: dict[str, Nd] = {}
         self._passes: list[tuple[Any, str]] = []
@@ -72,7 +75,9 @@ class GraphConfig:
                 "that is worth splitting, an int from 0 up; 1 splits everything"
             )
         kept = names_to_keep(keep_gathered, stage)
-        self._zero = ZeroConfig(stage, self._checked_axes(axis), shard_min_size, kept) if mode else ZeroConfig()
+        self._zero = (
+            ZeroConfig(stage, axes_to_split(axis, self._placement), shard_min_size, kept) if mode else ZeroConfig()
+        )
 
     def set_memory_budget(self, nbytes: int | None) -> None:
         """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.
@@ -87,6 +92,24 @@ class GraphConfig:
                 "20 * 2**30, or None for no budget"
             )
         self._memory_budget = nbytes
+
+    def set_optimizer_in_backward(self, mode: bool = True) -> None:
+        """Step each parameter while backward runs, as soon as its gradient is complete and its old value read.
+
+        Gradients are then not all held until backward ends: up to four bytes less a parameter, and the same bits.
+        What the update needs of all gradients first (clip_grad_norm) it still waits for; ``plan.decisions`` says so.
+        A step that fails within backward has then changed some parameters.
+        """
+        self._optimizer_in_backward = _yes_or_no(mode, "set_optimizer_in_backward")
+
+    def set_arena(self, mode: bool) -> None:
+        """Whether large temporaries of a step lie at planned places of one buffer that stays; True by default.
+
+        It is so on a CPU with executor "eager": a step then asks the kernel for no memory.  The buffer is what the step
+        needs of such values at its worst moment, and held between calls; the plan says it, "arena".  Where the step's
+        peak would rise by more than a twentieth, or over the memory budget, less is put there, or nothing.
+        """
+        self._arena = _yes_or_no(mode, "set_arena")
 
     def enable_amp(
         self,
@@ -125,8 +148,17 @@ class GraphConfig:
         process.  Losses are those of "eager" but for rounding.  The plan, which is of "eager", may be off.
         """
         if name not in EXECUTORS:
-            raise ConfigError(f"set_executor({name!r}): {_choices(EXECUTORS)}")
+            raise ConfigError(f"set_executor({name!r}): {choices(EXECUTORS)}")
         self._executor = name
+
+    def set_cuda_graph(self, mode: bool = True) -> None:
+        """Record the step in a CUDA graph and replay it: a call then launches once, not once for each kernel.
+
+        The first calls run op by op; the third one records.  Learning rates and other numbers that change are then read
+        from memory where the op that takes them can; ``repr`` of the Graph says how it runs, and a warning why it does
+        not replay.  Needs a GPU, and one process: a placement of one rank, or a virtual one.
+        """
+        self._cuda_graph = _yes_or_no(mode, "set_cuda_graph")
 
     def set_matmul(self, name: str) -> None:
         """What computes float32 matrix products on a CPU: "default", torch's own kernels, "onednn" or "fastest".
@@ -136,7 +168,7 @@ class GraphConfig:
         a warning gives the figures.  "fastest" may choose differently from process to process, and so round.
         """
         if name not in MATMULS:
-            raise ConfigError(f"set_matmul({name!r}): {_choices(MATMULS)}")
+            raise ConfigError(f"set_matmul({name!r}): {choices(MATMULS)}")
         self._matmul = name
 
     def set_input(self, name: str, *, sbp: Sbp | tuple[Sbp, ...]) -> None:
@@ -174,7 +206,7 @@ class GraphConfig:
     @check_inputs.setter
     def check_inputs(self, when: str) -> None:
         if when not in CHECKS:
-            raise ConfigError(f"check_inputs = {when!r}: {_choices(CHECKS)}")
+            raise ConfigError(f"check_inputs = {when!r}: {choices(CHECKS)}")
         self._check_inputs = when
 
     @property
@@ -193,20 +225,10 @@ class GraphConfig:
 
     def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
-        if not callable(pass_):
-            raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
-        if isinstance(pass_, type):
-            raise ConfigError(f"add_pass({pass_.__name__}): that is a class; add an object of it: {pass_.__name__}()")
-        if not _takes_one(pass_):
-            raise ConfigError(
-                f"add_pass({pass_name(pass_)}): it cannot be called with one argument; a pass takes a StepGraph and "
-                "returns one: def my_pass(graph): ...; fix others by functools.partial"
-            )
+        check_pass(pass_)
         known = (*NAMES, *(pass_name(own) for own, _ in self._passes))
         if after not in known:
-            raise ConfigError(
-                f"add_pass({pass_name(pass_)}, after={after!r}): no pass has that name; {_choices(known)}"
-            )
+            raise ConfigError(f"add_pass({pass_name(pass_)}, after={after!r}): no pass has that name; {choices(known)}")
         self._passes.append((pass_, after))
 
     # ---- what the rest of graphzero reads
@@ -222,9 +244,24 @@ class GraphConfig:
         return self._memory_budget
 
     @property
+    def optimizer_in_backward(self) -> bool:
+        """What ``set_optimizer_in_backward`` was given; False without it."""
+        return self._optimizer_in_backward
+
+    @property
+    def arena(self) -> bool:
+        """What ``set_arena`` was given; True without it."""
+        return self._arena
+
+    @property
     def executor(self) -> str:
         """The name that ``set_executor`` was given; "eager" without it."""
         return self._executor
+
+    @property
+    def cuda_graph(self) -> bool:
+        """What ``set_cuda_graph`` was given; False without it."""
+        return self._cuda_graph
 
     @property
     def matmul(self) -> str:
@@ -254,8 +291,8 @@ class GraphConfig:
         """
         inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
         passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
-        memory = self._memory_budget, self._bucket_bytes
-        return self._zero, memory, self._executor, self._matmul, self._links, inputs, passes
+        memory = self._memory_budget, self._bucket_bytes, self._optimizer_in_backward, self._arena
+        return self._zero, memory, self._executor, self._cuda_graph, self._matmul, self._links, inputs, passes
 
     @property
     def description(self) -> str:
@@ -267,8 +304,9 @@ class GraphConfig:
         if not name.startswith("_") and name not in settable:
             raise ConfigError(
                 f"config.{name} = {held!r}: there is no such setting; settings are made by enable_zero(...), "
-                "set_memory_budget(...), set_input(...), set_links(...), add_pass(...), set_executor(...), "
-                f"set_matmul(...), and the attributes {', '.join(settable)}"
+                "set_memory_budget(...), set_optimizer_in_backward(...), set_arena(...), set_input(...), "
+                "set_links(...), add_pass(...), set_executor(...), set_cuda_graph(...), set_matmul(...), and the "
+                f"attributes {', '.join(settable)}"
             )
         super().__setattr__(name, held)
 
@@ -281,51 +319,25 @@ class GraphConfig:
             parts.append(f"shard_min_size={zero.shard_min_size}")
         if zero.keep_gathered:
             parts.append(f"keep_gathered={'True' if zero.keep_gathered == ALL else zero.keep_gathered}")
-        if self._memory_budget is not None:
-            parts.append(f"memory_budget={self._memory_budget}")
-        parts.append(f"executor={self._executor}")
-        if self._matmul != "default":
-            parts.append(f"matmul={self._matmul}")
-        if self._check_inputs != "always":
-            parts.append(f"check_inputs={self._check_inputs}")
-        if self._bucket_bytes is not None:
-            parts.append(f"bucket_bytes={self._bucket_bytes}")
+        settings: list[tuple[str, Any, Any]] = [  # name, what it is, what need not be said
+            ("memory_budget", self._memory_budget, None),
+            ("optimizer_in_backward", self._optimizer_in_backward, False),
+            ("arena", self._arena, True),
+            ("executor", self._executor, None),
+            ("cuda_graph", self._cuda_graph, False),
+            ("matmul", self._matmul, "default"),
+            ("check_inputs", self._check_inputs, "always"),
+            ("bucket_bytes", self._bucket_bytes, None),
+        ]
+        parts += [f"{name}={held}" for name, held, default in settings if held != default]
         named = zip(self._placement.names, self._links, strict=bool(self._links))
         parts += [f"{name}={link!r}" for name, link in named]
         parts += [f"{name}: {', '.join(map(str, nd))}" for name, nd in self._inputs.items()]
         parts += [f"{pass_name(own)} after {after}" for own, after in self._passes]
         return f"GraphConfig({', '.join(parts)})"
 
-    def _checked_axes(self, axis: str | Iterable[str] | None) -> tuple[str, ...]:
-        names = self._placement.names
-        if axis is not None and not isinstance(axis, Iterable):
-            raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {_choices(names)}")
-        if axis is None:
-            if not self._placement.data_axes:
-                raise ConfigError(
-                    f"enable_zero(): {self._placement!r} has no data axis, one whose name begins with dp; "
-                    f"say which axis to split over: enable_zero(axis={names[0]!r})"
-                )
-            return self._placement.data_axes
-        chosen = (axis,) if isinstance(axis, str) else tuple(axis)
-        for name in chosen:
-            if name not in names:
-                raise ConfigError(f"enable_zero(axis={axis!r}): {_choices(names)}, the axes of {self._placement!r}")
-        if not chosen or len(set(chosen)) != len(chosen):
-            raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one; {_choices(names)}")
-        return tuple(name for name in names if name in chosen)
 
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with one argument, as far as Python tells."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True
-
-
-def _choices(names: Iterable[str]) -> str:
-    return "choose one of " + ", ".join(repr(name) for name in names)
+def _yes_or_no(mode: Any, where: str) -> bool:
+    if not isinstance(mode, bool):
+        raise ConfigError(f"{where}({mode!r}): say True or False")
+    return mode

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphzero.errors import ConfigError
+from graphzero.sbp.placement import Placement
 
 STAGES = (1, 2, 3)
 AUTO = "auto"
@@ -54,3 +55,28 @@ def names_to_keep(keep_gathered: bool | Iterable[str], stage: int | str) -> tupl
             "keep_gathered out, or write stage=3"
         )
     return names
+
+
+def axes_to_split(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, ...]:
+    """The axes that ``enable_zero(axis=...)`` means, in order; raise ConfigError for what names none."""
+    names = placement.names
+    if axis is not None and not isinstance(axis, Iterable):
+        raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {choices(names)}")
+    if axis is None:
+        if not placement.data_axes:
+            raise ConfigError(
+                f"enable_zero(): {placement!r} has no data axis, one whose name begins with dp; "
+                f"say which axis to split over: enable_zero(axis={names[0]!r})"
+            )
+        return placement.data_axes
+    chosen = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in chosen:
+        if name not in names:
+            raise ConfigError(f"enable_zero(axis={axis!r}): {choices(names)}, the axes of {placement!r}")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one; {choices(names)}")
+    return tuple(name for name in names if name in chosen)
+
+
+def choices(names: Iterable[str]) -> str:
+    return "choose one of " + ", ".join(repr(name) for name in names)

@@ -25,9 +25,12 @@ STAGES = (None, Zero(1), Zero(2), Zero(3))
 MEMORY = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
 
 
-def lower(graph: StepGraph | str, zero: Zero | None = None, bucket: Bucket | None = None) -> StepGraph:
+def lower(
+    graph: StepGraph | str, zero: Zero | None = None, bucket: Bucket | None = None, in_backward: bool = False
+) -> StepGraph:
     """The program that runs."""
-    return Pipeline(default_passes(zero=zero, bucket=bucket))(parse(graph) if isinstance(graph, str) else graph)
+    passes = default_passes(zero=zero, bucket=bucket, in_backward=in_backward)
+    return Pipeline(passes)(parse(graph) if isinstance(graph, str) else graph)
 
 
 def history(text: str, zero: Zero | None = None) -> dict[str, Record]:

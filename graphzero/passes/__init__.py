@@ -11,6 +11,7 @@ from graphzero.passes.insert_boxing import InsertBoxing
 from graphzero.passes.keep import Keep
 from graphzero.passes.localize import Localize
 from graphzero.passes.lower_boxing import LowerBoxing
+from graphzero.passes.order import Order
 from graphzero.passes.pin import Pin
 from graphzero.passes.propagate import Propagate
 from graphzero.passes.reuse import Reuse
@@ -27,6 +28,7 @@ __all__ = [
     "Keep",
     "Localize",
     "LowerBoxing",
+    "Order",
     "Pass",
     "Pin",
     "Pipeline",
@@ -40,19 +42,22 @@ __all__ = [
 ]
 
 NAMES = (
-    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "keep", "bucket", "schedule",
-    "dead_code", "reuse",
+    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "keep", "order", "bucket",
+    "schedule", "dead_code", "reuse",
 )  # fmt: skip
 
 
 def default_passes(
     pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None, links: Links = (),
-    keep: Keep | None = None,
+    keep: Keep | None = None, in_backward: bool = False,
 ) -> list[Pass]:  # fmt: skip
     """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0).
 
+    ``Order`` is not among them: a Graph runs it before ``bucket`` where the plan of the program then peaks lower.
+
     links: what communication costs on each placement axis; () where bytes decide.
     keep: what stays gathered between forward and backward; None for nothing.
+    in_backward: whether the optimizer steps while backward runs.
     """
     first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
     rest: list[Pass] = [
@@ -63,7 +68,7 @@ def default_passes(
         Fuse(),
         *([keep] if keep is not None else []),
         bucket or Bucket(),
-        Schedule(bucket.nbytes if bucket is not None else None),
+        Schedule(bucket.nbytes if bucket is not None else None, in_backward),
         DeadCode(),
         Reuse(),
     ]

@@ -6,6 +6,7 @@
 * Reductions of gradients and gathers of updated parameters are awaited late: when more than ``nbytes`` of their kind
   have been launched after them, at the latest when backward ends or a result is read; two of a kind may always be under
   way at a time.  What carries them on along a further placement axis is launched with the next bucket.
+* Where the optimizer steps in backward, each op of the update stands where what it needs is there (``step_early``).
 * ``assign`` writes a new state over the old right after the last reader of the old.
 """
 
@@ -27,16 +28,19 @@ from graphzero.ir.layout import layout_of, local_shape
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.bucket import default_limit, is_early, made_by
+from graphzero.passes.step_early import step_early
 
 
 @dataclass(frozen=True)
 class Schedule(BuiltinPass):
     """Orders the program; it changes no value.
 
-    ``nbytes``: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
+    nbytes: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
+    in_backward: whether the optimizer steps a parameter while backward runs, as soon as its gradient is there.
     """
 
     nbytes: int | None = None
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.nbytes is not None and self.nbytes < 0:
@@ -45,23 +49,30 @@ class Schedule(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         limit = default_limit(graph) if self.nbytes is None else self.nbytes
         waits = [_split(graph, node) for node in list(graph.nodes) if node.target in ops.BUCKETS]
-        groups: dict[Any, list[fx.Node]] = defaultdict(list)
-        for wait in waits:
-            launch = _launch_of(wait)
-            groups[_kind(launch), value.phase_of(wait), _depth(launch), is_early(launch)].append(wait)
-        for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
-            if depth and not early:
-                _carry_on_late(graph, members)
-        for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
-            if early:
-                _prefetch(graph, members, limit)
-        for (*_, early), members in groups.items():
-            if not early:
-                _await_late(graph, members, limit)
+        _start_and_await(graph, [wait for wait in waits if value.phase_of(wait) != "update"], limit)
+        if self.in_backward:
+            step_early(graph)
+        _start_and_await(graph, [wait for wait in waits if value.phase_of(wait) == "update"], limit)
         _copy_old(graph)
         _assign(graph)
         _give_slots(graph)
         return graph
+
+
+def _start_and_await(graph: StepGraph, waits: list[fx.Node], limit: int) -> None:
+    groups: dict[Any, list[fx.Node]] = defaultdict(list)
+    for wait in waits:
+        launch = _launch_of(wait)
+        groups[_kind(launch), value.phase_of(wait), _depth(launch), is_early(launch)].append(wait)
+    for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
+        if depth and not early:
+            _carry_on_late(graph, members)
+    for (*_, early), members in sorted(groups.items(), key=lambda item: -item[0][2]):
+        if early:
+            _prefetch(graph, members, limit)
+    for (*_, early), members in groups.items():
+        if not early:
+            _await_late(graph, members, limit)
 
 
 def _split(graph: StepGraph, bucket: fx.Node) -> fx.Node:
@@ -108,6 +119,7 @@ def _prefetch(graph: StepGraph, waits: list[fx.Node], limit: int) -> None:
     """Launch each bucket of a phase, with all that it continues, ``limit`` bytes before it is awaited."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     tail: dict[fx.Node, fx.Node] = {}  # behind which the next launch goes that is to stand behind a node
+    moved: set[fx.Node] = set()
     first, under_way = 0, _nbytes(waits[0])
     for i, wait in enumerate(waits[1:], 1):
         under_way += _nbytes(wait)
@@ -116,10 +128,10 @@ def _prefetch(graph: StepGraph, waits: list[fx.Node], limit: int) -> None:
             first += 1
         behind = waits[first - 1] if first else _launch_of(waits[0])
         for node in _way_to(_launch_of(wait)):
-            if node not in tail and position[node] > position[behind]:
+            if node not in moved and position[node] > position[behind]:
                 tail.get(behind, behind).append(node)
                 tail[behind] = node
-                tail[node] = node
+                moved.add(node)
 
 
 def _way_to(launch: fx.Node) -> list[fx.Node]:

@@ -38,11 +38,13 @@ class Zero(BuiltinPass):
     stage: 1, 2 or 3.
     shard_min_size: a parameter with ``numel // n`` below it stays broadcast, n = ranks sharded over.
     axis: names of the placement axes to shard over; default every data axis.
+    in_backward: whether the optimizer steps while backward runs: stage 1 too then cuts a gradient when it is made.
     """
 
     stage: int = 2
     shard_min_size: int = 1
     axis: tuple[str, ...] | None = None
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
@@ -66,7 +68,7 @@ class Zero(BuiltinPass):
             for path, param in params.items():
                 _pin(graph, param, splits[path])
         pinned = pin_gradients(graph, splits)
-        if self.stage == 1:
+        if self.stage == 1 and not self.in_backward:
             _move_to_update(graph, pinned.values())
         return graph
 

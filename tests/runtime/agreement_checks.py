@@ -10,8 +10,10 @@ from process_toys import Train, batch, eager, make, raises, same, sgd, share, tr
 from torch import nn
 
 import graphzero as gz
+from graphzero.ir import value
 from graphzero.runtime import device_memory, products
 from graphzero.runtime.products import Figures
+from graphzero.runtime.steps import Barrier
 
 
 def check_disagreement_raises_on_all_ranks_and_says_what_differs():
@@ -204,6 +206,30 @@ def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
     graph._selection.stopped = None
     graph(*share(2))
     same(graph.full_state_dict()["modules"]["model"], eager(3)[0].state_dict())
+
+
+def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_its_first_step_says_so():
+    wanted, _ = trained(2, steps=2)
+    model = make(0)
+    graph = Train(model, sgd(model), 2)
+    graph.config.set_optimizer_in_backward()
+    graph.config.bucket_bytes = 100
+    optimizer = graph._optimizers[0].optimizer
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        graph(*share(step))
+    same(graph.full_state_dict()["modules"]["model"], wanted.full_state_dict()["modules"]["model"])
+    program = graph._last.executor(graph._world).program
+    behind = [step.node for step in program.steps[program.first_write :] if isinstance(step, Barrier)]
+    assert "backward" in map(value.phase_of, behind)
+    saved = copy.deepcopy(graph.full_state_dict())
+    for at, is_true in ((program.first_write - 1, True), (program.first_write, False)):
+        _failing(graph, at, RuntimeError("odd"))
+        raises(RuntimeError, "odd", lambda: graph(*share(2)))
+        if not is_true:
+            raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
+            graph.load_state_dict(saved)
+    graph(*share(2))
 
 
 def check_an_attribute_that_build_reads_is_agreed_on():

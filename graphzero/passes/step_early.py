@@ -1,0 +1,127 @@
+"""Steps parameters while backward runs: each op of the update moves up to where what it needs is there.
+
+    mm_3_b  = wait_1[0]                            ; gradient(model.2.weight)
+  update:
+    adam_2  = adam(model_2_weight, mm_3_b, ...)    backward has read model_2_weight for the last time
+  backward:
+    mm_4    = mm(t_11, x)                          ; gradient(model.0.weight), when that of model.2.weight is gone
+
+Then gradients need not all be held until backward ends.  It is the graph that says what may move: an update that needs
+the norm of all gradients stands where the last of them is complete, which is after backward, as it would otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import accumulate
+
+from torch import fx
+
+from graphzero.ir import inplace, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import storage_roots
+
+MANY = ""  # for the name of a parameter: several
+
+
+def step_early(graph: StepGraph) -> None:
+    """Move the ops of phase "update" up, each behind the last op of another phase that it has to wait for."""
+    nodes = list(graph.nodes)
+    found = _Ready(graph, nodes)
+    tail: dict[int, fx.Node] = {}
+    for node in sorted(found.of, key=lambda node: (found.of[node], found.position[node])):
+        after = found.of[node]
+        tail.get(after, nodes[after]).append(node)
+        tail[after] = node
+
+
+class _Ready:
+    """of: op of the update -> position of the last op of another phase that it waits for.
+
+    It waits for what it reads, and for the last reader of an old parameter: its new value then takes the storage of the
+    old.  What follows from states and numbers alone waits for the first that reads it.
+    """
+
+    def __init__(self, graph: StepGraph, nodes: list[fx.Node]):
+        self.position = {node: i for i, node in enumerate(nodes)}
+        others = (i if not _is_update(node) else -1 for i, node in enumerate(nodes))
+        self.above = [-1, *accumulate(others, max)]  # per position, that of the last op of another phase above it
+        self.first = next((i for i, node in enumerate(nodes) if value.phase_of(node) == "backward"), len(nodes))
+        self.free = self._last_readers(graph, nodes)
+        self.of: dict[fx.Node, int] = {}
+        made: dict[fx.Node, int] = {}  # the last op of another phase that something follows from; -1 for none
+        update = [node for node in nodes if _is_update(node)]
+        for node in update:
+            operands = node.all_input_nodes
+            self.free[node] = max((self.free.get(x, -1) for x in operands), default=-1)
+            made[node] = max((made[x] if _is_update(x) else self._made_at(x) for x in operands), default=-1)
+            if made[node] >= 0:
+                ready = max(made[node], self.free[node], self.first)
+                self.of[node] = min(ready, self.above[self.position[node]])
+        for node in reversed(update):
+            if node not in self.of:
+                self.of[node] = min(map(self._wanted, node.users), default=self.above[self.position[node]])
+
+    def _last_readers(self, graph: StepGraph, nodes: list[fx.Node]) -> dict[fx.Node, int]:
+        """Parameter or state that the step changes -> the last op outside the update that reads its storage."""
+        roots = storage_roots(graph)
+        last: dict[fx.Node, int] = {node: -1 for node in graph.placeholders() if node.name in graph.updates}
+        for node in nodes[:-1]:
+            if not _is_update(node):
+                for operand in node.all_input_nodes:
+                    last.update({root[0]: self.position[node] for root in roots[operand] if root and root[0] in last})
+        return last
+
+    def _made_at(self, operand: fx.Node) -> int:
+        """Where an operand is there, with all that arrives together with it; -1 for what is there before the step."""
+        source = operand.args[0] if operand.target is operator.getitem else None
+        together = source.users if isinstance(source, fx.Node) and source.target is ops.wait else (operand,)
+        return -1 if operand.op == "placeholder" else max(self.position[one] for one in together)
+
+    def _wanted(self, user: fx.Node) -> int:
+        """Behind which position something has to stand that ``user`` reads."""
+        return self.of[user] if _is_update(user) else self.above[self.position[user]]
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.op == "call_function" and value.phase_of(node) == "update"
+
+
+def describe_early(graph: StepGraph) -> str:
+    """Of a final program: how many parameters step before backward ends, and how many can not, and why."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    end = max((i for node, i in position.items() if value.phase_of(node) == "backward"), default=-1)
+    follows = _gradients_behind(graph)
+    params = {node.name for node in graph.placeholders("param")}
+    new = [node for name, node in graph.updates.items() if name in params]
+    early = sum(position[node] < end for node in new)
+    late = sum(follows.get(node) == MANY for node in new)
+    line = f"optimizer in backward: {early} of {len(new)} parameters step before backward ends"
+    if not late:
+        return line
+    why = " (clip_grad_norm)" if graph.aux else ""
+    return f"{line}; {late} wait until every gradient is there: their step needs those of others too{why}"
+
+
+def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
+    """The parameter from whose gradient each value follows, or MANY."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        role = value.role_of(node)
+        if role is not None and role.kind == "gradient":
+            found[node] = role.of
+        elif node.op == "call_function" and node.target not in (ops.launch, ops.wait):
+            behind = {found[operand] for operand in _operands(node) if operand in found}
+            if behind:
+                found[node] = behind.pop() if len(behind) == 1 else MANY
+    return found
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    """What a value follows from; what a collective delivers follows from the one member that it is."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source.target is ops.wait:
+        yield source.args[0].args[2][node.args[1]]  # type: ignore[index,union-attr,misc]
+    else:
+        yield from value.flat_nodes((node.args, inplace.plain_kwargs(node)))
