@@ -4,8 +4,13 @@
     python bench/on_cuda.py --size 350M --dtypes bf16 --batch 16 --context 1024 --steps 50
 
 Each row is a fresh process.  Every system trains the same model in the same dtype, parameters and optimizer states
-included, on the same tokens; plain PyTorch and torch.compile step with fused AdamW.  "planned" is what ``graph.plan``
-says before anything runs, "peak" is torch.cuda.max_memory_allocated; workspaces of cuBLAS are in the latter alone.
+included, on the same tokens; plain PyTorch and torch.compile step with fused AdamW.  "CUDA graph" is the whole step,
+update included, in one: for graphzero ``config.set_cuda_graph()``, for PyTorch captured by hand as its documentation
+says; "reduce-overhead" is torch.compile's own way, which leaves the update outside.
+
+"planned" is what ``graph.plan`` says before anything runs, "peak" torch.cuda.max_memory_allocated from the third step
+on, when CUDA graphs are captured: replays allocate nothing.  Workspaces of cuBLAS are in the peak alone.  "reserved" is
+what the process has taken of the GPU: what a CUDA graph's pool keeps, and fragments, are in it.
 """
 
 from __future__ import annotations
@@ -30,16 +35,30 @@ GPT2 = {
     "350M": Shape(vocabulary=50257, width=1024, layers=24, heads=16, batch=8, context=512),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-EXECUTORS = {"graphzero": "eager", "graphzero + inductor": "inductor"}
-COMPILED = "torch.compile, fused AdamW"
-SYSTEMS = (*EXECUTORS, "PyTorch, fused AdamW", COMPILED)
+OURS = {  # the executor, and whether its step is in a CUDA graph
+    "graphzero": ("eager", False),
+    "graphzero, CUDA graph": ("eager", True),
+    "graphzero + inductor": ("inductor", False),
+    "graphzero + inductor, CUDA graph": ("inductor", True),
+}
+PEERS = {  # torch.compile's mode ("" for none of it), and whether the whole step is in a CUDA graph
+    "PyTorch, fused AdamW": ("", False),
+    "PyTorch, fused AdamW, CUDA graph": ("", True),
+    "torch.compile, fused AdamW": ("default", False),
+    "torch.compile, fused AdamW, CUDA graph": ("default", True),
+    "torch.compile reduce-overhead, fused AdamW": ("reduce-overhead", False),
+    "torch.compile max-autotune-no-cudagraphs, fused AdamW": ("max-autotune-no-cudagraphs", False),
+}
+SYSTEMS = (*OURS, *PEERS)
+WARM_UP = 2  # steps before CUDA graphs are captured, graphzero's and those by hand
 Step = Callable[[Tensor, Tensor], Any]
 
 
 class Train(gz.Graph):
-    def __init__(self, model: torch.nn.Module, device: str, executor: str):
+    def __init__(self, model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool):
         super().__init__(gz.placement(device, range(1), virtual=True))
         self.config.set_executor(executor)
+        self.config.set_cuda_graph(in_cuda_graph)
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
@@ -49,14 +68,16 @@ class Train(gz.Graph):
         return loss
 
 
-def graph_step(model: torch.nn.Module, device: str, executor: str) -> tuple[Step, Callable[[], int | None]]:
-    graph = Train(model, device, executor)
+def graph_step(
+    model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool
+) -> tuple[Step, Callable[[], int | None]]:
+    graph = Train(model, device, executor, in_cuda_graph)
     return graph, lambda: graph.plan.memory.peak
 
 
-def eager_step(model: torch.nn.Module, compiled: bool) -> tuple[Step, Callable[[], int | None]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    forward = torch.compile(model) if compiled else model
+def peer_step(model: torch.nn.Module, mode: str, in_cuda_graph: bool) -> tuple[Step, Callable[[], int | None]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=in_cuda_graph)
+    forward = torch.compile(model, mode=mode) if mode else model
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = forward(x, y)
@@ -65,7 +86,34 @@ def eager_step(model: torch.nn.Module, compiled: bool) -> tuple[Step, Callable[[
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, lambda: None
+    return Captured(step) if in_cuda_graph else step, lambda: None
+
+
+class Captured:
+    """A step that is captured in its third call, and replayed from then on."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.calls = step, 0
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.inputs: tuple[Tensor, Tensor] | None = None
+        self.loss: Any = None
+
+    def __call__(self, x: Tensor, y: Tensor) -> Any:
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.step(x, y)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.inputs is None:
+            self.inputs = x.clone(), y.clone()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.loss = self.step(*self.inputs)
+        for own, given in zip(self.inputs, (x, y), strict=True):
+            own.copy_(given)
+        self.graph.replay()
+        return self.loss.clone()
 
 
 def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cuda") -> dict[str, Any]:
@@ -75,16 +123,20 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
     size = (shape.batch, shape.context + 1)
     ids = torch.randint(shape.vocabulary, size, device=device)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    if system in EXECUTORS:
-        step, planned = graph_step(model, device, EXECUTORS[system])
+    how, in_cuda_graph = (OURS | PEERS)[system]
+    in_cuda_graph &= device != "cpu"
+    if system in OURS:
+        step, planned = graph_step(model, device, how, in_cuda_graph)
     else:
-        step, planned = eager_step(model, system == COMPILED)
-    for _ in range(5):
+        step, planned = peer_step(model, how, in_cuda_graph)
+    for i in range(5):
+        if i == WARM_UP and device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         loss = step(x, y)
     if device == "cpu":
-        return {"ms": 0.0, "peak": 0, "planned": planned(), "loss": float(loss)}
+        return {"ms": 0.0, "peak": 0, "reserved": 0, "planned": planned(), "loss": float(loss)}
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
@@ -92,8 +144,11 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
         event.record()
     torch.cuda.synchronize()
     times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
-    peak = torch.cuda.max_memory_allocated()
-    return {"ms": statistics.median(times), "peak": peak, "planned": planned(), "loss": float(loss)}
+    found = {"ms": statistics.median(times), "planned": planned(), "loss": float(loss)}
+    found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    if in_cuda_graph and system in OURS:
+        found["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
+    return found
 
 
 def row(system: str, dtype: str, found: dict[str, Any], shape: Shape) -> list[str]:
@@ -101,7 +156,7 @@ def row(system: str, dtype: str, found: dict[str, Any], shape: Shape) -> list[st
     planned = "" if found["planned"] is None else f"{found['planned'] / 1e9:.2f} GB"
     return [
         f"{system}, {dtype}", f"{found['ms']:.1f}", f"{tokens:,.0f}", planned, f"{found['peak'] / 1e9:.2f} GB",
-        f"{found['loss']:.4f}",
+        f"{found['reserved'] / 1e9:.2f} GB", f"{found['loss']:.4f}",
     ]  # fmt: skip
 
 
@@ -112,6 +167,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -122,13 +178,15 @@ def main() -> None:
         return
     rows = []
     for dtype in options.dtypes:
-        for system in SYSTEMS:
+        for system in options.systems:
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
             words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
-            rows.append(row(system, dtype, in_fresh_process("on_cuda.py", *words), shape))
+            found = in_fresh_process("on_cuda.py", *words)
+            print(f"{system}, {dtype}: {found.get('how', 'done')}", file=sys.stderr)
+            rows.append(row(system, dtype, found, shape))
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}\n")
-    print(markdown(["system", "ms a step", "tokens/s", "planned", "peak", "loss"], rows))
+    print(markdown(["system", "ms a step", "tokens/s", "planned", "peak", "reserved", "loss"], rows))
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ class Graph:
         lines = [
             f"{self.name}({self.placement!r})",
             repr(self.config),
-            *(self._last.plan.decisions if self._last else ()),
+            *(self._last.decisions if self._last else ()),
             "parameters:",
             *_parameter_lines(found, nds),
         ]

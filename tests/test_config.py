@@ -58,6 +58,8 @@ def test_what_comes_later_says_what_to_do_instead(config):
     config.set_gradient_accumulation_steps(1)
     config.set_executor("inductor")
     assert config.executor == "inductor" and "executor=inductor" in repr(config)
+    config.set_cuda_graph()
+    assert config.cuda_graph and "cuda_graph=True" in repr(config)
 
 
 def test_set_input_takes_one_sbp_per_axis(config):

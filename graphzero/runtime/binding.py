@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -123,19 +124,25 @@ class _Binder:
                 f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
                 "some have no state: load a checkpoint that holds the state of every parameter"
             )
-        # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
-        tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
-        self.state.first_values.take_count(tensor, f"counter {specs[0].param}/{specs[0].key}")
-        copies = tensor.expand(len(specs)).clone()
-        for spec, own in zip(specs, copies.unbind(), strict=True):
+        which = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)
+        counter = self.state.counters.get(which)
+        if counter is not None and all(map(is_, held, counter.own)):
+            counter.tensor.copy_(counter.copies[0])  # where it is, whichever program has run since
+        else:
+            # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
+            tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
+            self.state.first_values.take_count(tensor, f"counter {specs[0].param}/{specs[0].key}")
+            copies = tensor.expand(len(specs)).clone()
+            counter = self.state.counters[which] = Counter(tensor, copies, copies.unbind())
+        for spec, own in zip(specs, counter.own, strict=True):
             optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
             if spec.born:
                 self.bound.births.append((optimizer, param, spec.key, own))
             else:
                 optimizer.state[param][spec.key] = own
                 self.bound.add(spec, param, optimizer.state[param])
-        self.bound.counters.append(Counter(tensor, copies))
-        return [tensor] * len(self.world.local_ranks)
+        self.bound.counters.append(counter)
+        return [counter.tensor] * len(self.world.local_ranks)
 
     def _count(self, spec: Spec) -> Any:
         """How many steps one parameter has taken: a number, or a tensor with one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,11 +39,12 @@ class Spec(Protocol):
 class Counter:
     """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter.
 
-    copies: one tensor; what the user holds are its elements, so that one write sets all.
+    copies: one tensor; what the user holds are its elements, ``own``, so that one write sets all.
     """
 
     tensor: Tensor
     copies: Tensor
+    own: Sequence[Tensor]
 
     def flush(self) -> None:
         self.copies.copy_(self.tensor)

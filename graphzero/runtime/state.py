@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from graphzero.ir.value import Role
 from graphzero.runtime import modules as tree
 from graphzero.runtime.agree import Ranks
-from graphzero.runtime.bound import Bound, Spec
+from graphzero.runtime.bound import Bound, Counter, Spec
 from graphzero.runtime.first_rank import FirstValues, decisions_of, follow
 from graphzero.runtime.modules import Found
 from graphzero.runtime.placed import check_held
@@ -53,12 +53,14 @@ class State:
 
     modules: attribute -> module.  optimizers: as add_optimizer was called.
     random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
+    counters: by the states that each counts for.
     """
 
     def __init__(self, world: World, ranks: Ranks, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]):
         self.world, self.ranks, self.modules, self.optimizers = world, ranks, modules, optimizers
         self.random = Stream()
         self.moved: dict[str, Moved] = {}  # by path
+        self.counters: dict[tuple[Any, ...], Counter] = {}
         self.first_values = FirstValues(world)
         self._bound: Bound | None = None
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None

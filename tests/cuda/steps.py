@@ -47,11 +47,14 @@ class Language(nn.Module):
 class Train(gz.Graph):
     """``build`` of a model that returns its loss."""
 
-    def __init__(self, model: nn.Module, placement: Any, stage: int = 0, clip: float | None = 1.0):
+    def __init__(
+        self, model: nn.Module, placement: Any, stage: int = 0, clip: float | None = 1.0, recorded: bool = False
+    ):
         super().__init__(placement)
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), clip_grad_norm=clip)
         self.config.enable_zero(stage > 0, stage=stage or 2)
+        self.config.set_cuda_graph(recorded)
 
     def build(self, ids: Tensor) -> Tensor:
         loss = self.model(ids)

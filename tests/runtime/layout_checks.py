@@ -27,17 +27,16 @@ LAYOUTS = {
 }
 
 
-def trained(graph, model, layout):
+def trained(graph, model, layout, through=None):
     each = prod(layout.ranks) // layout.parts  # ranks that share a part of the batch, side by side
-    return train(graph, model, layout.parts, dist.get_rank() // each)
+    return train(graph, model, layout.parts, dist.get_rank() // each, through)
 
 
-def compare(model):
-    for layout in LAYOUTS[dist.get_world_size()]:
-        for stage in layout.stages:
-            graph = graph_of(model, layout, stage, virtual=False)
-            found = difference(trained(graph, model, layout), reference(model))
-            assert max(found.loss, found.tensor) <= layouts.LIMIT, f"{layout}, stage {stage}: {found}"
+def compare(model, count=None):
+    for layout in LAYOUTS[dist.get_world_size()][:count]:
+        graph = graph_of(model, layout, 0, virtual=False)
+        found = difference(trained(graph, model, layout, layout), reference(model))
+        assert max(found.loss, found.tensor) <= layouts.LIMIT, f"{layout}, a step at each of its stages: {found}"
 
 
 def check_gpt2_trains_as_plain_pytorch_does():
@@ -45,7 +44,7 @@ def check_gpt2_trains_as_plain_pytorch_does():
 
 
 def check_llama_trains_as_plain_pytorch_does():
-    compare("llama, small")
+    compare("llama, small", 1 if dist.get_world_size() > 2 else None)  # on more layouts: tests/test_layouts.py
 
 
 def check_checkpoints_of_tensor_ranks_load_on_data_ranks_and_back():

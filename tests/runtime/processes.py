@@ -7,6 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
+
+
+def start(work, args, ranks, join=True):
+    """``mp.spawn``, of processes that are forked from one that has loaded what all of them need, and done nothing."""
+    mp.get_context("forkserver").set_forkserver_preload(LOADED)
+    return mp.start_processes(work, args, ranks, join, start_method="forkserver")
+
 
 def checks_in(*modules):
     """Name -> function."""
@@ -20,7 +28,7 @@ def run(modules, ranks, folder):
     """What each check came to: "name/rank" -> the traceback, or nothing."""
     with mp.Manager() as manager:
         found = manager.dict()
-        context = mp.spawn(_work, (ranks, str(folder / "store"), modules, found), nprocs=ranks, join=False)
+        context = start(_work, (ranks, str(folder / "store"), modules, found), ranks, join=False)
         try:
             while not context.join(timeout=120):
                 pass

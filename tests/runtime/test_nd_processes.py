@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import processes  # noqa: E402
 
+pytestmark = pytest.mark.slow
 GRIDS, LAYOUTS = ("nd_process_checks",), ("layout_checks",)
 
 
@@ -22,13 +23,11 @@ def layouts(request, tmp_path_factory):
     return request.param, processes.run(LAYOUTS, request.param, tmp_path_factory.mktemp("world"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", processes.checks_in(*GRIDS))
 def test_four_processes(grids, name):
     processes.assert_passed(grids, name, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", processes.checks_in(*LAYOUTS))
 def test_layouts_of_two_and_four_processes(layouts, name):
     ranks, results = layouts

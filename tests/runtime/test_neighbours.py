@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import start
 from torch import Tensor
 
 from graphzero.errors import GraphZeroError
@@ -141,7 +142,7 @@ def test_one_rank_that_may_not_be_read_lets_all_send(tmp_path: object) -> None:
     for off, wanted in ((1, "NoneType"), (-1, "Neighbours")):
         with mp.Manager() as manager:
             found = manager.dict()
-            mp.spawn(_meet, (f"{tmp_path}/{off}", off, found), nprocs=2)
+            start(_meet, (f"{tmp_path}/{off}", off, found), 2)
             assert dict(found) == {0: wanted, 1: wanted}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import start
 from torch import nn
 
 import graphzero as gz
@@ -39,7 +40,7 @@ def work(rank, path, found):
 def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_path):
     with mp.Manager() as manager:
         found = manager.dict()
-        mp.spawn(work, (str(tmp_path / "store"), found), nprocs=2)
+        start(work, (str(tmp_path / "store"), found), 2)
         assert list(found) == [0]
         assert "rank 0 waited" in found[0] and "fewer calls" in found[0]
 
@@ -62,8 +63,8 @@ def die_in_a_step(rank, path, found):
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(peer_memory.host() is None, reason="ranks send through gloo, which reports this its own way")
 def test_a_rank_that_ends_within_a_step_is_an_error_on_the_others_at_once(tmp_path):
-    context = mp.get_context("spawn")
-    with context.Manager() as manager:
+    context = mp.get_context("forkserver")
+    with mp.Manager() as manager:
         found = manager.dict()
         ranks = [context.Process(target=die_in_a_step, args=(rank, str(tmp_path / "store"), found)) for rank in (0, 1)]
         for one in ranks:

@@ -259,37 +259,45 @@ def test_columns_are_split_and_the_whole_tensors_stay_true(stage):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_tensors_that_others_put_in_place_are_bound_anew():
-    model, twin = wide(), wide()
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
-    graph = Train(model, optimizers[0], 2)
+def beside_plain():
+    """A model with a Graph and its twin without, their optimizers, the input, and a function: both take a step."""
+    models = wide(), wide()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in models]
+    graph = Train(models[0], optimizers[0], 2)
     x = torch.randn(8, 8, dtype=torch.float64)
-    graph(x), step(twin, optimizers[1], x)
+
+    def both():
+        graph(x)
+        step(models[1], optimizers[1], x)
+
+    return models, optimizers, x, both
+
+
+def test_tensors_that_others_put_in_place_are_bound_anew():
+    (model, twin), optimizers, x, both = beside_plain()
+    both()
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-    graph(x), step(twin, optimizers[1], x)
+    both()
     for optimizer, state, m in zip(optimizers, saved, (model, twin), strict=True):
         optimizer.load_state_dict(state)
         m[2].bias.data = torch.ones(8, dtype=torch.float64)
-    graph(x), step(twin, optimizers[1], x)
+    both()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
         assert float(optimizers[0].state[ours]["step"]) == 2
 
 
 def test_step_counts_are_each_parameters_own_for_whoever_reads_writes_or_copies_them():
-    model, twin = wide(), wide()
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
-    graph = Train(model, optimizers[0], 2)
-    x = torch.randn(8, 8, dtype=torch.float64)
-    graph(x), step(twin, optimizers[1], x)
+    (model, twin), optimizers, x, both = beside_plain()
+    both()
     saved, copied = io.BytesIO(), copy.deepcopy(optimizers[0].state_dict())
     torch.save(optimizers[0].state_dict(), saved)
-    graph(x), step(twin, optimizers[1], x)
+    both()
     for optimizer, m in zip(optimizers, (model, twin), strict=True):
         assert [float(optimizer.state[p]["step"]) for p in m.parameters()] == [2.0] * 4
         for p in m.parameters():
             optimizer.state[p]["step"] += 10
-    graph(x), step(twin, optimizers[1], x)
+    both()
     step(model, optimizers[0], x), step(twin, optimizers[1], x)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
