@@ -18,16 +18,19 @@ train: $(READY)
 
 test: lint test-fast test-slow
 
+# Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 # On a machine with a GPU, in any environment that has graphzero's requirements and pytest: PYTHON=... chooses it.
 test-cuda:
@@ -37,7 +40,7 @@ test-cuda:
 # CPU wheels only of some versions; from PyPI torch comes with CUDA, which is gigabytes.  No GPU is needed.
 TORCH ?= 2.11.0
 test-torch: .venv-torch-$(TORCH)/.ready
-	.venv-torch-$(TORCH)/bin/python -m pytest -p no:cacheprovider -n 2 -m "not slow"
+	.venv-torch-$(TORCH)/bin/python -m pytest -p no:cacheprovider $(SPREAD) -m "not slow"
 
 .venv-torch-%/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
@@ -47,8 +50,8 @@ test-torch: .venv-torch-$(TORCH)/.ready
 	@touch $@
 
 # Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables
-# and the plot of docs/.  Wants idle cores and about an hour; goes on where it was.  DeepSpeed is left out where it does
-# not install.  MODELS=toy only shows that all of it runs.
+# and the plot of docs/.  Wants idle cores and three quarters of an hour; goes on where it was.  DeepSpeed is left out
+# where it does not install.  MODELS=toy only shows that all of it runs.
 MODELS ?= A B conv
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"

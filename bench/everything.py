@@ -19,13 +19,14 @@ from pathlib import Path
 
 from _run import HERE, command, options_of, saved
 from jobs import JOBS
-from peers import BASE, SYSTEMS
+from peers import BASE, EARLY, SYSTEMS
 
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
 SHORT = ["--systems", "graphzero, stage 3", BASE]
 FEW = ("graphzero, stage 1", "graphzero, stage 3", "graphzero + inductor, stage 1", "DDP", BASE)
 MORE = ("A", "B")  # on 4 ranks too
+HEAVIEST = "B"  # whose peaks on 4 ranks count
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,29 @@ def main() -> None:
 
 def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
     for model in models:
-        yield _part("step_time.py", "times", 200, model, ranks, "--rounds", "8")
-        yield _part("peak.py", "peaks", 240, model, ranks)
+        also = ["--also", EARLY] if model == HEAVIEST else []
+        yield _part("step_time.py", "times", 190, model, ranks, "--rounds", "8" if model in MORE else "6", *also)
+        yield _part("peak.py", "peaks", 150, model, ranks, *also)
         yield _part("step_profile.py", "profile", 40, model, ranks)
     for model in models:
         if model in MORE and ranks < 4:
-            yield _part("step_time.py", "times", 240, model, 4, "--rounds", "4")
-            yield _part("peak.py", "peaks", 180, model, 4, "--systems", "graphzero", BASE, "FSDP2")
+            yield _part("step_time.py", "times", 200, model, 4, "--rounds", "3")
+        if model == HEAVIEST and ranks < 4:
+            yield _part("peak.py", "peaks", 120, model, 4, "--systems", "graphzero", EARLY, BASE, "FSDP2")
     for model in models:
         if model in MORE:
             for what, option in (("through sockets", "--sockets"), ("memory kept", "--keep-memory")):
-                words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "6")
+                words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "4")
                 words += ("--systems", "graphzero", "DDP", BASE)
-                yield Part(f"{model}, {ranks} ranks, {what}", "times", 90, words)
+                yield Part(f"{model}, {ranks} ranks, {what}", "times", 60, words)
+            words = ("step_time.py", "--model", model, "--ranks", str(ranks), "--mkl", "AVX2", "--rounds", "4")
+            words += ("--systems", "graphzero + oneDNN", "DDP + compile + oneDNN", "DDP", BASE)
+            yield Part(f"{model}, {ranks} ranks, MKL within AVX2", "times", 60, words)
     for count in sorted({ranks, 4}):
         yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
-    yield _part("first_step.py", "first step", 300, models[0], ranks, "--systems", *FEW)
-    yield Part(f"{models[0]}, scaling", "scaling", 500, ("scaling.py", "--model", models[0], "--rounds", "3"))
+    yield _part("first_step.py", "first step", 200, models[0], ranks, "--systems", *FEW)
+    yield Part(f"{models[0]}, scaling", "scaling", 400, ("scaling.py", "--model", models[0], "--rounds", "3"))
 
 
 def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:

@@ -84,15 +84,23 @@ def graph_of(model: str, layout: Layout, stage: int, virtual: bool = True) -> Tr
     if "tp" in layout.names and not parallelise(network, PLANS[model], placement):
         raise ValueError(f"the plan of {model} splits nothing on {placement!r}")
     graph = TrainGraph(network, *OPTIMIZERS["adamw"](network.parameters(), STEPS), placement=placement)
-    if stage:
-        graph.config.enable_zero(stage=stage, axis=layout.axis)
+    set_stage(graph, layout, stage)
     return graph
 
 
-def train(graph: TrainGraph, model: str, parts: int = 1, part: int = 0) -> Trained:
-    """Five steps.  ``part`` of so many ``parts`` of each batch is what this process gives: all, on virtual ranks."""
+def set_stage(graph: TrainGraph, layout: Layout, stage: int) -> None:
+    graph.config.enable_zero(stage > 0, stage=stage or 2, axis=layout.axis)
+
+
+def train(graph: TrainGraph, model: str, parts: int = 1, part: int = 0, through: Layout | None = None) -> Trained:
+    """Five steps.  ``part`` of so many ``parts`` of each batch is what this process gives: all, on virtual ranks.
+
+    through: each step is at the next stage of this layout; the Graph is captured once.
+    """
     losses = []
     for step in range(STEPS):
+        if through is not None:
+            set_stage(graph, through, through.stages[step % len(through.stages)])
         batch = CASES[model].batch(step, BATCH, torch.float64)
         losses.append(graph(*(x.chunk(parts)[part] for x in batch)).item())
     return Trained(losses, graph.full_state_dict()["modules"]["model"])

@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=JOBS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
+    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
@@ -65,7 +66,7 @@ def main() -> None:
         sys.exit("bench/peak.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
     os.environ.update(MALLOC)
     found = {}
-    for system in chosen(options.systems):
+    for system in chosen(options.systems, options.also):
         if system.missing:
             print(system.missing, file=sys.stderr)
             continue

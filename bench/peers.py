@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torch.optim import AdamW
 Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
 
 BASE = "DDP + compile"  # what others are measured against
+EARLY = "graphzero + optimizer in backward"
 BUCKET = 25 * 2**20  # bytes
 RATE = 1e-4  # small, so that rounding, which compilers change, does not grow within a run
 
@@ -56,12 +57,19 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, job: Job, executor: str = "eager", matmul: str = "default") -> TrainGraph:
+def graph(stage: int, job: Job, **settings: Any) -> TrainGraph:
+    """settings: what the methods ``set_...`` of its configuration are given, by their names."""
     model = job.model()
     made = TrainGraph(model, adamw(model), None, stage)
-    made.config.set_executor(executor)
-    made.config.set_matmul(matmul)
+    for name, value in settings.items():
+        getattr(made.config, f"set_{name}")(value)
     return made
+
+
+def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: Any) -> Iterator[System]:
+    """A Graph at each of the stages, with these settings."""
+    for stage in stages:
+        yield System(f"{name}, stage {stage}", stage, partial(graph, stage, **settings), special=special)
 
 
 def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw) -> Step:
@@ -132,31 +140,31 @@ def deepspeed(stage: int, job: Job) -> Step:
 
 
 SYSTEMS = [
-    *(System(f"graphzero, stage {stage}", stage, partial(graph, stage)) for stage in range(4)),
-    *(
-        System(f"graphzero + inductor, stage {stage}", stage, partial(graph, stage, executor="inductor"))
-        for stage in range(4)
-    ),
+    *graphs("graphzero", range(4)),
+    *graphs("graphzero + inductor", range(4), executor="inductor"),
+    *graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
     System("DDP", 0, partial(hand_written, ddp)),
     System(BASE, 0, partial(hand_written, compiled_ddp)),
     System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),
     System("FSDP2", 3, partial(hand_written, fsdp2)),
     System("FSDP2 + compile", 3, partial(hand_written, partial(fsdp2, compiled=True))),
     *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
-    *(
-        System(f"graphzero + oneDNN, stage {stage}", stage, partial(graph, stage, matmul="onednn"), special=True)
-        for stage in range(4)
-    ),
+    *graphs("graphzero + oneDNN", range(4), special=True, matmul="onednn"),
     System("DDP + oneDNN", 0, partial(hand_written, ddp), during=onednn.everywhere, special=True),
     System("DDP + compile + oneDNN", 0, partial(hand_written, compiled_ddp), during=onednn.everywhere, special=True),
 ]
 
 
-def chosen(names: list[str] | None) -> list[System]:
-    """The systems of these names, all stages where a name says none; without names all that are not special."""
-    if names is None:
-        return [s for s in SYSTEMS if not s.special]
-    return [s for s in SYSTEMS if any(s.name == n or s.name.startswith(f"{n},") for n in names)]
+def chosen(names: Sequence[str] | None, also: Sequence[str] = ()) -> list[System]:
+    """The systems of these names, all stages where a name says none; without names all that are not special.
+
+    also: names of more.
+    """
+
+    def is_named(system: System, names: Sequence[str]) -> bool:
+        return any(system.name == n or system.name.startswith(f"{n},") for n in names)
+
+    return [s for s in SYSTEMS if (not s.special if names is None else is_named(s, names)) or is_named(s, also)]
 
 
 def mean(loss: Tensor) -> float:

@@ -65,10 +65,10 @@ class Subject:
     states: int
     cluster: Cluster
 
-    def at(self, stage: int, shape: tuple[int, ...]) -> tuple[Bounds, int]:
-        """Seconds of a step, and bytes at the peak."""
-        plan = planned(self.model(), self.share, stage, self.cluster, shape)
-        return bounds(plan, self.compute, self.states), plan.memory.peak
+    def at(self, stages: Iterable[int], shape: tuple[int, ...]) -> dict[int, tuple[Bounds, int]]:
+        """By stage, seconds of a step and bytes at the peak."""
+        plans = planned(self.model(), self.share, stages, self.cluster, shape)
+        return {stage: (bounds(plan, self.compute, self.states), plan.memory.peak) for stage, plan in plans.items()}
 
 
 def main() -> None:
@@ -154,12 +154,11 @@ def beside(model: str, compute: Compute, links: Mapping[int, gz.Link], weak: Map
     rows = []
     for n, link in links.items():
         subject = small(model, compute.times(max(1.0, n / CORES)), link)
-        for stage in STAGES:
-            one = weak[n].get(f"graphzero, stage {stage}")
-            if one is not None:
-                found, _ = subject.at(stage, (n,))
-                cells = [ms(x) for x in (found.compute, found.communication, found.best, found.worst)]
-                rows.append([f"{_ranks(n)}, stage {stage}", *cells, ms(one.median), f"{one.median / found.best:.2f}"])
+        steps = {stage: weak[n][name] for stage in STAGES if (name := f"graphzero, stage {stage}") in weak[n]}
+        for stage, (found, _) in subject.at(steps, (n,)).items():
+            one = steps[stage]
+            cells = [ms(x) for x in (found.compute, found.communication, found.best, found.worst)]
+            rows.append([f"{_ranks(n)}, stage {stage}", *cells, ms(one.median), f"{one.median / found.best:.2f}"])
     return markdown(["", "compute", "communication", "best", "worst", "measured", "measured to best"], rows)
 
 
@@ -167,8 +166,7 @@ def predicted(subject: Subject, ranks: Iterable[int]) -> str:
     rows = []
     for n in ranks:
         for shape in hierarchies(n, subject.cluster.per_host):
-            for stage in STAGES if len(shape) == 1 else STAGES[2:]:
-                found, peak = subject.at(stage, shape)
+            for stage, (found, peak) in subject.at(STAGES if len(shape) == 1 else STAGES[2:], shape).items():
                 layout = " x ".join(map(str, shape))
                 rates = [f"{n * subject.samples / second:,.0f}" for second in (found.worst, found.best)]
                 rows.append(

@@ -10,7 +10,7 @@ behind nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,20 +80,25 @@ def _hides_behind(one: Collective) -> str:
     return "backward" if one.what_for == "gradients" else one.phase
 
 
-def planned(model: nn.Module, share: tuple[Tensor, ...], stage: int, cluster: Cluster, shape: tuple[int, ...]) -> Plan:
-    """The plan of rank 0 of a world of this hierarchy that is not there: (n,), or (replicas, n) for hybrid sharding.
+def planned(
+    model: nn.Module, share: tuple[Tensor, ...], stages: Iterable[int], cluster: Cluster, shape: tuple[int, ...]
+) -> dict[int, Plan]:
+    """By stage, the plan of rank 0 of a world of this hierarchy that is not there: (n,), or (replicas, n) for hybrid
+    sharding.
 
-    model and share, a rank's part of the batch, may be on the meta device.
+    model and share, a rank's part of the batch, may be on the meta device.  The step is captured once.
     """
     ranks = torch.arange(torch.Size(shape).numel())
     names = ("dp",) if len(shape) == 1 else ("dp_replicate", "dp_shard")
     with gz.testing.fake_world(len(ranks)):
         place = gz.placement("cpu", ranks.reshape(shape).tolist(), names=names)
         graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, 0, place)
-        if stage:
-            graph.config.enable_zero(stage=stage, axis=names[-1])
         graph.config.set_links(cluster.links(place))
-        return graph.compile(*share).plan
+        found = {}
+        for stage in stages:
+            graph.config.enable_zero(stage > 0, stage=stage or 2, axis=names[-1])
+            found[stage] = graph.compile(*share).plan
+        return found
 
 
 def hierarchies(ranks: int, per_host: int) -> Iterator[tuple[int, ...]]:

@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="more rounds")
     parser.add_argument("--model", choices=JOBS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
+    parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
@@ -91,7 +92,7 @@ def main() -> None:
     if options.mkl:
         os.environ["MKL_ENABLE_INSTRUCTIONS"] = options.mkl
     rounds = options.rounds or (12 if options.full else 5)
-    systems = chosen(options.systems)
+    systems = chosen(options.systems, options.also)
     for system in systems:
         if system.missing:
             print(system.missing, file=sys.stderr)

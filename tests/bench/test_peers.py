@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from shutil import which
 from xml.etree import ElementTree
 
@@ -12,11 +13,15 @@ import step_time
 import torch
 from _run import on_gloo
 from jobs import JOBS, THIN
-from peers import SYSTEMS, System, chosen
+from peers import BASE, EARLY, SYSTEMS, System, chosen
 
-COMPILED = ("DDP + compile", "FSDP2 + compile", "graphzero + inductor, stage 2")  # other stages: tests/runtime
-PLAIN = [s.name for s in SYSTEMS if s.needs == "torch" and " + compile" not in s.name and " + inductor" not in s.name]
-TORCH = [*PLAIN, *(COMPILED if which("g++") else ())]
+COMPILED = (BASE, "graphzero + inductor, stage 2")  # other stages: tests/runtime; what else compiles costs a minute
+PLAIN = [
+    s.name
+    for s in chosen(None, [EARLY, "DDP + oneDNN"])
+    if s.needs == "torch" and " + compile" not in s.name and " + inductor" not in s.name
+]
+TORCH = [*PLAIN, "graphzero + oneDNN, stage 2", *(COMPILED if which("g++") else ())]
 DEEPSPEED = [s.name for s in SYSTEMS if s.needs == "deepspeed"]
 
 
@@ -39,7 +44,7 @@ def test_they_do_on_a_convolutional_network_too():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(SYSTEMS[-1].missing is not None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_trains_to_the_same_losses():
     train_alike("toy", ["graphzero, stage 0", *DEEPSPEED])
 
@@ -65,7 +70,8 @@ def test_a_system_that_is_not_installed_is_left_out_with_a_word():
 
 def test_a_name_without_a_stage_means_all_its_stages_and_nothing_else():
     assert [s.name for s in chosen(["graphzero", "DDP"])] == [*(f"graphzero, stage {i}" for i in range(4)), "DDP"]
-    assert chosen(None) == SYSTEMS
+    assert chosen(None) == [s for s in SYSTEMS if not s.special]
+    assert [s.name for s in chosen(["DDP"], also=[EARLY])] == [f"{EARLY}, stage 2", f"{EARLY}, stage 3", "DDP"]
 
 
 @pytest.mark.parametrize("model", ["toy", "toy conv"])

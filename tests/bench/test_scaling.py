@@ -56,7 +56,7 @@ def test_a_plan_of_ranks_that_are_not_there_is_that_of_so_many_virtual_ones():
     with torch.device("meta"):
         model = job.model()
     share = tuple(x.to("meta") for x in job.part(0, 0, 1))
-    found = planned(model, share, 3, CLUSTER, (2, 4))
+    found = planned(model, share, (3,), CLUSTER, (2, 4))[3]
     sent = sum(one.bytes for one in found.collectives if one.axis == "dp_replicate" and one.what_for == "gradients")
     assert sent == pytest.approx(4 * found.parameters / 4, rel=0.05)  # an all_reduce of 1/4 of them over 2 ranks
     assert found.memory["parameters"] == pytest.approx(4 * found.parameters / 4, rel=0.05)
