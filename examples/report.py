@@ -16,6 +16,8 @@ import graphzero as gz
 from graphzero.plan import CATEGORIES, Plan
 from graphzero.runtime.meter import Measured
 
+INSIDE = ("arena", "gradients", "activations", "temporaries")
+
 Batch = Callable[[int], tuple[Tensor, ...]]
 
 
@@ -64,12 +66,21 @@ def plain_losses(make: Callable[[], nn.Module], batch: Batch, steps: int, clip: 
 
 
 def table(reports: list[StageReport], reference: list[float], ranks: int) -> str:
-    """Rows of figures, a column per stage; of bytes, at the moment of the peak: planned / measured."""
+    """Rows of figures, a column per stage; of bytes, at the moment of the peak: planned / measured.
+
+    What lies in an arena is measured together with it: that is one block of memory.
+    """
     rows = [[f"{ranks} ranks, per rank and step", *(f"stage {r.stage}" for r in reports)]]
+    has_arena = any(r.plan.memory["arena"] for r in reports)
     for category in CATEGORIES:
         pairs = [(r.plan.memory.at_peak[category], r.measured.at_peak.get(category, 0)) for r in reports]
-        if category == "gradients" or any(map(any, pairs)):
+        if has_arena and category in INSIDE:
+            rows.append([f"{category}, kB", *(f"{planned / 1e3:,.1f}" for planned, _ in pairs)])
+        elif category == "gradients" or any(map(any, pairs)):
             rows.append([f"{category}, kB", *(_pair(*pair) for pair in pairs)])
+    if has_arena:
+        both = [[sum(at.get(name, 0) for name in INSIDE) for at in _at_peak(r)] for r in reports]
+        rows.append(["these four, kB", *(_pair(*pair) for pair in both)])
     rows.append(["peak, kB", *(_pair(r.plan.memory.peak, r.measured.peak) for r in reports)])
     rows.append(["model state, kB", *(f"{r.plan.memory.model_state / 1e3:,.0f}" for r in reports)])
     rows.append(["sent, Psi", *(f"{r.plan.comm_volume:.3f}" for r in reports)])
@@ -87,6 +98,10 @@ def aligned(rows: list[list[str]]) -> str:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *padded]))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _at_peak(report: StageReport) -> tuple[dict[str, int], dict[str, int]]:
+    return report.plan.memory.at_peak, report.measured.at_peak
 
 
 def _pair(planned: float, measured: float) -> str:

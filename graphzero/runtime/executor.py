@@ -183,7 +183,7 @@ class Executor:
                 else:
                     meter.register("communication", [slots[0] for slots in self.slots.values()])
                     if self.program.rooms:
-                        meter.register("arena", self.world.arena.whole(0))
+                        meter.register("arena", self.world.arena.whole(0), self.program.arena_bytes)
                     for step in self.program.steps:
                         step.metered(envs, meter)
                         at += 1

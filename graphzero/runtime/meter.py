@@ -66,11 +66,15 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_peak = False  # what is alive now is the peak, and has not been noted
         self._node, self._kind, self._peak_node = "", "temporaries", ""
 
-    def register(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Count storages that are there before the run; one that is known keeps its first category."""
+    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
+        """Count storages that are there before the run; one that is known keeps its first category.
+
+        most: bytes that each counts at most; the rest of it is not there for this run.
+        """
         for tensor in tensors:
-            if self._see(tensor, category, ""):
-                nbytes = tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = nbytes if most is None else min(nbytes, most)
+            if self._see(tensor, category, "", nbytes):
                 self._resident[category] = self._resident.get(category, 0) + nbytes
 
     def measured(self) -> Measured:

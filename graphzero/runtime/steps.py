@@ -34,8 +34,8 @@ class Meter(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> Any: ...
 
-    def register(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """These are there before the run."""
+    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
+        """These are there before the run; of each at most so many bytes are for it."""
 
     def enter(self, node: str, kind: str) -> None:
         """The lines that follow belong to ``node`` ("" at the end); what they do not hand out is of ``kind``."""

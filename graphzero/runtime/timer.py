@@ -91,7 +91,7 @@ class Timer:
     def made(self, x: Any, names: Sequence[Any]) -> None:
         """Results do not matter here."""
 
-    def register(self, category: str, tensors: Iterable[Tensor]) -> None:
+    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """Nor do storages."""
 
     def __enter__(self) -> Timer:
