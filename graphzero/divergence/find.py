@@ -11,8 +11,8 @@ from graphzero.divergence.compare import held_difference, is_finite
 from graphzero.divergence.stages import Ran, moved_from
 from graphzero.ir import ops, value
 from graphzero.ir.calls import is_op
+from graphzero.ir.memory import SAME
 from graphzero.ir.text import op_name, print_line
-from graphzero.runtime import kernels
 from graphzero.simulate import Held
 
 _SHOWN = 6
@@ -135,7 +135,7 @@ def first_nonfinite(captured: Ran) -> tuple[str, str]:
     wanted = _nan if any(_nan(captured.results[name].whole()) for name in bad) else _inf
     for node in captured.program.nodes:
         held = values.get(node.name)
-        if held is None or node.target in kernels.SAME or not wanted(held.whole()):
+        if held is None or node.target in SAME or not wanted(held.whole()):
             continue
         source = value.source_of(node)
         kind = "input" if node.op == "placeholder" else "value"

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import SAME
 from graphzero.ir.text import print_line
 from graphzero.ops import AS_GLOBAL
 from graphzero.runtime import kernels
@@ -79,7 +80,7 @@ def walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> d
                 env[node] = values[node.name]
             elif node.op == "call_function":
                 args: Any = fx.node.map_arg(node.args, env.__getitem__)
-                if node.target in kernels.SAME:
+                if node.target in SAME:
                     env[node] = args[0]
                     continue
                 kwargs: Any = fx.node.map_arg(kernels.keywords(node, device), env.__getitem__)
@@ -122,7 +123,7 @@ def moved_from(node: fx.Node) -> fx.Node:
     """The value whose elements ``node`` holds too, only elsewhere: a collective's operand, a box's."""
     while node.op == "call_function":
         source: Any = node.args[0] if node.args else None
-        if node.target in (*ops.MOVES, ops.box, *kernels.SAME):
+        if node.target in (*ops.MOVES, ops.box, *SAME):
             node = source
         elif node.target is operator.getitem and source.target in (ops.wait, *ops.BUCKETS):
             bucket = source.args[0] if source.target is ops.wait else source

@@ -17,14 +17,11 @@ from torch import fx
 from graphzero import ops as own
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import UNMARKED_VIEWS, is_view
+from graphzero.ir.memory import SAME, UNMARKED_VIEWS, is_view
 
 Order = tuple[int, ...] | None  # dims from the outermost in memory to the innermost; None: not known
 
 aten = torch.ops.aten
-SAME = (
-    ops.use, ops.relabel, own.PIN, own.AS_LOCAL, own.AS_GLOBAL, aten.alias.default, aten.detach.default,
-)  # fmt: skip
 RESHAPES = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, *UNMARKED_VIEWS[:2])
 TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 ROW_MAJOR = (  # their results are, whatever the operands

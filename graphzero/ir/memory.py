@@ -22,6 +22,10 @@ from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
 Storage = tuple[fx.Node, int]  # the node that makes it, and the number of the result
 
+# One value under two names: no call at all.
+SAME = (
+    ops.use, ops.relabel, PIN, AS_LOCAL, AS_GLOBAL, torch.ops.aten.alias.default, torch.ops.aten.detach.default,
+)  # fmt: skip
 ALIASES = (ops.use, PIN, AS_LOCAL, AS_GLOBAL, ops.box, ops.relabel, ops.slice_shard, ops.assign)
 RESIDENT = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
 # ATen marks these as making a new tensor, but they return a view of their operand's storage.

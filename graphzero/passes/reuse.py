@@ -20,16 +20,12 @@ from torch import fx
 
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import Storage, reads_until_awaited, storage_roots
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
+from graphzero.ir.memory import SAME, Storage, reads_until_awaited, storage_roots
 from graphzero.passes.base import BuiltinPass
 
 aten = torch.ops.aten
 # A view of these kinds covers the whole of what it views, in its order.
-COVERING = (
-    ops.use, ops.relabel, PIN, AS_LOCAL, AS_GLOBAL, aten.alias.default, aten.detach.default, aten.view.default,
-    aten._unsafe_view.default,
-)  # fmt: skip
+COVERING = (*SAME, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)

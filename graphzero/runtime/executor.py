@@ -216,11 +216,13 @@ class Executor:
                 e[place] = x
 
     def _host(self, envs: list[Env], numbers: Mapping[int, Any] | None) -> None:
-        if numbers is None and self.program.host is not None:
+        if numbers is None:
+            if self.program.host is None:
+                return
             self.program.host.plain(envs[0])
             numbers = {place: envs[0][place] for place in self.program.host_places}
-        for e in envs if numbers else ():
-            for place, number in (numbers or {}).items():
+        for e in envs:
+            for place, number in numbers.items():
                 e[place] = number
 
     def _results(self, envs: list[Env]) -> Results:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from graphzero import _compat
 from graphzero.errors import ConfigError
 from graphzero.ir import inplace, value
-from graphzero.ir.memory import is_view
+from graphzero.ir.memory import SAME, is_view
 from graphzero.runtime import kernels
 from graphzero.runtime.joined import RegionOp
 from graphzero.runtime.regions import COMPOSED, Region, unnamed
@@ -131,7 +131,7 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
     for i, node in enumerate(region.inputs):
         made[node] = graph.placeholder(f"x{i}")
     for node in region.nodes:
-        if node.target in kernels.SAME:
+        if node.target in SAME:
             made[node] = made[node.args[0]]  # type: ignore[index]
             continue
         args, kwargs = node.args, kernels.keywords(node, world.device)

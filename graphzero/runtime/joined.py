@@ -11,8 +11,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import is_view
-from graphzero.runtime import kernels
+from graphzero.ir.memory import SAME, is_view
 from graphzero.runtime.regions import Region, form, work
 
 SHOWN = 5  # ops in the description of a region
@@ -71,5 +70,5 @@ def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
         of[result].meta = dict(result.meta)
     members = set(region.nodes)
     for node in region.nodes:
-        if node.target in kernels.SAME and any(user not in members for user in node.users):
+        if node.target in SAME and any(user not in members for user in node.users):
             of[node] = made.graph.node_copy(node, of.__getitem__)

@@ -19,14 +19,10 @@ from graphzero import _compat
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 from graphzero.runtime.world import World
 from graphzero.sbp.local import chunk
 
 aten = torch.ops.aten
-
-# One value under two names: no call at all.
-SAME = (ops.use, ops.relabel, PIN, AS_LOCAL, AS_GLOBAL, aten.alias.default, aten.detach.default)
 
 # Bindings with the meaning, and the argument order, of an overload.
 BINDINGS: Mapping[Any, Callable[..., Any]] = {

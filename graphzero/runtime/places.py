@@ -12,8 +12,7 @@ from torch import fx
 
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import storage_roots
-from graphzero.runtime import kernels
+from graphzero.ir.memory import SAME, storage_roots
 
 PERSISTENT = ("param", "buffer", "state", "constant")
 
@@ -57,7 +56,7 @@ class Places:
             role = value.role_of(node)
             stays = role is not None and role.kind in PERSISTENT
             (self.persistent if stays else self.inputs)[node.name] = self.of[node]
-        elif node.target in kernels.SAME or node.target is ops.assign:
+        elif node.target in SAME or node.target is ops.assign:
             self.of[node] = self.of[source]  # type: ignore[index]
         elif room is not None:
             self.of[node] = self.of[room]
@@ -79,7 +78,7 @@ class Places:
         """Node -> places whose last reader it is."""
         last: dict[int, fx.Node] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and node.target not in kernels.SAME:
+            if node.op == "call_function" and node.target not in SAME:
                 for place in (self.of[node], *self.results.get(node, ())):
                     last.setdefault(place, node)
                 if not self.is_picked(node):

@@ -21,8 +21,8 @@ from graphzero import _compat
 from graphzero.ir import inplace, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
+from graphzero.ir.memory import SAME
 from graphzero.runtime.agree import Ranks
-from graphzero.runtime.kernels import SAME
 from graphzero.runtime.world import World
 
 LARGEST = 4096  # sizes that are tried are cut there

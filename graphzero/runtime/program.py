@@ -17,6 +17,7 @@ from graphzero.ir import inplace, ops
 from graphzero.ir.arena import Arena
 from graphzero.ir.dense import COPIES
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.memory import SAME
 from graphzero.runtime import kernels
 from graphzero.runtime.arena import Room, Rooms
 from graphzero.runtime.code import Code
@@ -109,7 +110,7 @@ class _Compiler:
 
     def _node(self, node: fx.Node) -> None:
         target: Any = node.target
-        if target in kernels.SAME or self.places.is_picked(node):
+        if target in SAME or self.places.is_picked(node):
             return
         if target is ops.box:
             raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")

@@ -29,9 +29,8 @@ from torch import fx
 
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import Storage, is_view, storage_roots
+from graphzero.ir.memory import SAME, Storage, is_view, storage_roots
 from graphzero.ops import CROSS_ENTROPY_BACKWARD
-from graphzero.runtime import kernels
 from graphzero.runtime.steps import COMMUNICATING
 
 aten = torch.ops.aten
@@ -121,7 +120,7 @@ def _is_reduction(target: Any) -> bool:
 
 def is_named(node: fx.Node) -> bool:
     """Whether a node only gives a value another name."""
-    return node.target in kernels.SAME or node.target is operator.getitem
+    return node.target in SAME or node.target is operator.getitem
 
 
 def is_name_or_view(node: fx.Node) -> bool:
@@ -242,7 +241,7 @@ def region_of(nodes: Collection[fx.Node]) -> Region:
 
 def unnamed(node: fx.Node) -> fx.Node:
     """The value behind other names of it."""
-    while node.target in kernels.SAME:
+    while node.target in SAME:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

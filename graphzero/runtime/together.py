@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from graphzero.ir import inplace, ops, value
+from graphzero.ir.memory import SAME
 from graphzero.ops import ADAM, ADAMS_
 from graphzero.runtime import kernels
 from graphzero.runtime.code import Code
@@ -47,7 +48,7 @@ class Together:
         """Whether the updates may as well run behind ``node``."""
         if node.target is ops.slice_shard:
             return not self._reads_waiting(node)
-        return value.is_scalar(node) or node.target in kernels.SAME or self.places.is_picked(node)
+        return value.is_scalar(node) or node.target in SAME or self.places.is_picked(node)
 
     def empty(self, place: int, node: fx.Node) -> None:
         """``place`` is not read behind ``node``."""
