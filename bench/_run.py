@@ -79,12 +79,13 @@ def _enter(
     dist.destroy_process_group()
 
 
-def in_fresh_process(script: str, *args: Any) -> Any:
+def in_fresh_process(script: str, *args: Any, seconds: float | None = None) -> Any:
     """Run ``python bench/SCRIPT ARGS``, which prints one line of JSON last; that line, read.
 
-    A measurement of memory or of seconds is then not that of what ran before.
+    A measurement of memory or of seconds is then not that of what ran before.  seconds: after which it is ended, with
+    subprocess.TimeoutExpired.
     """
-    return json.loads(_output(str(HERE / script), *map(str, args)).splitlines()[-1])
+    return json.loads(_output(str(HERE / script), *map(str, args), seconds=seconds).splitlines()[-1])
 
 
 def in_python(text: str) -> str:
@@ -92,8 +93,8 @@ def in_python(text: str) -> str:
     return _output("-c", text)
 
 
-def _output(*args: str) -> str:
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True)
+def _output(*args: str, seconds: float | None = None) -> str:
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
     return done.stdout

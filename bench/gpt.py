@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch for timing: pre-norm blocks, learnt positions, a head of its own weights."""
+"""A GPT in plain PyTorch for timing: pre-norm blocks, learnt positions, a head of its own weights or tied."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Shape:
     heads: int
     batch: int  # sequences a rank
     context: int
+    tied: bool = False  # whether the head's weight is the embedding's, as in GPT-2
 
 
 SHAPES = {
@@ -56,6 +57,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+            nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))

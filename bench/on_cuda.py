@@ -1,16 +1,20 @@
 """Step time and memory of GPT-2 on one GPU: a world of one, beside plain PyTorch and torch.compile.
 
-    python bench/on_cuda.py                      # 124M, a row per system and dtype
-    python bench/on_cuda.py --size 350M --dtypes bf16 --batch 16 --context 1024 --steps 50
+    PYTHONPATH=. python bench/on_cuda.py                      # 124M in bf16, a row per system
+    PYTHONPATH=. python bench/on_cuda.py --size 350M --batch 16 --context 1024 --steps 50 --save cuda.json
 
-Each row is a fresh process.  Every system trains the same model in the same dtype, parameters and optimizer states
-included, on the same tokens; plain PyTorch and torch.compile step with fused AdamW.  "CUDA graph" is the whole step,
-update included, in one: for graphzero ``config.set_cuda_graph()``, for PyTorch captured by hand as its documentation
-says; "reduce-overhead" is torch.compile's own way, which leaves the update outside.
+Each row is a fresh process, whose figures are printed, and with ``--save`` kept, as soon as they are there.  One that
+fails, or takes more than ``--seconds``, is a row that says so; none begins after ``--minutes``.
+
+Every system trains the same model in the same dtype, parameters and optimizer states included, on the same tokens, with
+fused AdamW.  "CUDA graph" is the whole step, update included, in one: for graphzero ``config.set_cuda_graph()``, for
+PyTorch captured by hand as its documentation says; "reduce-overhead" is torch.compile's own way, which leaves the
+update outside.  "ratio" is to torch.compile with fused AdamW in this run.
 
 "planned" is what ``graph.plan`` says before anything runs, "peak" torch.cuda.max_memory_allocated from the third step
-on, when CUDA graphs are captured: replays allocate nothing.  Workspaces of cuBLAS are in the peak alone.  "reserved" is
-what the process has taken of the GPU: what a CUDA graph's pool keeps, and fragments, are in it.
+on, when CUDA graphs are captured: replays allocate nothing.  "requested" is the same without what the allocator rounds
+up.  Workspaces of cuBLAS are in both, not in the plan.  "reserved" is what the process has taken of the GPU: what a
+CUDA graph's pool keeps, and fragments, are in it.
 """
 
 from __future__ import annotations
@@ -18,38 +22,44 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from _run import in_fresh_process, markdown
+from _run import in_fresh_process, markdown, save
 from gpt import GPT, Shape
 from torch import Tensor
 
 import graphzero as gz
 
 GPT2 = {
-    "124M": Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=8, context=512),
-    "350M": Shape(vocabulary=50257, width=1024, layers=24, heads=16, batch=8, context=512),
+    "124M": Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=8, context=512, tied=True),
+    "350M": Shape(vocabulary=50257, width=1024, layers=24, heads=16, batch=8, context=512, tied=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OURS = {  # the executor, and whether its step is in a CUDA graph
-    "graphzero": ("eager", False),
+    "graphzero + inductor, CUDA graph": ("inductor", True),
     "graphzero, CUDA graph": ("eager", True),
     "graphzero + inductor": ("inductor", False),
-    "graphzero + inductor, CUDA graph": ("inductor", True),
+    "graphzero": ("eager", False),
 }
+BASE = "torch.compile, fused AdamW"
 PEERS = {  # torch.compile's mode ("" for none of it), and whether the whole step is in a CUDA graph
+    BASE: ("default", False),
+    "torch.compile, fused AdamW, CUDA graph": ("default", True),
     "PyTorch, fused AdamW": ("", False),
     "PyTorch, fused AdamW, CUDA graph": ("", True),
-    "torch.compile, fused AdamW": ("default", False),
-    "torch.compile, fused AdamW, CUDA graph": ("default", True),
     "torch.compile reduce-overhead, fused AdamW": ("reduce-overhead", False),
     "torch.compile max-autotune-no-cudagraphs, fused AdamW": ("max-autotune-no-cudagraphs", False),
 }
-SYSTEMS = (*OURS, *PEERS)
+SYSTEMS = (  # in the order in which they run: what matters most comes first, what takes long last
+    BASE, *(name for name, how in OURS.items() if how[1]), *(name for name, how in OURS.items() if not how[1]),
+    *(name for name in PEERS if name != BASE),
+)  # fmt: skip
 WARM_UP = 2  # steps before CUDA graphs are captured, graphzero's and those by hand
 Step = Callable[[Tensor, Tensor], Any]
 
@@ -60,7 +70,7 @@ class Train(gz.Graph):
         self.config.set_executor(executor)
         self.config.set_cuda_graph(in_cuda_graph)
         self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.model(x, y)
@@ -135,7 +145,7 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
             torch.cuda.reset_peak_memory_stats()
         loss = step(x, y)
     if device == "cpu":
-        return {"ms": 0.0, "peak": 0, "reserved": 0, "planned": planned(), "loss": float(loss)}
+        return {"ms": 0.0, "peak": 0, "requested": 0, "reserved": 0, "planned": planned(), "loss": float(loss)}
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
@@ -146,28 +156,49 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
     times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
     found = {"ms": statistics.median(times), "planned": planned(), "loss": float(loss)}
     found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    found["requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     if in_cuda_graph and system in OURS:
         found["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
     return found
 
 
-def row(system: str, dtype: str, found: dict[str, Any], shape: Shape) -> list[str]:
-    tokens = shape.batch * shape.context / found["ms"] * 1e3
-    planned = "" if found["planned"] is None else f"{found['planned'] / 1e9:.2f} GB"
-    return [
-        f"{system}, {dtype}", f"{found['ms']:.1f}", f"{tokens:,.0f}", planned, f"{found['peak'] / 1e9:.2f} GB",
-        f"{found['reserved'] / 1e9:.2f} GB", f"{found['loss']:.4f}",
-    ]  # fmt: skip
+HEAD = ["system", "ms a step", "ratio", "tokens/s", "planned", "peak", "requested", "reserved", "loss"]
+
+
+def row(label: str, found: dict[str, Any], base: float | None, tokens: int) -> list[str]:
+    """A line of the table.  base: milliseconds of what it is compared with."""
+    if "failed" in found:
+        return [label, found["failed"], *[""] * (len(HEAD) - 2)]
+    ratio = "" if not base else f"{found['ms'] / base:.3f}"
+    memory = [found[name] for name in HEAD[4:8]]
+    cells = ["" if nbytes is None else f"{nbytes / 1e9:.3f} GB" for nbytes in memory]
+    speed = f"{tokens / found['ms'] * 1e3:,.0f}" if found["ms"] else ""
+    return [label, f"{found['ms']:.2f}", ratio, speed, *cells, f"{found['loss']:.4f}"]
+
+
+def run(words: list[Any], seconds: float) -> dict[str, Any]:
+    """One row's figures, or why there are none."""
+    try:
+        found: dict[str, Any] = in_fresh_process("on_cuda.py", *words, seconds=seconds)
+        return found
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took over {seconds:.0f} s"}
+    except (RuntimeError, ValueError, IndexError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return {"failed": (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=GPT2, default="124M")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--seconds", type=float, default=200.0, help="that one row may take")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no row begins")
+    parser.add_argument("--save", metavar="FILE", help="keep the figures of each row there, as JSON")
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -176,17 +207,32 @@ def main() -> None:
     if options.only:
         print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps)))
         return
-    rows = []
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    title = f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}"
+    print(title, flush=True)
+    rows = table(options, shape, title)
+    print(f"\n{markdown(HEAD, rows)}")
+
+
+def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[str]]:
+    """Run all rows, telling of each as it is there."""
+    end, rows = time.monotonic() + 60 * options.minutes, []
     for dtype in options.dtypes:
+        base: float | None = None
         for system in options.systems:
+            left = end - time.monotonic()
+            if left <= 0:
+                continue
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
             words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
-            found = in_fresh_process("on_cuda.py", *words)
-            print(f"{system}, {dtype}: {found.get('how', 'done')}", file=sys.stderr)
-            rows.append(row(system, dtype, found, shape))
-    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print(f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}\n")
-    print(markdown(["system", "ms a step", "tokens/s", "planned", "peak", "reserved", "loss"], rows))
+            found = run(words, min(options.seconds, left))
+            base = found.get("ms") if system == BASE else base
+            label = f"{system}, {dtype}"
+            print(json.dumps({"row": label, **found}), flush=True)
+            if options.save:
+                save(options.save, title, label, found)
+            rows.append(row(label, found, base, shape.batch * shape.context))
+    return rows
 
 
 if __name__ == "__main__":

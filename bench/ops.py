@@ -134,7 +134,8 @@ class Sampled:
         given = {f"x{i}": x for i, x in enumerate((*self.inputs, *self.weights))}
         held = {f"module.{name}": p.detach() for name, p in self.module.named_parameters()}
         env: dict[fx.Node, Any] = {}
-        for node in captured.graph.nodes:
+        graph = captured.graph
+        for node in graph.nodes:
             if node.op == "placeholder":
                 env[node] = _placed(node, captured, given, held)
             elif node.op == "call_function":
@@ -146,7 +147,7 @@ class Sampled:
                     yield AtenCall(node.target, args, dict(kwargs))
                 with torch.no_grad():
                     env[node] = node.target(*args, **kwargs)
-        made += [env[x] if isinstance(x, fx.Node) else x for x in captured.graph.outputs]
+        made += [env[x] if isinstance(x, fx.Node) else x for x in graph.outputs]
 
 
 def _differentiable(out: list[Tensor]) -> list[Tensor]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -173,6 +174,25 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
+# A number for a dict that every write to it changes; no two dicts have the same.
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+
+
+def _counts_attributes() -> bool:
+    class Probe:
+        held = 0
+
+    probe = Probe()
+    probe.held = 1
+    before = dict_version(vars(probe))
+    probe.held = 2
+    return dict_version(vars(probe)) != before
+
+
+# Whether what is assigned to attributes changes the number of an object's ``__dict__``; in Python 3.13.0 it does not.
+COUNTS_ATTRIBUTES = _counts_attributes()
+
+
 def below_autograd() -> Any:
     """Context manager: ops go straight to their kernels, past the dispatch of autograd."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-untyped-call]
@@ -250,6 +270,14 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def forget_names(graph: torch.fx.Graph) -> None:
+    """Names of nodes that are no longer in the graph are free again, as they are in a copy of it."""
+    names = type(graph._graph_namespace)()
+    for node in graph.nodes:
+        names.create_name(node.name, node)
+    graph._graph_namespace = names
+
+
 def inductor_lacks(device_type: str) -> str:
     """What Inductor misses on this machine to compile for a device, or nothing."""
     if device_type != "cpu":
@@ -289,6 +317,21 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: list[Any], settings: 
     return found
 
 
+def attention_order() -> list[int]:
+    """The numbers of torch's kernels of attention (``torch.nn.attention.SDPBackend``), the preferred ones first."""
+    _settle_attention_order()
+    return torch._C._get_sdp_priority_order()  # type: ignore[no-any-return]
+
+
+@cache
+def _settle_attention_order() -> None:
+    """torch looks at the GPU for it when it first chooses a kernel."""
+    if torch.cuda.is_available():
+        with without_modes(), suppress(RuntimeError):  # that there is none to choose
+            x = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(x, x, x)
+
+
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
     """CPU tensors are computed without oneDNN; ``torch.backends.mkldnn`` cannot be set once its flags are frozen."""
@@ -305,3 +348,28 @@ def without_modes() -> Iterator[None]:
     """Tensors are real and not traced, whatever goes on around."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def clear_workspaces() -> None:
+    """Give back the memory in which cuBLAS works; it gets some when it works again.  Nothing may be under way."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+_failed: list[Any] = []
+
+
+def end_failed_capture(graph: Any, pool: Any, device: torch.device) -> bool:
+    """Whether torch has left its allocator in a capture into ``pool`` whose end failed; it is out of it then.
+
+    Until then no memory can be given back, and none of another graph's had.
+    """
+    try:
+        graph.pool()
+    except RuntimeError:  # it has not ended well
+        _failed.append(graph)  # torch's allocators may go on to ask it what it captures
+    else:
+        return False
+    with suppress(RuntimeError):  # a later torch has left it itself
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    return True

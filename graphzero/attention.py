@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphzero import _compat
+
 aten = torch.ops.aten
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -60,18 +62,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation.  enabled: torch's own switch for it.  fits: whether it computes a case."""
+    """One implementation.
+
+    fits: whether it computes a case.  enabled: torch's own switch for it; backend: torch's number of it.
+    """
 
     name: str
     forward: Forward
     backward: Backward
     fits: Callable[[Case], bool]
     enabled: Callable[[], bool] = lambda: True
+    backend: int = 0
 
 
 def choose(case: Case) -> Kernel:
-    """The first kernel of the device that is switched on and fits; attention by definition where none does."""
+    """The first kernel of the device that is switched on and fits; attention by definition where none does.
+
+    On CUDA the first in torch's order: on some GPUs cuDNN's stands before flash, which computes the same cases.
+    """
     known = KERNELS.get(case.device, ())
+    if case.device == "cuda":
+        order = _compat.attention_order()
+        known = tuple(sorted(known, key=lambda kernel: order.index(kernel.backend)))
     return next((kernel for kernel in known if kernel.fits(case) and kernel.enabled()), DEFINITION)
 
 
@@ -226,8 +238,8 @@ _cudnn_stats: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # case ->
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    dims = [laid_out(aligned(x), -(-x.shape[-1] // 8) * 8) for x in (q, k, v)]
-    out, stats, *_ = aten._scaled_dot_product_cudnn_attention(*dims, None, True, 0.0, causal, scale=scale)
+    kernel = aten._scaled_dot_product_cudnn_attention
+    out, stats, *_ = kernel(*map(_positions_first, (q, k, v)), None, True, 0.0, causal, scale=scale)
     _cudnn_stats[_cudnn_key(q, k, causal)] = tuple(stats.shape), stats.stride()
     return laid_out(out, v.shape[-1]), rows(stats, q.shape[2])
 
@@ -240,15 +252,26 @@ def _cudnn_backward(
     known = _cudnn_stats.get(_cudnn_key(q, k, causal))
     if known is None:
         return backward_by_definition(grad, q, k, v, out, logsumexp, bias, causal, scale)
-    stats = torch.empty_strided(*known, dtype=logsumexp.dtype, device=q.device)
-    stats.copy_(logsumexp.view(stats.shape))
-    dims = [laid_out(aligned(x), -(-x.shape[-1] // 8) * 8) for x in (grad, q, k, v, out)]
+    shape, strides = known
+    stats = logsumexp.view(shape)
+    if stats.stride() != strides:
+        stats = torch.empty_strided(shape, strides, dtype=stats.dtype, device=q.device).copy_(stats)
+    dims = [_positions_first(x) for x in (laid_out(grad, grad.shape[-1]), q, k, v, out)]
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     kernel = aten._scaled_dot_product_cudnn_attention_backward
     found = kernel(
         *dims, stats, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )  # fmt: skip
     return _gradients(found, q, k, v)
+
+
+def _positions_first(x: Tensor) -> Tensor:
+    """``x`` as results are laid out, all heads of a position together; pieces of one projection as they are.
+
+    cuDNN's plans of backward are kept by the layouts of q, k and v alone, for a result laid out as torch would.
+    """
+    x = aligned(x)
+    return x if 0 < x.stride(1) <= x.stride(2) and x.stride(0) > 0 else laid_out(x, x.shape[-1])
 
 
 def _cudnn_key(q: Tensor, k: Tensor, causal: bool) -> Any:
@@ -314,14 +337,14 @@ def backward_by_definition(
 
 DEFINITION = Kernel("definition", by_definition, backward_by_definition, lambda case: True)
 
-# cuDNN's stands behind flash, not before it as in torch's order for some GPUs: it computes the same cases.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cpu": (Kernel("flash_cpu", _cpu, _cpu_backward, lambda case: True),),
     "cuda": (
-        Kernel("flash", _flash, _flash_backward, _flash_fits, torch.backends.cuda.flash_sdp_enabled),
-        Kernel("cudnn", _cudnn, _cudnn_backward, _cudnn_fits, torch.backends.cuda.cudnn_sdp_enabled),
+        Kernel("flash", _flash, _flash_backward, _flash_fits, torch.backends.cuda.flash_sdp_enabled, 1),
+        Kernel("cudnn", _cudnn, _cudnn_backward, _cudnn_fits, torch.backends.cuda.cudnn_sdp_enabled, 3),
         Kernel(
-            "efficient", _efficient, _efficient_backward, _efficient_fits, torch.backends.cuda.mem_efficient_sdp_enabled
+            "efficient", _efficient, _efficient_backward, _efficient_fits,
+            torch.backends.cuda.mem_efficient_sdp_enabled, 2,
         ),
     ),
-}
+}  # fmt: skip

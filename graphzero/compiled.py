@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from graphzero.plan import Plan
 from graphzero.runtime import cuda_graph
 from graphzero.runtime.agree import digest
 from graphzero.runtime.executor import Executor
+from graphzero.runtime.garbage import collector_at_rest
 from graphzero.runtime.inputs import Inputs
 from graphzero.runtime.replay import Replayed
 from graphzero.runtime.state import State
@@ -34,6 +34,7 @@ from graphzero.runtime.world import World
 from graphzero.sbp.types import Nd
 
 FED = ("batch", "scalar", "hyper", "seed")
+YOUNG = 1  # generations of the collector in which is what compiling has made
 _MANY = 8
 HasState = Callable[[int, str], bool]  # (optimizer, path of a parameter)
 
@@ -151,19 +152,7 @@ class Programs:
         )
 
 
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Python looks for no garbage: nearly all that compiling makes is kept, and each round would look at all of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_collector_at_rest()
+@collector_at_rest()  # each round of its own would look at all that compiling has made
 def make(
     step: Step, inputs: Inputs, state: State, config: GraphConfig, captured: Captured | None, room: int | None = None
 ) -> Compiled:
@@ -175,8 +164,10 @@ def make(
         cuda_graph.check(state.world.placement)
     if captured is None:
         captured = capture(step, [leaf_of(leaf) for leaf in inputs.leaves], inputs.spec)
+        gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     placed = {**inputs.placed(), **state.placed(state.tensors(), captured.states)}
     found = fit(captured.graph, lambda stage: passes_of(config, placed, stage), config, room)
+    gc.collect(YOUNG)
     roles = {node.name: node.meta["role"] for node in found.graph.placeholders(*FED)}
     uses_seed = any(role.kind == "seed" for role in roles.values())
     return Compiled(

@@ -107,7 +107,8 @@ class GraphConfig:
 
         It is so on a CPU with executor "eager": a step then asks the kernel for no memory.  The buffer is what the step
         needs of such values at its worst moment, and held between calls; the plan says it, "arena".  Where the step's
-        peak would rise by more than a twentieth, or over the memory budget, less is put there, or nothing.
+        peak would rise by more than a twentieth, a tenth of the buffer, or over the memory budget, less is put there,
+        or nothing.
         """
         self._arena = _yes_or_no(mode, "set_arena")
 

@@ -101,7 +101,7 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
 def _given(graph: Graph | StepGraph) -> StepGraph:
     if isinstance(graph, Graph):
         record = next(record for record in graph.history if record.name == "propagate")
-        return record.before.clone()
+        return record.before
     if graph.level != "captured":
         raise ConfigError(
             f"explain: graph {graph.name} is {graph.level}, so its SBPs are chosen already; give the Graph itself, or "

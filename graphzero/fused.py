@@ -2,7 +2,7 @@
 
 ``adam_`` is torch's fused Adam, made independent of where in memory an element lies: torch's CPU kernel rounds the
 elements behind the last full vector differently, so a tensor and its pieces would not step alike to the bit.  Here what
-does not fill a vector is computed in one.  ``adams_`` steps many parameters by one call, each as ``adam_`` would.
+does not fill a vector is computed in one.  Many parameters in one call each step as they would alone.
 """
 
 from __future__ import annotations
@@ -12,53 +12,61 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-VECTOR = 16  # elements: a multiple of every vector length, of float32 and float64
+VECTOR = 64  # bytes: a multiple of every vector length
+
+Tensors = Sequence[Tensor]
 
 
 def adam_(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: float, beta1: float,
-    beta2: float, eps: float, weight_decay: float,
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool = True,
+    maximize: bool = False,
 ) -> None:  # fmt: skip
-    """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) over ``param`` and its two moments.
+    """One step of Adam (Kingma and Ba, arXiv 1412.6980) over parameters and their moments.
 
-    All four have one shape and dtype, float32 or float64.  step: 0-d, the number of this step, 1 for the first.
+    All are of one dtype and device, a parameter's of one shape.  Of 16-bit types a step is computed in float32 and
+    rounded once.
+    max_exp_avg_sqs: () without the largest second moments (AMSGrad, Reddi et al., arXiv 1904.09237).
+    steps: 0-d, for each the number of this step, 1 for the first.
+    decoupled: whether weights decay by themselves (AdamW, Loshchilov and Hutter, arXiv 1711.05101), not as
+    part of the gradient.
     """
-    adams_([param], [grad], [exp_avg], [exp_avg_sq], [step], lr, beta1, beta2, eps, weight_decay)
-
-
-def adam(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: float, beta1: float,
-    beta2: float, eps: float, weight_decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same beside them: the new parameter and moments."""
-    made = (param.clone(), exp_avg.clone(), exp_avg_sq.clone())
-    adam_(made[0], grad, made[1], made[2], step, lr, beta1, beta2, eps, weight_decay)
-    return made
-
-
-def adams_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-) -> None:  # fmt: skip
-    """``adam_`` over parameters of one dtype and device, shape by shape as they come."""
     known = {id(step): step.float() for step in steps}
-    groups = _Groups(params[0])
+    groups = _Groups(params[0], bool(max_exp_avg_sqs))
     copies: list[tuple[Tensor, Tensor]] = []
-    for *tensors, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+    kinds = [group for group in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) if group]
+    for *tensors, step in zip(*kinds, steps, strict=True):
         dense = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         copies += [(x, made) for x, made in zip(tensors, dense, strict=True) if x is not made and x is not tensors[1]]
         groups.add(dense, known[id(step)])
-    groups.step(lr, beta1, beta2, eps, weight_decay)
+    groups.step(lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
     for x, made in copies:
         x.copy_(made)
+
+
+def adam(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool = True,
+    maximize: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """The same beside them: the new parameters, then the first moments, the second, and the largest of these."""
+    made, first, second, largest = (
+        [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    )
+    adam_(
+        made, grads, first, second, largest, steps, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled,
+        maximize=maximize,
+    )  # fmt: skip
+    return [*made, *first, *second, *largest]
 
 
 class _Groups:
     """Tensors of one step, cut where vectors end: what fills some, and the ends, each in a vector of its own."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.vector = VECTOR if like.device.type == "cpu" else 1
-        self.whole: tuple[list[Tensor], ...] = ([], [], [], [], [])  # parameters, gradients, both moments, steps
+    def __init__(self, like: Tensor, amsgrad: bool) -> None:
+        self.vector = VECTOR // like.itemsize if like.device.type == "cpu" else 1
+        self.kinds = 5 if amsgrad else 4  # parameters, gradients, moments
+        self.whole: list[list[Tensor]] = [[] for _ in range(self.kinds + 1)]  # and steps
         self.ends: list[tuple[list[Tensor], Tensor]] = []
 
     def add(self, tensors: list[Tensor], step: Tensor) -> None:
@@ -72,18 +80,21 @@ class _Groups:
             for group, x in zip(self.whole, (*tensors, step), strict=True):
                 group.append(x)
 
-    def step(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-        vectors = [self._vectors(i) for i in range(4)] if self.ends else [[]] * 4
+    def step(
+        self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool
+    ) -> None:
+        vectors = [self._vectors(i) for i in range(self.kinds)] if self.ends else [[]] * self.kinds
         steps = [step for _, step in self.ends]
-        params, grads, exp_avgs, exp_avg_sqs, counts = (
-            [*group, *more] for group, more in zip(self.whole, (*vectors, steps), strict=True)
-        )
+        lists = [[*group, *more] for group, more in zip(self.whole, (*vectors, steps), strict=True)]
+        params, grads, exp_avgs, exp_avg_sqs = lists[:4]
         if params:
-            torch._fused_adamw_(
-                params, grads, exp_avgs, exp_avg_sqs, [], counts, amsgrad=False, maximize=False, lr=lr, beta1=beta1,
-                beta2=beta2, eps=eps, weight_decay=weight_decay,
+            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            kernel(
+                params, grads, exp_avgs, exp_avg_sqs, lists[4] if self.kinds == 5 else [], lists[-1], lr=lr,
+                beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=self.kinds == 5,
+                maximize=maximize,
             )  # fmt: skip
-        for i in (0, 2, 3) if self.ends else ():
+        for i in (0, *range(2, self.kinds)) if self.ends else ():
             for (end, _), vector in zip(self.ends, vectors[i], strict=True):
                 end[i].copy_(vector[: len(end[i])])
 

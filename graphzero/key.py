@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ class Key:
     placed: tuple[Any, ...]
     config: tuple[Any, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.captured, self.placed, self.config))
+
 
 class Keys:
     """The keys of one Graph's calls; what follows from modules and parameter groups is kept while those stay."""
@@ -48,6 +56,7 @@ class Keys:
         self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._paths: dict[int, str] = {}
         self._parts: tuple[tuple[str, Any], ...] = ()
+        self._last: Key | None = None
 
     def count(self, state: State, found: Mapping[str, Found]) -> None:
         """Look at the step counters of optimizers, which somebody may have changed."""
@@ -61,14 +70,17 @@ class Keys:
         config: GraphConfig,
         groups: tuple[Any, ...],
     ) -> Key:
-        """See ``Key``; groups: what captures hold fixed of parameter groups.
+        """See ``Key``; the same object for the same call again.  groups: what captures hold fixed of parameter groups.
 
         Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
         parts: list[tuple[str, Any]] = [("input structure", inputs.spec)]
         parts += [(f"input {leaf.name}", leaf.key) for leaf in inputs.leaves]
         parts += [("torch settings", _settings()), ("optimizer settings", groups)]
         parts += [("step counters", self._counters), *self._fixed(state, found)]
-        return Key(tuple(parts), placed_of(inputs, state, found), config.fingerprint)
+        key = Key(tuple(parts), placed_of(inputs, state, found), config.fingerprint)
+        if key != self._last:
+            self._last = key
+        return self._last
 
     def _fixed(self, state: State, found: Mapping[str, Found]) -> tuple[tuple[str, Any], ...]:
         groups = [[group["params"] for group in o.param_groups] for o in state.optimizers]

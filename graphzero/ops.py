@@ -4,7 +4,7 @@
   laptop holds for a GPU; ``attention`` has the kernels of each device.
 * ``uniform_like``: random numbers that are a function of (key, op, global index of the element), so that a
   draw does not depend on placement, stage or world.
-* ``adam``, ``adam_`` in place, ``adams_`` of many: the update of parameters by AdamW; ``fused`` has the kernel.
+* ``adam``, and ``adam_`` in place: the update of parameters by Adam, one or many at once; ``fused`` has the kernel.
 * ``cross_entropy_backward``, and ``.out``: backward of nll_loss and log_softmax at once; ``cross_entropy`` has the
   kernel.
 * ``grouped_mm``: products of matrices group by group; ``grouped`` has the kernel.
@@ -33,17 +33,15 @@ _lib.define(
     "Tensor? bias, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 _lib.define("uniform_like(Tensor like, Tensor key, int op, int[] start, int[] total) -> Tensor")
+_RATES = "Scalar lr, Scalar beta1, Scalar beta2, Scalar eps, Scalar weight_decay"
+_MODES = "bool decoupled=True, bool maximize=False"
 _lib.define(
-    "adam(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor step, float lr, float beta1, "
-    "float beta2, float eps, float weight_decay) -> (Tensor, Tensor, Tensor)"
+    "adam(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
+    f"Tensor[] steps, {_RATES}, *, {_MODES}) -> Tensor[]"
 )
 _lib.define(
-    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step, float lr, "
-    "float beta1, float beta2, float eps, float weight_decay) -> ()"
-)
-_lib.define(
-    "adams_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay) -> ()"
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    f"Tensor(d!)[] max_exp_avg_sqs, Tensor[] steps, {_RATES}, *, {_MODES}) -> ()"
 )
 _SCORES = (
     "Tensor grad, Tensor log_probs, Tensor target, Tensor? weight, int reduction, int ignore_index, Tensor total_weight"
@@ -64,7 +62,6 @@ ATTENTION_BACKWARD = torch.ops.graphzero.attention_backward.default
 UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
 ADAM = torch.ops.graphzero.adam.default
 ADAM_ = torch.ops.graphzero.adam_.default
-ADAMS_ = torch.ops.graphzero.adams_.default
 CROSS_ENTROPY_BACKWARD = torch.ops.graphzero.cross_entropy_backward.default
 GROUPED_MM = torch.ops.graphzero.grouped_mm.default
 PIN = torch.ops.graphzero.pin.default
@@ -147,10 +144,8 @@ _lib.impl("uniform_like", _uniform_like, "CompositeExplicitAutograd")
 _lib.impl("uniform_like", lambda like, key, op, start, total: like.new_empty(like.shape, dtype=torch.float32), "Meta")
 _lib.impl("adam", fused.adam, "CompositeExplicitAutograd")
 _lib.impl("adam_", fused.adam_, "CompositeExplicitAutograd")
-_lib.impl("adam", lambda p, g, m, v, *rest: (p.new_empty(p.shape), m.new_empty(m.shape), v.new_empty(v.shape)), "Meta")
-_lib.impl("adam_", lambda *args: None, "Meta")
-_lib.impl("adams_", fused.adams_, "CompositeExplicitAutograd")
-_lib.impl("adams_", lambda *args: None, "Meta")
+_lib.impl("adam", lambda p, g, *rest, **modes: [x.new_empty(x.shape) for xs in (p, *rest[:3]) for x in xs], "Meta")
+_lib.impl("adam_", lambda *args, **modes: None, "Meta")
 _lib.impl("cross_entropy_backward", cross_entropy.backward, "CompositeExplicitAutograd")
 _lib.impl("cross_entropy_backward", lambda grad, logs, *rest: logs.new_empty(logs.shape), "Meta")
 for _device in ("CPU", "CUDA"):

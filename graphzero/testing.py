@@ -156,7 +156,7 @@ def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwa
     On CUDA these are the seconds of the host; for kernels use torch.profiler.
     """
     executor = _executor(graph)
-    timer = Timer(executor.graph, times)
+    timer, waited = Timer(executor.graph, times), graph._ranks.waited
     executor.meter = timer
     timer.start()
     try:
@@ -164,6 +164,7 @@ def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwa
     finally:
         executor.meter = None
     timer.stop()
+    timer.agreed(graph._ranks.waited - waited)
     return timer.times
 
 

@@ -124,6 +124,15 @@ def test_kernels_that_torch_has_switched_off_are_passed_over(monkeypatch):
         assert choose(case()).name == "definition"
 
 
+def test_torchs_order_of_kernels_is_kept(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    both = [torch.nn.attention.SDPBackend.CUDNN_ATTENTION, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    for order in (both, both[::-1]):
+        with torch.nn.attention.sdpa_kernel(order, set_priority=True):
+            assert choose(case()).name == order[0].name.split("_")[0].lower()
+            assert choose(case(dim=200)).name == "flash"  # cuDNN's does not fit
+
+
 # ---- kernels that are not here: stand-ins that refuse what the real ones refuse
 
 
@@ -239,6 +248,26 @@ def test_inputs_that_lie_unaligned_are_copied():
     q, k, v = wide[..., 1:].unbind()
     out, _ = CUDA["flash"].forward(q, k, v, None, False, 0.3)
     torch.testing.assert_close(out, by_definition(q, k, v, None, False, 0.3)[0])
+
+
+def test_cudnn_reads_pieces_of_one_projection_where_they_are(stand_ins, monkeypatch):
+    given = []
+
+    def forward(*args, **kwargs):
+        given.extend(args[:3])
+        return _cudnn(*args, **kwargs)
+
+    def backward(*args, **kwargs):
+        given.extend(args[1:4])
+        return _cudnn_backward(*args, **kwargs)
+
+    monkeypatch.setattr(attention.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(attention.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    q, k, v = torch.randn(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind()
+    out, sums = CUDA["cudnn"].forward(q, k, v, None, False, 0.3)
+    found = CUDA["cudnn"].backward(out, q, k, v, out, sums, None, False, 0.3)
+    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in (q, k, v)] * 2
+    torch.testing.assert_close(found, backward_by_definition(out, q, k, v, out, sums, None, False, 0.3))
 
 
 @pytest.mark.usefixtures("stand_ins")

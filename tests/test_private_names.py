@@ -21,7 +21,7 @@ KNOWN = {
     "_BatchNorm",  # the base of all batch norms
     "_version",  # of a tensor: notes on in-place correctness
     "_ops",  # torch._ops.OpOverload, the type of an op
-    "_foreach_copy_", "_fused_adamw_",  # bindings of ATen's ops, which have no other name
+    "_foreach_copy_", "_fused_adam_", "_fused_adamw_",  # bindings of ATen's ops, which have no other name
     "_asdict", "_getframe",  # Python's own
 }  # fmt: skip
 MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch")  # as "Extending PyTorch" imports them

@@ -26,6 +26,7 @@ from graphzero.capture.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.trace import BuildTrace, Slot, Traced
 from graphzero.capture.uses import insert_uses
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.packed import Packed
 from graphzero.ir.value import Role, phase_of
 
 aten = torch.ops.aten
@@ -305,5 +306,13 @@ class _Capture:
         training = traced.backward and bool(self.step.optimizers)
         guards = all_guards(self.environments)
         return Captured(
-            step_graph, traced.out_spec, training, states, self.unused, guards, constants, self.entry, traced.attributes
+            Packed(step_graph),
+            traced.out_spec,
+            training,
+            states,
+            self.unused,
+            guards,
+            constants,
+            self.entry,
+            traced.attributes,
         )

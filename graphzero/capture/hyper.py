@@ -59,6 +59,8 @@ def baked_of_group(optimizer: int, index: int, group: dict[str, Any]) -> tuple[A
         items = entry if isinstance(entry, (tuple, list)) else [entry]
         fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
         found.append((optimizer, index, key, fixed))
+    if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
+        found.append((optimizer, index, "fused", ("True",)))
     return tuple(found)
 
 

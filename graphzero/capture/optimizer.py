@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from graphzero import _compat
 from graphzero.capture import decompositions
 from graphzero.capture.entries import Entries
+from graphzero.capture.fused_steps import FusedSteps, is_fused
 from graphzero.capture.host_numbers import HostNumbers
 from graphzero.capture.hyper import Hyper, differs, of_group, with_numbers
 from graphzero.capture.initial_state import cannot_step
@@ -178,7 +179,11 @@ def _groups(
     held: list[list[Any]] = [[] for _ in optimizer.param_groups]
     for member, param in zip(members, params, strict=True):
         held[member.group].append(param)
-    return [with_numbers({**group, "params": held[g]}, numbers[g]) for g, group in enumerate(optimizer.param_groups)]
+    made = []
+    for g, group in enumerate(optimizer.param_groups):
+        fused = {"fused": True} if is_fused(optimizer, group) else {}
+        made.append({**with_numbers({**group, "params": held[g]}, numbers[g]), **fused})
+    return made
 
 
 @contextmanager
@@ -189,7 +194,7 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
     optimizer.param_groups, optimizer.state = groups, state
     optimizer.defaults = {**optimizer.defaults, "differentiable": False}
     try:
-        with torch.no_grad(), _compat.is_compiling(), HostNumbers():
+        with torch.no_grad(), _compat.is_compiling(), HostNumbers(), FusedSteps():
             yield
         changed = [f"self.{k}" for k, v in vars(optimizer).items() if differs(before.get(k), v)]
         for group, old in zip(groups, given, strict=True):

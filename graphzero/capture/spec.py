@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.packed import Packed
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 
@@ -100,7 +101,8 @@ class Entry:
 class Captured:
     """A captured step.
 
-    graph: level "captured"; out_spec: of build's return value, whose flat leaves are ``graph.outputs``.
+    packed: the graph, of level "captured", which is read when a configuration asks for another program.
+    out_spec: of build's return value, whose flat leaves are ``graph.outputs``.
     training: whether the step has an update.  states: all optimizer state of the graph.
     unused: trainable parameters of the optimizers that get no gradient.
     guards: whether this capture still holds for given hyperparameters and float inputs, by role
@@ -110,7 +112,7 @@ class Captured:
     attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
     """
 
-    graph: StepGraph
+    packed: Packed
     out_spec: pytree.TreeSpec
     training: bool
     states: list[StateSpec]
@@ -119,6 +121,11 @@ class Captured:
     constants: dict[str, Tensor]
     entry: Entry = field(default_factory=Entry)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step, made anew each time."""
+        return self.packed.graph()
 
     def enters(self, numbers: Mapping[Role, float], has_state: Callable[[int, str], bool]) -> bool:
         """Whether optimizer state is what this capture takes for granted.

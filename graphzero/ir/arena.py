@@ -25,7 +25,7 @@ from graphzero.ir.memory import Life, Storage
 
 LEAST = 128 * 2**10  # bytes of a value: glibc maps blocks from there on, and keeps smaller ones by itself
 ALIGNED = 64  # bytes: a line of cache, what torch aligns its own memory to
-COST = 20  # the plan's peak may rise by one part in so many
+COST = 20  # the plan's peak may rise by one part in so many, of itself and of twice what is in the arena
 PARTS = (8, 7, 6, 4, 2)  # eighths of the buffer that would hold everything, tried one after the other
 
 
@@ -40,7 +40,7 @@ class Arena:
 def arena_of(graph: StepGraph, most: int | None = None, without: Collection[Any] = ()) -> Arena | None:
     """The arena of a final program; None where nothing is to be had by one.
 
-    most: bytes that a step may peak at, arena included; beside that, the peak rises by at most a part of it (``COST``).
+    most: bytes that a step may peak at, arena included; beside that, the peak rises by at most a part (``COST``).
     without: ops whose results are not to be put anywhere.
     """
     alive = memory.lives(graph)
@@ -48,14 +48,14 @@ def arena_of(graph: StepGraph, most: int | None = None, without: Collection[Any]
     if not chosen:
         return None
     others = _others(graph, alive)
-    limit = int(max(others + _over_time(alive, len(others))))
-    limit += limit // COST
-    limit = limit if most is None else min(limit, most)
+    alone = int(max(others + _over_time(alive, len(others))))
     whole = pack(chosen)
     for part in PARTS:
         found = whole if part == PARTS[0] else pack(chosen, whole.nbytes * part // PARTS[0])
         rest = [life for life in alive if life.storage not in found.offsets]
-        if found.offsets and found.nbytes + max(others + _over_time(rest, len(others))) <= limit:
+        peak = found.nbytes + int(max(others + _over_time(rest, len(others))))
+        worth = (peak - alone) * COST <= min(alone, 2 * found.nbytes)
+        if found.offsets and worth and (most is None or peak <= most):
             return found
     return None
 

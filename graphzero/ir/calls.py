@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -75,10 +75,10 @@ def _end_of_region(node: fx.Node, axis: int) -> Signature:
 
 def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature]) -> str:
     """Why signatures that the op at ``node`` allows on placement axes, by number, do not go together; "" if they do."""
-    on_axes = {axis: (*signature.inputs, *signature.outputs) for axis, signature in chosen.items()}
-    shared = _shared(list(on_axes.values()))
+    shared = _shared(chosen.values())
     if not shared:
         return ""
+    on_axes = {axis: (*signature.inputs, *signature.outputs) for axis, signature in chosen.items()}
     hierarchy = graph.placement.hierarchy
     metas = [meta for meta in result_metas(node) if meta is not None]
     shapes = [*(value.tensor_type(o).shape for o in value.tensor_operands(node)), *(meta.shape for meta in metas)]
@@ -92,12 +92,13 @@ def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature]) -> 
     return ""
 
 
-def _shared(on_axes: Sequence[Sequence[Sbp]]) -> list[tuple[int, int]]:
-    """(tensor, dim) of what more than one axis splits; SBPs are given per axis, one for each tensor."""
-    found = []
-    for k, sbps in enumerate(zip(*on_axes, strict=True)):
-        dims = [sbp.dim for sbp in sbps if sbp.is_split]
-        found += [(k, dim) for dim in dict.fromkeys(dims) if dims.count(dim) > 1]
+def _shared(on_axes: Iterable[Signature]) -> set[tuple[int, int]]:
+    """(tensor, dim) of what more than one axis splits."""
+    seen: frozenset[tuple[int, int]] = frozenset()
+    found: set[tuple[int, int]] = set()
+    for signature in on_axes:
+        found |= seen & signature.splits
+        seen |= signature.splits
     return found
 
 
@@ -124,7 +125,7 @@ def meta_of(arg: Any) -> Any:
     """``arg`` with a TensorMeta for each tensor; scalar nodes stay, the registry takes them for run-time numbers."""
     if isinstance(arg, fx.Node):
         type_ = value.type_of(arg)
-        return TensorMeta(type_.shape, type_.dtype) if isinstance(type_, TensorType) else arg
+        return type_.meta if isinstance(type_, TensorType) else arg
     if isinstance(arg, (list, tuple)):
         return [meta_of(item) for item in arg]
     return arg
@@ -133,7 +134,7 @@ def meta_of(arg: Any) -> Any:
 def result_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     type_ = value.type_of(node)
     types = type_ if isinstance(type_, tuple) else (type_,)
-    return tuple(TensorMeta(t.shape, t.dtype) if isinstance(t, TensorType) else None for t in types)
+    return tuple(t.meta if isinstance(t, TensorType) else None for t in types)
 
 
 def input_sbps(node: fx.Node, axis: int) -> tuple[Sbp, ...]:

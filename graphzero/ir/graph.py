@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphzero import _compat
 from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
 from graphzero.ir.value import Role, TensorType, Type
@@ -122,6 +123,18 @@ class StepGraph:
         results = graph.graph_copy(self.graph, {})
         graph.output(results)
         return StepGraph(self.name, self.placement, graph, self.level)
+
+    def settle(self) -> None:
+        """Be as a clone would be, so that what comes next does not depend on how the last pass went about its work.
+
+        Readers of a value stand in the order of the nodes, names of values that are gone are free, ops that are added
+        stand last, and ``fx`` is made anew.
+        """
+        for node in self.graph.nodes:
+            node.args = node.args
+        self.graph.inserting_after()
+        _compat.forget_names(self.graph)
+        self._module = None
 
     def set_output(self, outputs: Iterable[Any], aux: dict[str, Node], updates: dict[str, Node]) -> None:
         """Say what the step hands out: see ``outputs``, ``aux`` and ``updates``; outputs keep number and order."""

@@ -21,8 +21,8 @@ from graphzero.ops import ADAM, ADAM_, CROSS_ENTROPY_BACKWARD
 
 OUT = "out"  # the keyword, in a graph, of the value whose storage a result takes
 aten = torch.ops.aten
-# Ops with several results: the form that writes them over operands, and the number of the operand for each result.
-OVER_OPERANDS: dict[Any, tuple[torch._ops.OpOverload, tuple[int, ...]]] = {ADAM: (ADAM_, (0, 2, 3))}
+# Ops with several results: the form that writes them over operands, and the numbers of the lists of these operands.
+OVER_OPERANDS: dict[Any, tuple[torch._ops.OpOverload, tuple[int, ...]]] = {ADAM: (ADAM_, (0, 2, 3, 4))}
 # Ops on whole rows: the number of the operand over which their kernels, those of the CPU, may write.
 ROW_BY_ROW = {
     aten._log_softmax.default: 0,
@@ -62,11 +62,16 @@ def room_of(x: fx.Node) -> fx.Node | None:
     return out_of(x)
 
 
+def over_operands(node: fx.Node) -> list[fx.Node]:
+    """Of an op in ``OVER_OPERANDS``, the operand for each of its results."""
+    return [x for at in OVER_OPERANDS[node.target][1] for x in node.args[at]]  # type: ignore[union-attr,misc]
+
+
 def may_overwrite(node: fx.Node, operand: fx.Node, device_type: str) -> bool:
     """Whether ``node`` may write over ``operand``, whole, while it reads it."""
     target = node.target
     if target in OVER_OPERANDS:
-        return [arg for arg in node.args if arg is operand] == [operand]
+        return value.flat_nodes(node.args).count(operand) == 1
     if target in ROW_BY_ROW:
         at = ROW_BY_ROW[target]
         rest = (*node.args[:at], *node.args[at + 1 :])

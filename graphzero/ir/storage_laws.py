@@ -107,7 +107,7 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, where: s
         good = dense and inplace.arrives_dense(graph, node) and value.type_of(node) == (value.type_of(room),)
     elif node.target in inplace.OVER_OPERANDS:
         same = (value.type_of(node)[i], value.sbp_of(node)[i]) == (value.type_of(room), value.sbp_of(room))
-        good = same and node.args[inplace.OVER_OPERANDS[node.target][1][i]] is room
+        good = same and inplace.over_operands(node)[i] is room
     else:
         kernel = inplace.writing(node.target) or inplace.over_first(node.target)
         good = kernel is not None and inplace.same_form(node, room)

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphzero.sbp.signature import TensorMeta
 from graphzero.sbp.types import Nd
 
 PHASES = ("input", "forward", "backward", "update")
@@ -61,6 +63,11 @@ class TensorType:
     def nbytes(self) -> int:
         """Bytes of the whole (global) tensor, stored densely."""
         return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def meta(self) -> TensorMeta:
+        """What rules of ops are told of it; one object, since it is looked up again and again."""
+        return TensorMeta(self.shape, self.dtype)
 
     def __str__(self) -> str:
         name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
@@ -172,7 +179,11 @@ def source_of(node: fx.Node) -> str:
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
-    return [arg for arg in flat_nodes((node.args, node.kwargs)) if is_tensor(arg)]
+    found: list[fx.Node] = []
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(node.kwargs.values(), found)
+    return [arg for arg in found if isinstance(arg.meta.get("type"), TensorType)]
 
 
 def flat_nodes(args: Any) -> list[fx.Node]:

@@ -115,11 +115,8 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph
 def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and calls.is_op(node) and not _is_beyond_rules(node):
-            for axis in range(len(graph.placement.names)):
-                _check_op(graph, node, axis, where, boxed)
-            axes = range(len(graph.placement.names)) if boxed else ()
-            runs = {axis: Signature(calls.input_sbps(node, axis), calls.output_sbps(node, axis)) for axis in axes}
-            if len(runs) > 1 and (why := calls.misfit(graph, node, runs)):
+            runs = {axis: _check_op(graph, node, axis, where, boxed) for axis in range(len(graph.placement.names))}
+            if boxed and len(runs) > 1 and (why := calls.misfit(graph, node, runs)):
                 raise violation(node, where, f"'{node.name}' {why}", "Pin it to B on one of the axes before this op")
         elif boxed and node.target in calls.IDENTITIES:
             _check_identity(node, where)
@@ -143,16 +140,16 @@ def _holds_local(args: Iterable[Any]) -> bool:
     )
 
 
-def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool) -> None:
+def _check_op(graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool) -> Signature:
+    """The signature in which the op at ``node`` stands on ``axis``; before boxes, one that makes its results."""
     inputs, outputs = calls.input_sbps(node, axis), calls.output_sbps(node, axis)
     allowed = calls.signatures_of(graph, node, axis, (*inputs, *outputs))
+    for signature in allowed:
+        if signature.outputs == outputs and (signature.inputs == inputs or not boxed):
+            return signature
     if not boxed:
-        if all(signature.outputs != outputs for signature in allowed):
-            problem = f"'{node.name}' cannot be {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}"
-            raise violation(node, where, problem, _allows(node, allowed))
-        return
-    if any(signature.inputs == inputs and signature.outputs == outputs for signature in allowed):
-        return
+        problem = f"'{node.name}' cannot be {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}"
+        raise violation(node, where, problem, _allows(node, allowed))
     operands = value.tensor_operands(node)
     summed = next((o for o, sbp in _nonlinear(operands, inputs, allowed) if sbp.is_partial), None)
     if summed is not None:

@@ -8,6 +8,7 @@ from graphzero.passes.bucket import Bucket
 from graphzero.passes.dead_code import DeadCode
 from graphzero.passes.fuse import Fuse
 from graphzero.passes.insert_boxing import InsertBoxing
+from graphzero.passes.join_updates import JoinUpdates
 from graphzero.passes.keep import Keep
 from graphzero.passes.localize import Localize
 from graphzero.passes.lower_boxing import LowerBoxing
@@ -25,6 +26,7 @@ __all__ = [
     "DeadCode",
     "Fuse",
     "InsertBoxing",
+    "JoinUpdates",
     "Keep",
     "Localize",
     "LowerBoxing",
@@ -43,7 +45,7 @@ __all__ = [
 
 NAMES = (
     "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "keep", "order", "bucket",
-    "schedule", "dead_code", "reuse",
+    "schedule", "dead_code", "reuse", "join_updates",
 )  # fmt: skip
 
 
@@ -71,5 +73,6 @@ def default_passes(
         Schedule(bucket.nbytes if bucket is not None else None, in_backward),
         DeadCode(),
         Reuse(),
+        JoinUpdates(),
     ]
     return first + rest

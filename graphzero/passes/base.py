@@ -1,7 +1,7 @@
 """What a pass is, and the pipeline that runs them.
 
-A pass is any callable ``StepGraph -> StepGraph``; it gets a clone that it may change.  Cloning, verifying,
-timing and the record of what changed are the pipeline's, never a pass's.
+A pass is any callable ``StepGraph -> StepGraph``; it may change what it gets.  Cloning, verifying, timing and the
+record of what changed are the pipeline's, never a pass's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.packed import Packed
 from graphzero.ir.text import print_graph
 from graphzero.ir.verify import verify
 
@@ -46,14 +47,23 @@ class BuiltinPass:
 class Record:
     """One pass of a run: its name, the graph before and after, and its seconds without verification.
 
-    ``seconds_verify`` is what the verification after it took.
+    ``seconds_verify`` is what the verification after it took.  The graphs are kept packed (``ir.packed``).
     """
 
     name: str
-    before: StepGraph
-    after: StepGraph
+    packed: tuple[Packed, Packed] = field(repr=False)
     seconds: float
-    seconds_verify: float = field(default=0.0)
+    seconds_verify: float
+
+    @property
+    def before(self) -> StepGraph:
+        """The graph that the pass was given, made anew each time: whoever asks may change it."""
+        return self.packed[0].graph()
+
+    @property
+    def after(self) -> StepGraph:
+        """The graph that the pass returned, made anew likewise."""
+        return self.packed[1].graph()
 
     def diff(self) -> str:
         """What the pass changed, as a unified diff of the two texts."""
@@ -68,8 +78,8 @@ class Record:
 class Pipeline:
     """Runs passes one after another: ``Pipeline(passes)(graph)``.
 
-    Each pass works on a clone of its predecessor's graph; the result is verified.  ``history`` keeps one
-    ``Record`` per pass of the last run.
+    They change one clone of the graph, in turn; after each it is verified, and packed for the record.  ``history``
+    keeps one ``Record`` per pass of the last run.
 
     Raises:
         VerifyError: a pass returned another type, dropped an update or an input, or broke a law of the IR.
@@ -81,16 +91,19 @@ class Pipeline:
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         self.history = []
+        before, graph = Packed(graph), graph.clone()
         for pass_ in self.passes:
-            name = pass_name(pass_)
+            name, given = pass_name(pass_), _Given.of(graph)
             started = time.perf_counter()
-            result = _run(pass_, graph.clone(), name)
+            result = _run(pass_, graph, name)
             finished = time.perf_counter()
-            after = _checked(graph, result, name)
-            verify(after, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
-            record = Record(name, graph, after, finished - started, time.perf_counter() - finished)
-            self.history.append(record)
-            graph = after
+            graph = _checked(given, result, name)
+            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
+            verified = time.perf_counter()
+            graph.settle()
+            after = Packed(graph)
+            self.history.append(Record(name, (before, after), finished - started, verified - finished))
+            before = after
         return graph
 
 
@@ -103,42 +116,56 @@ def _run(pass_: Pass, graph: StepGraph, name: str) -> object:
         raise
 
 
-def _checked(before: StepGraph, after: object, name: str) -> StepGraph:
+@dataclass(frozen=True)
+class _Given:
+    """What a pass has to keep of the graph that it was given."""
+
+    updates: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: int
+    level: str
+
+    @classmethod
+    def of(cls, graph: StepGraph) -> _Given:
+        inputs = tuple(node.name for node in graph.placeholders())
+        return cls(tuple(graph.updates), inputs, len(graph.outputs), graph.level)
+
+
+def _checked(given: _Given, after: object, name: str) -> StepGraph:
     if not isinstance(after, StepGraph):
         raise VerifyError(
             f"pass {name} returned {type(after).__name__}, not a StepGraph\n"
             "  A pass changes the graph it is given and returns it"
         )
-    lost = [update for update in before.updates if update not in after.updates]
+    lost = [update for update in given.updates if update not in after.updates]
     if lost:
         raise VerifyError(
             f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
             "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
         )
     kept = {node.name for node in after.placeholders()}
-    gone = [node.name for node in before.placeholders() if node.name not in kept]
+    gone = [name for name in given.inputs if name not in kept]
     if gone:
         raise VerifyError(
             f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
             "signature of the step\n  Leave a placeholder that nobody reads where it is"
         )
-    known = {node.name for node in before.placeholders()}
-    added = sorted(kept - known)
+    added = sorted(kept.difference(given.inputs))
     if added:
         raise VerifyError(
             f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: nobody would say "
             "what it is in a call\n  Make values from the inputs that are there; a constant is a call, such as "
             "graph.call(torch.ops.aten.full.default, ...)"
         )
-    if len(after.outputs) != len(before.outputs):
+    if len(after.outputs) != given.outputs:
         raise VerifyError(
-            f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {len(before.outputs)}\n"
+            f"pass {name} returned a graph with {len(after.outputs)} outputs, build returns {given.outputs}\n"
             "  Keep the outputs in number and order; pass others to the caller by the output's aux dict"
         )
-    steps = LEVELS.index(after.level) - LEVELS.index(before.level)
+    steps = LEVELS.index(after.level) - LEVELS.index(given.level)
     if not 0 <= steps <= 1:
         raise VerifyError(
-            f"pass {name} took the graph from level {before.level!r} {'back ' if steps < 0 else ''}to {after.level!r}\n"
+            f"pass {name} took the graph from level {given.level!r} {'back ' if steps < 0 else ''}to {after.level!r}\n"
             f"  A pass keeps the level or takes it one further; they are {', '.join(LEVELS)}. Return the graph that "
             "the pass was given, not another one"
         )

@@ -107,7 +107,15 @@ def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[
     if matches(read(DECAY).outputs[0], param, before) and set(param.users) == {node}:
         param, decay = before["param"], before["weight_decay"]
     numbers = (found["lr"], found["beta1"], found["beta2"], found["eps"], decay)
-    args = (param, found["grad"], found["exp_avg"], found["exp_avg_sq"], found["step"], *numbers)
+    args: tuple[Any, ...] = (
+        [param],
+        [found["grad"]],
+        [found["exp_avg"]],
+        [found["exp_avg_sq"]],
+        [],
+        [found["step"]],
+        *numbers,
+    )
     type_, nd = value.tensor_type(node), value.nd_of(node)
     chain = _made(found)
     with graph.graph.inserting_before(node):

@@ -90,16 +90,15 @@ class _Storages:
 
     def write_over_operands(self, node: fx.Node) -> None:
         """Put all of several results over the operands that the op's form in place writes over, or none."""
-        rooms = [node.args[at] for at in inplace.OVER_OPERANDS[node.target][1]]
+        rooms = inplace.over_operands(node)
         picks = {pick.args[1]: pick for pick in node.users if pick.target is operator.getitem}
         for i, room in enumerate(rooms):
-            assert isinstance(room, fx.Node)
             free = i in picks and self._may_take(picks[i], room, (node, i))
             if not free or not self._reads_alone(node, room):
                 return
         node.kwargs = {**node.kwargs, inplace.OUT: rooms}
         for i, room in enumerate(rooms):
-            self._move((node, i), picks[i], room)  # type: ignore[arg-type]
+            self._move((node, i), picks[i], room)
 
     def _is_kept(self, new: fx.Node) -> bool:
         """Whether a new state is nothing else as well: another state, or what build returns."""

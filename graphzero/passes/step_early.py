@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
@@ -119,9 +120,12 @@ def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """What a value follows from; what a collective delivers follows from the one member that it is."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, fx.Node) and source.target is ops.wait:
-        yield source.args[0].args[2][node.args[1]]  # type: ignore[index,union-attr,misc]
+    """What a value follows from; one of several, that a collective or an update delivers, from what it is made of."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    if source is not None and source.target is ops.wait:
+        yield source.args[0].args[2][node.args[1]]
+    elif source is not None and source.target in inplace.OVER_OPERANDS:
+        index: Any = node.args[1]
+        yield from (arg[index % len(arg)] for arg in source.args if isinstance(arg, list) and arg)
     else:
         yield from value.flat_nodes((node.args, inplace.plain_kwargs(node)))

@@ -7,6 +7,7 @@ A disagreement, or a failure on one rank, raises on every rank; nobody hangs.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,10 +32,15 @@ def digest(*texts: str) -> int:
 
 
 class Ranks:
-    """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent."""
+    """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent.
+
+    waited: seconds that this rank has spent in ``agree`` until all had come.
+    """
 
     def __init__(self, placement: Placement):
         self.placement = placement
+        self.waited = 0.0
+        self._ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
     @property
     def active(self) -> bool:
@@ -54,10 +60,13 @@ class Ranks:
         if self.active:
             wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
             mine = torch.tensor([value, -value, failure is not None, wish], dtype=torch.int64)
+            began = time.perf_counter()
             try:
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group())
             except RuntimeError as error:
                 raise self._gone(what, error) from error
+            finally:
+                self.waited += time.perf_counter() - began
             highest, lowest, failed, wish = mine.tolist()
             if failed:
                 raise self._first_failure(what, failure)
@@ -85,7 +94,7 @@ class Ranks:
 
     def _first_failure(self, what: str, failure: Exception | None) -> Exception:
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        for rank, found in zip(self._ids(), self.collect(mine), strict=True):
+        for rank, found in zip(self._ids, self.collect(mine), strict=True):
             if found is not None and failure is None:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
@@ -101,7 +110,7 @@ class Ranks:
         for name in names:
             values = [found.get(name, "absent") for found in everyone]
             if len(set(values)) > 1:
-                lines.append(f"  {name}: " + "; ".join(_by_value(self._ids(), values)))
+                lines.append(f"  {name}: " + "; ".join(_by_value(self._ids, values)))
         more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
         return CaptureError(
@@ -117,12 +126,8 @@ class Ranks:
         dist.all_gather_object(found, mine, group=self._group())
         return found
 
-    def _ids(self) -> list[int]:
-        """The ranks in the order of their group, which is ascending."""
-        return sorted(self.placement.ranks.ravel().tolist())
-
     def _group(self) -> Any:
-        key = tuple(self._ids())
+        key = tuple(self._ids)
         found = _groups.get(key)
         if found is None or found[0] is not dist.group.WORLD:
             # made by its members alone, so that groups of some ranks and of all may come in any order

@@ -32,13 +32,21 @@ class Buffers:
         self.storages: list[torch.UntypedStorage] = []
 
     def grow(self, nbytes: int) -> None:
-        """Have at least so many bytes.  What is there is lost; tensors that lie there stay, and find the new memory."""
+        """Have at least so many bytes.  What is there is lost; tensors that lie there stay, and find the new memory.
+
+        Raises RuntimeError where there is not so much memory; there is then as much as before.
+        """
         if nbytes and not self.storages:
             self.storages = [torch.empty(0, dtype=torch.uint8).untyped_storage() for _ in range(self._count)]
         for storage in self.storages:
-            if storage.nbytes() < nbytes:
+            before = storage.nbytes()
+            if before < nbytes:
                 storage.resize_(0)  # not both at a time, nor a copy
-                storage.resize_(nbytes)
+                try:
+                    storage.resize_(nbytes)
+                except RuntimeError:
+                    storage.resize_(before)  # without it, what programs before have there would point nowhere
+                    raise
 
     def whole(self, local: int) -> list[Tensor]:
         """All bytes of a local rank's buffer, if there is one."""

@@ -3,6 +3,9 @@
 What is recorded when, and with what in which memory, is ``replay``'s to say; here is what torch asks of whoever
 captures: runs on a side stream before, and a pool of memory that lives as long as the graph.  The graphs of one world
 share a pool: they run one after the other, and leave nothing in it but their results, which stay allocated.
+
+A capture that CUDA has given up, because an op waited for the GPU, leaves torch's allocator and random numbers in the
+middle of it.  They are led out here, so that the step can go on without a graph, and others be recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphzero import _compat
 from graphzero.errors import ConfigError
+from graphzero.runtime.garbage import collector_at_rest
 from graphzero.runtime.world import World
 from graphzero.sbp.placement import Placement
 
@@ -41,7 +46,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: Any = None
-        self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that can be replayed
 
     def __deepcopy__(self, memo: object) -> CudaGraphs:
         return CudaGraphs(self.device)
@@ -56,23 +61,48 @@ class CudaGraphs:
         return results
 
     def record(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Other threads may go on meanwhile: a data loader's pins memory."""
-        stream, current = self._side_stream(), torch.cuda.current_stream(self.device)
-        graph: Any = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                results = step()
-        except BaseException:
-            torch.cuda.set_stream(current)  # torch leaves its own
-            self._stream = self._pool = None  # what such a capture leaves behind is nobody's
-            raise
+        torch.cuda.synchronize(self.device)
+        # The capture finds no workspace of cuBLAS and takes one out of the pool, which stays as long as the graph.  One
+        # from outside is gone when anybody clears workspaces, as torch.compile does when it captures.
+        _compat.clear_workspaces()
+        torch.cuda.empty_cache()  # what the warm-up has left is the pool's to take
+        graph, pool = torch.cuda.CUDAGraph(), self._pool()
+        with collector_at_rest():  # to destroy another graph, which may be garbage, would spoil the capture
+            try:
+                results = _capture(graph, pool, self._side_stream(), step)
+            except BaseException:
+                self._stream = None
+                self._lead_out(graph, pool)
+                raise
+        self._graphs.add(graph)
         return graph.replay, results
+
+    def _pool(self) -> Any:
+        """That of a graph that lives: torch gives none a second life."""
+        return next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
 
     def _side_stream(self) -> Any:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
         return self._stream
+
+    def _lead_out(self, graph: Any, pool: Any) -> None:
+        """End what the end of a failed capture has not."""
+        if _compat.end_failed_capture(graph, pool, self.device):
+            stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            blank: Any = torch.cuda.CUDAGraph()
+            # The generator is in a capture until one ends well.
+            _capture(blank, torch.cuda.graph_pool_handle(), stream, lambda: torch.zeros((), device=self.device))
+
+
+def _capture(graph: Any, pool: Any, stream: Any, step: Callable[[], T]) -> T:
+    """Other threads may go on meanwhile: a data loader's pins memory."""
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            return step()
+        finally:
+            graph.capture_end()
 
 
 _recorders: weakref.WeakKeyDictionary[World, CudaGraphs] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ failed.  What state is, and where it comes from, is the caller's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -82,6 +82,7 @@ class Executor:
         self._placeholders = {node.name: node for node in graph.placeholders()}
         self._missing = set(self.program.persistent)
         self._bound: dict[str, list[Tensor]] = {}
+        self._autocasts = [kind for kind in {world.device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
 
     # ---- state
 
@@ -173,7 +174,9 @@ class Executor:
         self._fill(envs, inputs)
         self.world.drain()
         at, self.stopped = 0, None
-        with _plain_mode(self.world.device):
+        casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
+        no_autocast = _no_autocast(casting) if casting else nullcontext()
+        with torch.no_grad(), _compat.below_autograd(), no_autocast:
             try:
                 self._host(envs, numbers)
                 if meter is None:
@@ -277,12 +280,9 @@ def _some(names: Sequence[str], most: int = 6) -> str:
 
 
 @contextmanager
-def _plain_mode(device: torch.device) -> Iterator[None]:
-    """No autograd, not even its dispatch; no autocast: the graph holds its casts."""
+def _no_autocast(kinds: Sequence[str]) -> Iterator[None]:
+    """The graph holds its casts."""
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_compat.below_autograd())
-        for kind in {device.type, "cpu"}:
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

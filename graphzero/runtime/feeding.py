@@ -89,8 +89,8 @@ FORMS: Mapping[tuple[str, Any], _Form] = {
     ("addcmul", "value"): _Form(lambda k, x, y, z, out: torch.addcmul(x, y * k, z, out=out)),
     ("addcdiv", "value"): _Form(lambda k, x, y, z, out: torch.addcdiv(x, y * k, z, out=out)),
 }
-_ADAM: Mapping[str, Callable[..., Any]] = {"adam": fused.adam, "adam_": fused.adam_, "adams_": fused.adams_}
-_RATE = 5  # index of the rate among their arguments, which torch's fused kernel reads as float32
+_ADAM: Mapping[str, Callable[..., Any]] = {"adam": fused.adam, "adam_": fused.adam_}
+_RATE = 6  # index of the rate among their arguments, which torch's fused kernel reads as float32
 
 
 def constants(graph: StepGraph) -> dict[str, fx.Node | None]:
@@ -137,7 +137,7 @@ class Feeding(TorchFunctionMode):  # type: ignore[no-untyped-call]
         number: Fed = args[at] if isinstance(at, int) else kwargs[at]
         self.seen.add(number.place)
         if name in _ADAM:
-            return _ADAM[name](*args[:_RATE], number.cells.get(number, torch.float32), *args[_RATE + 1 :])
+            return _ADAM[name](*args[:_RATE], number.cells.get(number, torch.float32), *args[_RATE + 1 :], **kwargs)
         rest = [arg for arg in args if arg is not number]
         return _call(FORMS[name.removesuffix("_"), at], number, rest, rest[0] if name[-1] == "_" else kwargs.get("out"))
 

@@ -10,10 +10,11 @@ import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,7 @@ from graphzero.sbp.dtensor import annotate, annotation, nd_of_dtensor
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S
 
+_LEAVES = {Tensor, nn.Parameter, DTensor, float, int, bool, str, type(None)}  # classes that no tree goes through
 _PLAIN = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device, torch.memory_format, enum.Enum, slice)
 
 
@@ -90,14 +92,13 @@ class Reader:
         self.placement = placement
         self._signature = inspect.signature(build)
         self._names: dict[pytree.TreeSpec, tuple[str, ...]] = {}
+        self._flat: dict[tuple[Any, ...], tuple[pytree.TreeSpec, tuple[str, ...]]] = {}
+        self._splits = tuple(S(0) if axis in placement.data_axes else B for axis in placement.names)
+        self._whole = (B,) * len(placement.names)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Mapping[str, Nd]) -> Inputs:
         """Flatten and place.  Raises TypeError, ConfigError, CaptureError or PlacementError; says which input."""
-        flat, spec = tree.flatten((args, kwargs))
-        names = self._names.get(spec)
-        if names is None:
-            self._signature.bind(*args, **kwargs)
-            names = self._names[spec] = tuple(map(self._name, tree.paths((args, kwargs))))
+        flat, spec, names = self._flatten(args, kwargs)
         unknown = [name for name in wanted if name not in names and not self._may_be(name)]
         if unknown:
             raise ConfigError(
@@ -107,6 +108,25 @@ class Reader:
         return Inputs(
             tuple(self._leaf(name, raw, wanted.get(name)) for name, raw in zip(names, flat, strict=True)), spec
         )
+
+    def _flatten(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]:
+        """Leaves, the tree they came from, and their names."""
+        given = [*args, *kwargs.values()]
+        nothing_nested = _LEAVES.issuperset(map(type, given))
+        how = len(args), *kwargs
+        known = self._flat.get(how) if nothing_nested else None
+        if known is not None:
+            return given, *known
+        flat, spec = tree.flatten((args, kwargs))
+        names = self._names.get(spec)
+        if names is None:
+            self._signature.bind(*args, **kwargs)
+            names = self._names[spec] = tuple(map(self._name, tree.paths((args, kwargs))))
+        if nothing_nested and all(map(is_, flat, given)):
+            self._flat[how] = spec, names
+        return flat, spec, names
 
     def _may_be(self, name: str) -> bool:
         """Whether another call may have an input of that name."""
@@ -154,7 +174,7 @@ class Reader:
         if known is not None and known[0] == self.placement:
             return known[1]
         if wanted is None:
-            return tuple(S(0) if a in self.placement.data_axes and raw.dim() else B for a in self.placement.names)
+            return self._splits if raw.dim() else self._whole
         for sbp in wanted:
             if sbp.is_split and sbp.dim >= raw.dim():
                 raise ConfigError(

@@ -26,7 +26,6 @@ from graphzero.runtime.inductor import Calls
 from graphzero.runtime.joined import RegionOp
 from graphzero.runtime.places import Places
 from graphzero.runtime.steps import COMMUNICATING, Barrier, Segment
-from graphzero.runtime.together import Together
 from graphzero.runtime.transfers import Transfers
 from graphzero.runtime.world import World
 from graphzero.runtime.writes import Writes
@@ -88,22 +87,18 @@ class _Compiler:
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
-        self.together = Together(self.places, self.code, self.writes)
         self.rooms = Rooms(graph, arena, self.places, world.rank_ids)
         self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
 
     def compile(self) -> Program:
         emptied = self.places.emptied_after()
         for node in self.graph.nodes:
-            if not self.together.takes(node):
-                if not self.together.lets_pass(node):
-                    self.together.call()
-                if isinstance(node.target, RegionOp):
-                    self._region(node, node.target, emptied.pop(node, []))
-                elif node.op == "call_function":
-                    self._node(node)
+            if isinstance(node.target, RegionOp):
+                self._region(node, node.target, emptied.pop(node, []))
+            elif node.op == "call_function":
+                self._node(node)
             for place in emptied.get(node, ()):
-                self.together.empty(place, node)
+                self.code.empty(place, node)
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()

@@ -18,6 +18,7 @@ from graphzero.ir import layout, ops, value
 from graphzero.ir.graph import StepGraph
 
 AROUND = ("overhead", "around the program")
+AGREEING = ("overhead", "waiting for all ranks to agree")
 
 
 @dataclass
@@ -68,6 +69,12 @@ class Timer:
         """It is over."""
         self.enter("", "")
         self.times.calls += 1
+
+    def agreed(self, seconds: float) -> None:
+        """So many seconds around the program went by until all ranks had come to agree on it."""
+        if seconds:
+            self.times.seconds[AROUND] -= seconds
+            self.times.seconds[AGREEING] += seconds
 
     # ---- what the executor calls
 

@@ -50,23 +50,26 @@ class Writes:
     def over_operands(self, node: fx.Node) -> None:
         """An op that works in its operands' storage: where a result has another, the operand is copied there first."""
         form, numbers = inplace.OVER_OPERANDS[node.target]
-        words, places = [*map(self.code.text, node.args)], self.places.results[node]
-        picks = {user.args[1]: user for user in node.users}
-        outs = inplace.outs_of(node) or (None,) * len(numbers)
-        for i, (at, room, place) in enumerate(zip(numbers, outs, places, strict=True)):
+        lists: list[Any] = [[*map(self.code.text, arg)] if isinstance(arg, list) else None for arg in node.args]
+        spots = [(at, k) for at in numbers for k in range(len(lists[at]))]
+        picks, places = {user.args[1]: user for user in node.users}, self.places.results[node]
+        outs = inplace.outs_of(node) or (None,) * len(spots)
+        for i, ((at, k), room, place) in enumerate(zip(spots, outs, places, strict=True)):
             if room is None:
                 names = tuple(filter(None, (picks[i].name if i in picks else None, (node.name, i))))
-                self.code.add(f"e[{place}] = {words[at]}.clone()", node, ((place, names),))
-                words[at] = f"e[{place}]"
-        call = f"{self.code.name(kernels.kernel(form))}({', '.join(words)})"
-        self._save_and_write(node, call, [self.places.home(node, i) for i in range(len(numbers))], places)
-
-    def over_many(self, nodes: list[fx.Node], call: str) -> None:
-        """One call for ops that all work in their operands' storage, of tensors that no other rank holds."""
-        for node in nodes:
-            for i in range(len(self.places.results[node])):
-                self._save_before(node, self.places.home(node, i))
-        self.code.add(call, nodes[0])
+                self.code.add(f"e[{place}] = {lists[at][k]}.clone()", node, ((place, names),))
+                lists[at][k] = f"e[{place}]"
+        homes, count = [self.places.home(node, i) for i in range(len(spots))], len(lists[0])
+        one_by_one = any(map(self.is_shared, homes))  # which rank writes what they share is settled for each
+        for mine in [[k] for k in range(count)] if one_by_one else [range(count)]:
+            words = [
+                self.code.text(arg) if words is None else f"[{', '.join(words[k] for k in mine if words)}]"
+                for words, arg in zip(lists, node.args, strict=True)
+            ]
+            words += [f"{key}={self.code.text(arg)}" for key, arg in inplace.plain_kwargs(node).items()]
+            call = f"{self.code.name(kernels.kernel(form))}({', '.join(words)})"
+            of = [i for i, (_, k) in enumerate(spots) if k in mine]
+            self._save_and_write(node, call, [homes[i] for i in of], [places[i] for i in of])
 
     def end(self, output: fx.Node) -> None:
         """New states that nothing in the program has written."""

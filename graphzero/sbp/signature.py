@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -23,6 +24,12 @@ class Signature:
 
     inputs: tuple[Sbp, ...]
     outputs: tuple[Sbp, ...]
+
+    @cached_property
+    def splits(self) -> frozenset[tuple[int, int]]:
+        """(number of the tensor, inputs first, and dim) of all that it splits."""
+        every = enumerate((*self.inputs, *self.outputs))
+        return frozenset((k, sbp.dim) for k, sbp in every if sbp.is_split)
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"

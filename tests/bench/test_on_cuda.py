@@ -1,9 +1,11 @@
 """The benchmark of a GPU says so where there is none, and its systems train alike."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,4 +28,33 @@ def test_its_systems_compute_the_same_loss():
     ours, *others = (on_cuda.measure(system, "fp32", shape, 1, device="cpu") for system in systems)
     for other in others:
         assert other["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert ours["planned"] > 0 and "| ms a step" in on_cuda.markdown(["", "ms a step"], [["a", 1]])
+    assert ours["planned"] > 0 and len(on_cuda.row("", ours, 1.0, 16)) == len(on_cuda.HEAD)
+
+
+def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch, capsys, tmp_path):
+    import on_cuda
+
+    def fresh(script, *words, seconds):
+        system = words[1]
+        if system == on_cuda.BASE:
+            return {"ms": 2.0, "loss": 1.0, "planned": None, "peak": 1, "requested": 1, "reserved": 1}
+        if "CUDA graph" in system:
+            raise subprocess.TimeoutExpired(script, seconds)
+        if system == "graphzero":
+            return {"ms": 1.0, "loss": 1.0, "planned": 1, "peak": 1, "requested": 1, "reserved": 1}
+        raise RuntimeError("on_cuda.py failed:\nTraceback ...\nOutOfMemoryError: no room")
+
+    monkeypatch.setattr(on_cuda, "in_fresh_process", fresh)
+    shape, file = on_cuda.GPT2["124M"], tmp_path / "rows.json"
+    options = SimpleNamespace(
+        size="124M", dtypes=["bf16"], steps=1, systems=on_cuda.SYSTEMS, seconds=9.0, minutes=1.0, save=str(file)
+    )
+    rows = on_cuda.table(options, shape, "title")
+    assert len(rows) == len(on_cuda.SYSTEMS) == len(json.loads(file.read_text())["title"])
+    found = {label.removesuffix(", bf16"): cells for label, *cells in rows}
+    assert found["graphzero"][:2] == ["1.00", "0.500"]
+    assert found["graphzero, CUDA graph"][0] == "took over 9 s"
+    assert found["graphzero + inductor"][0] == "OutOfMemoryError: no room"
+    assert capsys.readouterr().out.count('{"row"') == len(rows)
+    options.minutes = 0.0
+    assert not on_cuda.table(options, shape, "title")

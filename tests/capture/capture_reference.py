@@ -59,7 +59,8 @@ class Program:
         self.step = Step("step", PLACE, owner.build, modules, self.optimizers)
         leaves, spec, _ = leaves_of(args, kwargs)
         self.captured: Captured = capture(self.step, leaves, spec)
-        verify(self.captured.graph)
+        self.graph = self.captured.graph
+        verify(self.graph)
         self.values = self._bind()
         self.aux: dict[str, Any] = {}
 
@@ -69,7 +70,7 @@ class Program:
             root.add_module(name, module)
         params, buffers = dict(root.named_parameters()), dict(root.named_buffers())
         values: dict[str, Any] = dict(self.captured.constants)
-        for node in self.captured.graph.placeholders("param", "buffer"):
+        for node in self.graph.placeholders("param", "buffer"):
             held = {**params, **buffers}[value.role_of(node).of]
             values[node.name] = held.detach().clone()
         for spec in self.captured.states:
@@ -84,7 +85,7 @@ class Program:
         _, _, feed = leaves_of(args, kwargs)
         hypers = Groups(self.optimizers).numbers
         env: dict[fx.Node, Any] = {}
-        graph = self.captured.graph
+        graph = self.graph
         assert self.captured.guards({**hypers, **{value.Role("scalar", k): v for k, v in feed.items()}})
         for node in graph.nodes:
             if node.op == "placeholder":

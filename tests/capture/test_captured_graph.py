@@ -53,7 +53,7 @@ def test_the_whole_step_prints_as_a_person_would_write_it():
 
 def test_phases_come_in_order_and_sources_name_the_users_line():
     program = program_of(train, nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(4, 3))
-    body = [n for n in program.captured.graph.nodes if n.op == "call_function"]
+    body = [n for n in program.graph.nodes if n.op == "call_function"]
     phases = [value.PHASES.index(value.phase_of(n)) for n in body]
     assert phases == sorted(phases)
     assert set(phases) == {1, 2, 3}
@@ -74,7 +74,7 @@ def test_each_phase_reads_a_parameter_through_its_own_use():
 
     program = program_of(tied, nn.Linear(4, 4), torch.zeros(4, 4))
     derived = {}
-    for node in program.captured.graph.nodes:
+    for node in program.graph.nodes:
         for operand in node.all_input_nodes:
             role = value.role_of(operand)
             if role is not None and role.kind == "param":
@@ -85,7 +85,7 @@ def test_each_phase_reads_a_parameter_through_its_own_use():
             source = node.all_input_nodes[0]
             if source.target is ops.use or source in derived:
                 derived[node] = True
-    uses = [(n.args[0].name, value.phase_of(n)) for n in program.captured.graph.nodes if n.target is ops.use]
+    uses = [(n.args[0].name, value.phase_of(n)) for n in program.graph.nodes if n.target is ops.use]
     assert len(uses) == len(set(uses))
     assert {("model_weight", phase) for phase in ("forward", "backward", "update")} <= set(uses)
 
@@ -93,7 +93,7 @@ def test_each_phase_reads_a_parameter_through_its_own_use():
 def test_nothing_superfluous_is_left():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
     program = program_of(train, model, torch.zeros(4, 4))
-    for node in program.captured.graph.nodes:
+    for node in program.graph.nodes:
         assert node.target not in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
         assert not (node.target is aten.t.default and node.args[0].target is aten.t.default)
         assert not (node.target is aten.view.default and node.args[0].target is aten.view.default)
@@ -113,7 +113,7 @@ def test_a_copy_that_makes_contiguous_stays():
 
     batches = [((torch.randn(2, 3, 4, dtype=D),), {})]
     program, _ = assert_same(Owner(swapped, model=nn.Linear(4, 4).to(D)), sgd, batches)
-    assert any(node.target is aten.clone.default for node in program.captured.graph.nodes)
+    assert any(node.target is aten.clone.default for node in program.graph.nodes)
 
 
 def test_gradients_are_nodes_of_their_own():
@@ -131,7 +131,7 @@ def test_gradients_are_nodes_of_their_own():
         return loss
 
     program, _ = assert_same(Owner(build, model=Sum()), sgd, [((torch.randn(3, 4, dtype=D),), {})] * 2)
-    found = program.captured.graph.gradients()
+    found = program.graph.gradients()
     assert set(found) == {"model.a", "model.b"}
     assert found["model.a"] is not found["model.b"]
 
@@ -145,7 +145,7 @@ def test_a_gradient_is_what_backward_left_not_what_clipping_made_of_it():
 
     program = program_of(clipping, nn.Linear(4, 4), torch.ones(3, 4))
     program(torch.ones(3, 4))
-    norm = torch.cat([program.env[n].flatten() for n in program.captured.graph.gradients().values()]).norm()
+    norm = torch.cat([program.env[n].flatten() for n in program.graph.gradients().values()]).norm()
     assert norm > 1e-2
 
 
@@ -172,7 +172,7 @@ def test_nested_inputs_keywords_floats_and_outputs():
     x = torch.randn(3, 4, dtype=D)
     batches = [((x, 2.0 * i, {"a": 0.1 * i, "b": None}), {"pair": (x, 3)}) for i in range(1, 4)]
     program, _ = assert_same(Owner(build, model=nn.Linear(4, 4).to(D)), sgd, batches)
-    assert len(list(program.captured.graph.placeholders("scalar"))) == 2
+    assert len(list(program.graph.placeholders("scalar"))) == 2
 
 
 def test_a_branch_on_a_float_input_becomes_a_guard():
@@ -180,7 +180,7 @@ def test_a_branch_on_a_float_input_becomes_a_guard():
         return self.model(x) if scale > 1 else x
 
     program = program_of(build, nn.Linear(4, 4), torch.ones(3, 4), 2.0, optimizers=lambda owner: [])
-    role = next(program.captured.graph.placeholders("scalar"), None)
+    role = next(program.graph.placeholders("scalar"), None)
     name = Role("scalar", "in_0__1") if role is None else value.role_of(role)
     assert program.captured.guards({name: 3.0})
     assert not program.captured.guards({name: 0.5})
@@ -193,8 +193,8 @@ def test_an_evaluation_returns_copies_of_what_the_graph_holds():
     x = torch.randn(3, 4)
     program = program_of(build, nn.Linear(4, 4), x, optimizers=lambda owner: [])
     assert not program.captured.training
-    assert not program.captured.graph.updates
-    for node in program.captured.graph.outputs[1:]:
+    assert not program.graph.updates
+    for node in program.graph.outputs[1:]:
         assert node.target is aten.clone.default
 
 
@@ -208,7 +208,7 @@ def test_tensors_that_build_closes_over_are_constants():
 
     program, _ = assert_same(Owner(build, model=nn.Linear(4, 4).to(D)), sgd, batches)
     assert [t is table for t in program.captured.constants.values()] == [True]
-    assert [n.name for n in program.captured.graph.placeholders("constant")] == list(program.captured.constants)
+    assert [n.name for n in program.graph.placeholders("constant")] == list(program.captured.constants)
 
 
 def test_buffers_that_are_replaced_or_written_are_updated():
@@ -266,7 +266,7 @@ def test_values_are_pinned_inside_build_only():
         return loss
 
     program = program_of(build, nn.Linear(4, 4), torch.ones(3, 4))
-    (pin,) = program.captured.graph.graph.find_nodes(op="call_function", target=PIN)
+    (pin,) = program.graph.graph.find_nodes(op="call_function", target=PIN)
     assert pin.meta["sbp"] == (S(0),)
     assert pin.meta["pins"] == (True,)
     assert not is_capturing()
@@ -276,6 +276,6 @@ def test_values_are_pinned_inside_build_only():
 
 def test_results_of_one_op_are_read_by_number():
     program = program_of(train, nn.LayerNorm(4), torch.ones(3, 4))
-    for node in program.captured.graph.nodes:
+    for node in program.graph.nodes:
         if value.is_multi(node):
             assert all(user.target is operator.getitem for user in node.users)

@@ -175,7 +175,7 @@ def test_hyperparameters_change_between_steps():
             group["betas"] = (group["betas"][0] * 0.9, 0.99)
 
     program, _ = assert_same(Owner(build, model=net()), make, batches(4), between=change)
-    roles = {node.meta["role"] for node in program.captured.graph.placeholders("hyper")}
+    roles = {node.meta["role"] for node in program.graph.placeholders("hyper")}
     assert Role("hyper", "optimizer0.group1", "betas.0") in roles
 
 
@@ -216,7 +216,7 @@ def test_clipping(clip):
 
     program, eager = assert_same(Owner(build, model=net()), make, batches())
     if "clip_grad_norm" in clip:
-        grads = [program.env[node] for node in program.captured.graph.gradients().values()]
+        grads = [program.env[node] for node in program.graph.gradients().values()]
         norm = torch.cat([g.flatten() for g in grads]).norm(clip.get("norm_type", 2.0))
         torch.testing.assert_close(program.aux["grad_norm.0"], norm)
 
@@ -231,16 +231,16 @@ def test_clipping_inside_build():
         return [torch.optim.SGD(owner.model.parameters(), lr=0.1)]
 
     program, _ = assert_same(Owner(clipping, model=net()), make, batches())
-    assert len(program.captured.graph.gradients()) == 4
+    assert len(program.graph.gradients()) == 4
 
 
 def test_step_counters_of_a_group_are_one_value():
     owner = Owner(build, model=net())
     program = Program(owner, [torch.optim.AdamW(owner.model.parameters())], batches()[0][0])
-    steps = [n for n in program.captured.graph.placeholders("state") if n.meta["role"].key == "step"]
+    steps = [n for n in program.graph.placeholders("state") if n.meta["role"].key == "step"]
     assert [n.meta["role"] for n in steps] == [Role("state", "optimizer0.group0", "step")]
     assert sum(spec.key == "step" for spec in program.captured.states) == 4
-    powers = [n for n in program.captured.graph.nodes if n.target is torch.ops.aten.pow.Scalar]
+    powers = [n for n in program.graph.nodes if n.target is torch.ops.aten.pow.Scalar]
     assert len(powers) == 2
 
 
@@ -251,7 +251,7 @@ def test_step_counters_that_differ_stay_apart():
     optimizer.step()
     optimizer.state[owner.model[0].weight]["step"] += 1
     program = Program(owner, [optimizer], batches()[0][0])
-    steps = [n for n in program.captured.graph.placeholders("state") if n.meta["role"].key == "step"]
+    steps = [n for n in program.graph.placeholders("state") if n.meta["role"].key == "step"]
     assert len(steps) == 4
 
 
@@ -268,7 +268,7 @@ def test_parameters_without_a_gradient_are_named_and_left_alone():
     with pytest.warns(UserWarning, match="no gradient reaches model.idle.weight, model.idle.bias"):
         program = Program(owner, [torch.optim.AdamW(owner.model.parameters())], batches()[0][0])
     assert program.captured.unused == ["model.idle.weight", "model.idle.bias"]
-    assert not any("idle" in name for name in program.captured.graph.updates)
+    assert not any("idle" in name for name in program.graph.updates)
 
 
 def test_frozen_parameters_are_inputs_without_a_warning():
@@ -278,5 +278,5 @@ def test_frozen_parameters_are_inputs_without_a_warning():
         warnings.simplefilter("error")
         owner = Owner(build, model=model)
         program, _ = assert_same(owner, lambda o: [torch.optim.AdamW(o.model.parameters())], batches())
-    assert "model_0_weight" not in program.captured.graph.updates
+    assert "model_0_weight" not in program.graph.updates
     assert "model.0.weight" in program.parameters()

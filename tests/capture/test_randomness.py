@@ -25,9 +25,9 @@ def test_a_seed_gives_one_mask_and_another_seed_another():
 
 def test_each_draw_has_its_own_number_in_program_order():
     program = evaluate(lambda x: F.dropout(x, 0.5) + F.dropout(x, 0.5) + torch.rand(4, 4), torch.ones(4, 4))
-    numbers = [node.args[2] for node in program.captured.graph.nodes if node.target is UNIFORM_LIKE]
+    numbers = [node.args[2] for node in program.graph.nodes if node.target is UNIFORM_LIKE]
     assert numbers == [0, 1, 2]
-    assert [n.meta["role"].kind for n in program.captured.graph.placeholders("seed")] == ["seed"]
+    assert [n.meta["role"].kind for n in program.graph.placeholders("seed")] == ["seed"]
 
 
 def test_backward_reuses_the_mask():

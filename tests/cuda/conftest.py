@@ -3,6 +3,7 @@ CPU does."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ def _exact() -> Iterator[None]:
 
 @pytest.fixture
 def nccl() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone, which needs no network."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield

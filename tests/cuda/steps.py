@@ -44,6 +44,11 @@ class Language(nn.Module):
         return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
+    """Its eps is above the rounding noise of gradients, which a smaller one blows up to steps of the rate's size."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "eps": 1e-6, **more})
+
+
 class Train(gz.Graph):
     """``build`` of a model that returns its loss."""
 
@@ -52,7 +57,7 @@ class Train(gz.Graph):
     ):
         super().__init__(placement)
         self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), clip_grad_norm=clip)
+        self.add_optimizer(adamw(model), clip_grad_norm=clip)
         self.config.enable_zero(stage > 0, stage=stage or 2)
         self.config.set_cuda_graph(recorded)
 
@@ -70,7 +75,7 @@ def batches(steps: int = 3, size: int = 8, length: int = 16) -> list[Tensor]:
 def eager(model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of plain PyTorch on the CPU."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
     losses = []
     for ids in batches():
         loss = model(ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import Language, Train, batches, eager
+from steps import Language, Train, adamw, batches, eager
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -29,7 +29,7 @@ class Scheduled(Train):
     def __init__(self, model: nn.Module, recorded: bool, every: int = 1, executor: str = "eager", rate: float = 1e-3):
         gz.Graph.__init__(self, ONE)
         self.model = model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+        optimizer = adamw(model, lr=rate, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.7)
         self.add_optimizer(optimizer, lr_sch=schedule, clip_grad_norm=1.0)
         self.config.set_cuda_graph(recorded)
@@ -179,6 +179,26 @@ def test_memory_of_the_recording_is_what_was_planned(record_property):
     assert facts["reserved"] <= 1.15 * planned + 256 * 2**20, facts
 
 
+def test_graphs_are_recorded_after_all_others_are_gone(model):
+    graph, given = Train(model, ONE, recorded=True), batches(6)
+    for ids in given:
+        graph(ids)
+    executor(graph)._discard("this test wants another")
+    for ids in given:
+        graph(ids)
+    assert executor(graph).recorded == 2 and not executor(graph).refusal
+
+
+def test_a_recording_outlives_the_workspaces_of_others(model):
+    graph, plain = (Train(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
+    together(graph, plain, batches(4))
+    torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's reduce-overhead does
+    torch.cuda.empty_cache()
+    taken = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    together(graph, plain, batches(4))
+    assert executor(graph).recorded == 1 and all(x.isnan().all() for x in taken)
+
+
 @torch.library.custom_op("cuda_graph_test::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
     return x * (0.5 if x.flatten()[0].item() < 1e9 else 0.0)
@@ -202,6 +222,8 @@ def test_a_step_that_waits_for_the_gpu_runs_op_by_op_and_others_are_recorded_aft
     texts = [str(w.message) for w in caught if "without a CUDA graph" in str(w.message)]
     assert len(texts) == 1 and "captur" in texts[0] and "halved" in texts[0]
     assert not torch.cuda.is_current_stream_capturing()
+    torch.cuda.empty_cache()  # torch's allocator and its generator are in no capture any more
+    assert torch.rand(8, device="cuda").unique().numel() > 1
     after, plain = (Train(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
     together(after, plain, batches(6))
     assert executor(after).recorded == 1 and not executor(after).refusal

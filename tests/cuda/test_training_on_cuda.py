@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from steps import Language, Train, batches, eager, graphs
+from steps import Language, Train, adamw, batches, eager, graphs
 from torch import nn
 
 import graphzero as gz
@@ -59,7 +59,7 @@ def test_parameters_are_moved_and_stay_the_users(model):
 def test_eager_steps_go_on_where_a_graph_stopped(model):
     other = copy.deepcopy(model)
     graph = Train(model, gz.placement("cuda", range(1), virtual=True), clip=None)
-    optimizer = torch.optim.AdamW(other.cuda().parameters(), lr=1e-3)
+    optimizer = adamw(other.cuda())
     own = graph._optimizers[0].optimizer
     for i, ids in enumerate(batches()):
         if i < 2:

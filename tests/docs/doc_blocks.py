@@ -2,7 +2,8 @@
 
 How a page is written:
 
-* every ``python`` block runs, in order, in one namespace per page, in a process and an empty folder of its own;
+* every ``python`` block runs, in order, in one namespace per page, in a process and an empty folder of its own; the
+  processes are forked from one that has loaded torch and graphzero, and done nothing;
 * a block that prints is directly followed by a ``text`` block, which holds exactly what it prints;
 * a first line ``# train.py`` names the file that the block is saved as; otherwise it is ``example.py``;
 * in a block opened by ```` ```text excerpt ```` a line ``...`` stands for any number of lines;
@@ -14,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
+SECONDS = 280  # that a page may take
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
@@ -107,21 +110,28 @@ def accepted(page: str, printed: list[str]) -> str:
 
 def run(path: pathlib.Path) -> list[str]:
     """Run the python blocks of a page in a fresh process; the output of each.  Raises AssertionError if one fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            [sys.executable, __file__, str(path), "printed.json"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert result.returncode == 0, f"a block of {path.relative_to(ROOT)} failed\n{result.stderr[-4000:]}"
-        found: list[str] = json.loads(pathlib.Path(folder, "printed.json").read_text(encoding="utf-8"))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        process = context.Process(target=_run_here, args=(path, folder))
+        process.start()
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+        where, said = path.relative_to(ROOT), (folder / "errors.txt").read_text(encoding="utf-8")[-4000:]
+        assert process.exitcode == 0, f"a block of {where} failed, or took more than {SECONDS} s\n{said}"
+        found: list[str] = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
     return found
 
 
-def _run_here(path: pathlib.Path, result: pathlib.Path) -> None:
+def _run_here(path: pathlib.Path, folder: pathlib.Path) -> None:
+    os.dup2(os.open(folder / "errors.txt", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())  # type: ignore[union-attr]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(ROOT))
+    work = folder / "work"
+    work.mkdir()
+    os.chdir(work)
     printed: list[str] = []
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(path.read_text(encoding="utf-8")):
@@ -139,8 +149,4 @@ def _run_here(path: pathlib.Path, result: pathlib.Path) -> None:
             raise
         text = "".join(f"{line.rstrip()}\n" for line in output.getvalue().splitlines())
         printed.append(text.rstrip("\n") + "\n" if text.strip() else "")
-    result.write_text(json.dumps(printed), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _run_here(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    (folder / "printed.json").write_text(json.dumps(printed), encoding="utf-8")

@@ -1,12 +1,21 @@
-"""The examples run as their docstrings say, and their helpers do what they promise."""
+"""The examples run as their docstrings say, and their helpers do what they promise.
 
+One of each kind is started by torchrun; others on processes that are forked from one that has loaded torch, which in
+each of them would take seconds.
+"""
+
+import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from language import make_model, warm_cosine
 from report import aligned
 from tensor_parallel import Gpt, Train, plain_losses, traffic
@@ -16,13 +25,40 @@ import graphzero as gz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-FOUR = [*TORCHRUN[:-1], "--nproc-per-node=4"]
+LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(list(command), capture_output=True, text=True)
+def torchrun(script: str, *options: str) -> str:
+    """What a script prints on two ranks."""
+    done = subprocess.run([*TORCHRUN, str(EXAMPLES / script), *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def forked(folder: Path, ranks: int, script: str, *options: str) -> str:
+    """What a script prints on ranks with the environment that torchrun gives them, or, with 0 of them, by itself."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    output = folder / f"{ranks} {script}.txt"
+    mp.get_context("forkserver").set_forkserver_preload(LOADED)
+    mp.start_processes(_run, (ranks, port, output, script, options), max(ranks, 1), start_method="forkserver")
+    return output.read_text(encoding="utf-8")
+
+
+def _run(rank: int, ranks: int, port: int, output: Path, script: str, options: tuple[str, ...]) -> None:
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    if ranks:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="localhost", MASTER_PORT=str(port),
+        )  # fmt: skip
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def losses(output: str) -> list[float]:
@@ -31,9 +67,9 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["mlp.py", "mlp_global.py"])
-def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script):
-    alone = run(sys.executable, str(EXAMPLES / script))
-    both = run(*TORCHRUN, str(EXAMPLES / script))
+def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script, tmp_path):
+    alone = forked(tmp_path, 0, script)
+    both = torchrun(script) if script == "mlp.py" else forked(tmp_path, 2, script)
     assert losses(alone)[-1] < 0.3 * losses(alone)[0]
     assert losses(both) == pytest.approx(losses(alone), rel=1e-2)
     assert "plan of TrainGraph on dp=2" in both
@@ -41,7 +77,7 @@ def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "mlp"])
-def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model):
+def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model, tmp_path):
     small = [
         "--layers",
         "1",
@@ -56,7 +92,8 @@ def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model):
         "--steps",
         "5",
     ]
-    output = run(*TORCHRUN, str(EXAMPLES / "train.py"), "--model", model, "--stage", "3", *small)
+    options = ["--model", model, "--stage", "3", *small]
+    output = torchrun("train.py", *options) if model == "gpt2" else forked(tmp_path, 2, "train.py", *options)
     assert "held-out loss" in output and "a sample of what it writes" in output
     pairs = re.findall(r"([\d,.]+) / ([\d,.]+)", output)
     assert len(pairs) >= 4 * 5
@@ -82,10 +119,9 @@ def test_tensor_parallelism_with_zero_trains_as_plain_pytorch(along):
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_is_the_same_on_virtual_ranks_and_on_four_processes():
-    small = [str(EXAMPLES / "tensor_parallel.py"), "--layers", "1", "--width", "16", "--heads", "2", "--context", "8"]
-    small += ["--steps", "3"]
-    virtual, processes = run(sys.executable, *small), run(*FOUR, *small)
+def test_tensor_parallelism_is_the_same_on_virtual_ranks_and_on_four_processes(tmp_path):
+    small = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "3"]
+    virtual, processes = (forked(tmp_path, ranks, "tensor_parallel.py", *small) for ranks in (0, 4))
     assert virtual.replace("virtual", "gloo") == processes
     off = re.findall(r"largest difference (\d\.\de[+-]\d+)", processes)
     assert len(off) == 1 and float(off[0]) < 2e-6

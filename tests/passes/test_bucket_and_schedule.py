@@ -14,7 +14,7 @@ from graphzero.ir.layout import layout_of
 from graphzero.ir.memory import storage_roots
 from graphzero.ir.parse import parse
 from graphzero.ir.verify import verify
-from graphzero.passes import Bucket, DeadCode, Pipeline, Zero, default_passes
+from graphzero.passes import Bucket, DeadCode, Pipeline, Reuse, Zero, default_passes
 from graphzero.testing import assert_graph, assert_same_step
 
 DEEP = step(("linear 8", "bias", "relu", "linear 8", "bias", "relu", "linear 8", "bias", "linear 4"))
@@ -243,7 +243,8 @@ def test_the_next_gather_of_a_phase_is_under_way_while_one_is_used() -> None:
 
 @pytest.mark.parametrize(("text", "zero", "nbytes"), PROGRAMS[::3])
 def test_a_state_is_written_once_after_its_last_reader(text: str, zero: Zero | None, nbytes: int) -> None:
-    program = Pipeline(default_passes(zero=zero, bucket=Bucket(nbytes))[:-1])(parse(text))  # without Reuse
+    passes = default_passes(zero=zero, bucket=Bucket(nbytes))
+    program = Pipeline(one for one in passes if not isinstance(one, Reuse))(parse(text))
     at, roots = positions(program), storage_roots(program)
     assigns = {node.args[0]: node for node in program.nodes if node.target is ops.assign}
     assert {node.name for node in assigns} == set(program.updates)  # type: ignore[union-attr]

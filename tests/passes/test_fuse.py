@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero import fused
 from graphzero.ops import ADAM
 from graphzero.passes import Fuse, Pipeline
 from graphzero.testing import assert_same_step
@@ -51,7 +50,8 @@ class Own(torch.optim.Optimizer):
 
 
 def fuses(graph: gz.Graph) -> int:
-    return sum(node.target is ADAM for node in graph.program.nodes)
+    """How many parameters are stepped by the kernel."""
+    return sum(len(node.args[0]) for node in graph.program.nodes if node.target is ADAM)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -123,35 +123,3 @@ def test_a_moment_that_is_needed_before_the_parameter_is_made_keeps_the_chain() 
     before.set_output([*before.outputs, early], before.aux, before.updates)
     after = Pipeline([Fuse()])(before)
     assert sum(node.target is ADAM for node in after.nodes) == 3
-
-
-# ---- the kernel
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [0, 1, 7, 16, 100, 4099])
-def test_an_element_steps_alike_wherever_it_lies(count: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(count)
-    w, g, m, v = (torch.rand(count, generator=generator, dtype=dtype) for _ in range(4))
-    settings = (torch.tensor(3.0, dtype=torch.float64), 1e-2, 0.9, 0.99, 1e-8, 0.1)
-    whole = fused.adam(w, g, m, v, *settings)
-    cut = count // 3
-    first, second = (fused.adam(w[s], g[s], m[s], v[s], *settings) for s in (slice(0, cut), slice(cut, None)))
-    for one, *pieces in zip(whole, first, second, strict=True):
-        assert torch.equal(one, torch.cat(pieces))
-
-
-def test_the_kernel_is_torchs_adamw_on_columns_too() -> None:
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.randn(5, 8))
-    optimizer = torch.optim.AdamW([p], lr=1e-2)
-    wide = torch.randn(5, 16)
-    w, m, v = wide[:, ::2], torch.zeros(5, 8), torch.zeros(5, 8)
-    w.copy_(p.detach())
-    kept = wide[:, 1::2].clone()
-    for step in (1.0, 2.0, 3.0):
-        p.grad = torch.randn(5, 8)
-        optimizer.step()
-        fused.adam_(w, p.grad, m, v, torch.tensor(step), 1e-2, 0.9, 0.999, 1e-8, 1e-2)
-        torch.testing.assert_close(w, p.detach(), rtol=1e-6, atol=1e-7)
-    assert torch.equal(wide[:, 1::2], kept)

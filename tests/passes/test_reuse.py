@@ -40,7 +40,8 @@ update:
 
 
 def without(text: str, zero: Zero | None = None, bucket: Bucket | None = None) -> StepGraph:
-    return Pipeline(default_passes(zero=zero, bucket=bucket)[:-1])(parse(text))
+    passes = default_passes(zero=zero, bucket=bucket)
+    return Pipeline(one for one in passes if not isinstance(one, Reuse))(parse(text))
 
 
 def rooms(graph: StepGraph) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What two gloo processes check of the calls that they must agree on: rank 0 decides, or all raise."""
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from graphzero.ir import value
 from graphzero.runtime import device_memory, products
 from graphzero.runtime.products import Figures
 from graphzero.runtime.steps import Barrier
+from graphzero.runtime.timer import AGREEING, AROUND
 
 
 def check_disagreement_raises_on_all_ranks_and_says_what_differs():
@@ -39,6 +41,17 @@ def check_disagreement_raises_on_all_ranks_and_says_what_differs():
     raises(gz.CaptureError, "configuration: rank 0: .*stage 2", lambda: graph(*share(0)))
     graph.config.enable_zero(stage=2)
     graph(*share(0))
+
+
+def check_a_profile_tells_waiting_for_a_late_rank_apart():
+    graph = Train(make(0))
+    graph(*share(0))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    times = gz.testing.profile_step(graph, *share(0))
+    assert times.seconds[AROUND] > 0
+    assert dist.get_rank() == 1 or times.seconds[AGREEING] > 0.1
 
 
 def check_the_first_rank_says_which_products_onednn_computes():

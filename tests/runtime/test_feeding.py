@@ -84,7 +84,8 @@ def test_a_rate_of_fused_adam_is_read_by_its_kernel() -> None:
         torch.manual_seed(0)
         tensors = [torch.rand(40) for _ in range(4)]
         with Feeding():
-            _compat.direct(ADAM_)(*tensors, torch.ones((), dtype=torch.float64), rate, 0.9, 0.99, 1e-8, 0.1)
+            steps = [torch.ones((), dtype=torch.float64)]
+            _compat.direct(ADAM_)(*([x] for x in tensors), [], steps, rate, 0.9, 0.99, 1e-8, 0.1)
         made.append(tensors)
     torch.testing.assert_close(*made, rtol=1e-6, atol=1e-7)
 

@@ -219,24 +219,27 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, 6, generator=generator), torch.randint(3, (12,), generator=generator)
 
 
-def trained(graph: gz.Graph) -> list[torch.Tensor]:
+def trained(graph: gz.Graph, stages: tuple[int, ...]) -> list[torch.Tensor]:
+    """Three steps at each stage, of a Graph that is captured once, and the parameters after them."""
     graph.load_state_dict({**graph.state_dict(), "random": {"seed": 5, "step": 0}})
-    found = [x for step in range(3) for x in graph(*batch(step))]
-    return [*found, *graph.full_state_dict()["modules"]["model"].values()]
+    found: list[torch.Tensor] = []
+    for stage in stages:
+        graph.config.enable_zero(stage > 0, stage=stage or 2)
+        found += [x for step in range(3) for x in graph(*batch(step))]
+        found += graph.full_state_dict()["modules"]["model"].values()
+    return found
 
 
-@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_joined_program_computes_the_same_to_the_bit(op_by_op, stage: int, ranks: int) -> None:
-    wanted, found = (trained(Train(kind, stage, ranks)) for kind in ("eager", "inductor"))
-    assert all(map(torch.equal, found, wanted))
+def test_a_joined_program_computes_the_same_to_the_bit_at_every_stage(op_by_op, ranks: int) -> None:
+    wanted, found = (trained(Train(kind, 0, ranks), (0, 1, 2, 3)) for kind in ("eager", "inductor"))
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_so_it_does_on_two_axes(op_by_op, stage: int) -> None:
+def test_so_it_does_on_two_axes(op_by_op) -> None:
     axes = {"shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
-    wanted, found = (trained(Train(kind, stage, 4, **axes)) for kind in ("eager", "inductor"))
-    assert all(map(torch.equal, found, wanted))
+    wanted, found = (trained(Train(kind, 2, 4, **axes), (2, 3)) for kind in ("eager", "inductor"))
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def test_a_joined_program_is_measured_and_timed_line_by_line(op_by_op) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 import io
+from collections import UserDict
 
 import pytest
 import torch
 from torch import nn
 
 import graphzero as gz
+from graphzero import _compat
 from graphzero.runtime import modules as tree
 from graphzero.runtime.storage import lay_out
 from graphzero.runtime.virtual import VirtualWorld
@@ -108,14 +110,45 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_watch_of_modules_notices(change):
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False), nn.Tanh(), nn.ReLU())
-    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+def write_beside(model):
+    """Change nothing of what counts."""
     model[0].weight.data.add_(1)
     model[0].weight.grad = torch.ones(2, 2)
+    for module in model.modules():
+        module.eval()
+        module.train()
+        module.calls = object()
+        module._parameters, module._forward_hooks = dict(module._parameters), type(module._forward_hooks)()
+        module.another = vars(module).pop("another", None)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("writes", [0, 2])
+def test_a_watch_of_modules_notices(change, writes):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(1, 1, bias=False), nn.Tanh(), nn.ReLU())
+    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+    for _ in range(writes):
+        write_beside(model)
+        assert watch.holds()
     assert watch.holds()
     CHANGES[change](model)
+    assert not watch.holds()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_watch_of_modules_notices_where_python_does_not_count_writes_to_attributes(change, monkeypatch):
+    counted = _compat.dict_version
+    monkeypatch.setattr(_compat, "dict_version", lambda held: 0 if "training" in held else counted(held))
+    monkeypatch.setattr(_compat, "COUNTS_ATTRIBUTES", False)
+    test_a_watch_of_modules_notices(change, 1)
+
+
+def test_a_watch_of_modules_notices_another_order_of_hooks():
+    model = nn.Linear(2, 2)
+    handles = [model.register_forward_hook(lambda *_: None) for _ in range(2)]
+    watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
+    assert watch.holds()
+    model._forward_hooks.move_to_end(handles[0].id)
     assert not watch.holds()
 
 
@@ -215,6 +248,16 @@ def test_a_watch_of_optimizer_states_notices(change):
     if change is count:
         watch.settle()
         assert watch.hold()
+
+
+def test_a_watch_of_optimizer_states_notices_what_changes_in_a_mapping_that_is_no_dict():
+    param, held = nn.Parameter(torch.ones(1)), UserDict(m=torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = held
+    watch = StatesWatch([optimizer], {(0, "p"): (param, held, ["m"])}, [])
+    assert watch.hold()
+    held["m"] = torch.ones(1)
+    assert not watch.hold()
 
 
 class Train(gz.Graph):

@@ -144,4 +144,6 @@ def attention() -> None:
         add(flash_backward.default, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=0.3)
     add(gz.pin.default, f(4, 5), 0)
     step = torch.tensor(2.0, dtype=torch.float64)
-    add(gz.adam.default, f(4, 5), f(4, 5), f(4, 5), f(4, 5).square(), step, 0.1, 0.9, 0.99, 1e-8, 0.1)
+    for largest in ([], [f(4, 5).square()]):
+        tensors = [f(4, 5)], [f(4, 5)], [f(4, 5)], [f(4, 5).square()], largest, [step]
+        add(gz.adam.default, *tensors, 0.1, 0.9, 0.99, 1e-8, 0.1, decoupled=not largest)

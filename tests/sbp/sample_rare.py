@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from sample_table import add, aten, b, f, i, u
+from sample_table import add, aten, b, f, i, packets, u
 
 
 def matrices() -> None:
     x = f(4, 3, 3)
     positive = x @ x.mT + torch.eye(3, dtype=x.dtype)
-    for op in (aten.cholesky, aten.geqrf, aten.linalg_eig, aten.linalg_lu, aten.linalg_ldl_factor_ex):
+    for op in packets("cholesky", "geqrf", "linalg_eig", "linalg_lu", "linalg_ldl_factor_ex"):  # 2.15 has no cholesky
         add(op.default, positive)
     factors, pivots, _ = aten.linalg_ldl_factor_ex.default(positive)
     add(aten.linalg_ldl_solve.default, factors, pivots, f(4, 3, 2))
@@ -69,10 +69,12 @@ def pooled() -> None:
         add(getattr(aten, f"_upsample_nearest_exact{n}d").default, f(4, 3, *[4] * n), *tail)
         add(getattr(aten, f"_upsample_nearest_exact{n}d_backward").default, f(4, 3, *[6] * n), *tail, [4, 3, *[4] * n])
         add(getattr(aten, f"_upsample_nearest_exact{n}d").vec, f(4, 3, *[4] * n), *tail, None)
-    for name in ("bilinear2d_aa", "bicubic2d_aa", "lanczos2d_aa"):
-        add(getattr(aten, f"_upsample_{name}").default, f(4, 3, 4, 4), [6, 6], False)
-        add(getattr(aten, f"_upsample_{name}").vec, f(4, 3, 4, 4), [6, 6], False, None)
-        add(getattr(aten, f"_upsample_{name}_backward").default, f(4, 3, 6, 6), [6, 6], [4, 3, 4, 4], False)
+    smooth = [f"_upsample_{name}2d_aa" for name in ("bilinear", "bicubic", "lanczos")]  # 2.11 has no lanczos
+    for op in packets(*smooth):
+        add(op.default, f(4, 3, 4, 4), [6, 6], False)
+        add(op.vec, f(4, 3, 4, 4), [6, 6], False, None)
+    for op in packets(*(f"{name}_backward" for name in smooth)):
+        add(op.default, f(4, 3, 6, 6), [6, 6], [4, 3, 4, 4], False)
     for n in (2, 3):
         x, kernel, size = f(4, 3, *[5] * n), [2] * n, [3] * n
         pool = getattr(aten, f"fractional_max_pool{n}d").default

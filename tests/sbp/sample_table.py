@@ -33,6 +33,11 @@ class Sample:
 generator = torch.Generator()
 
 
+def packets(*names: str) -> list[Any]:
+    """The ATen ops of these names, less those that this torch does not have (yet, or any more)."""
+    return [getattr(aten, name) for name in names if hasattr(aten, name)]
+
+
 def f(*shape: int) -> Tensor:
     """Numbers of either sign."""
     return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -11,7 +11,13 @@ from graphzero.sbp.rules._write import MOVE
 
 rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
 rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
-rule(torch.ops.graphzero.adam.default, "~...,~...,~...,~...,~->...,...,...")
+
+
+@rule(torch.ops.graphzero.adam.default)
+def adam(call: Call) -> str | None:
+    """Element by element, of one parameter; of several all-B, for each of them could be split in its own way."""
+    count, moments = len(call.args[0]), len(call.outputs)
+    return f"{'~...,' * (moments + 1)}~->{','.join(['...'] * moments)}" if count == 1 else None
 
 
 @rule(torch.ops.graphzero.rank_key.default)

@@ -1,0 +1,75 @@
+"""A graph at rest: some twenty bytes a value instead of a kilobyte, and the same graph again when somebody asks.
+
+What ``history`` keeps of each pass is read seldom, and ``torch.fx`` nodes are large.  Nothing is lost: names,
+arguments, order and all that is known of a value, source lines too, which the text leaves out.  Numbers, strings and
+containers become compressed bytes; the rest, ops, types, roles and SBPs, never changes and is referred to.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from graphzero.ir.graph import StepGraph
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), slice, tuple, list, dict})
+ARGUMENTS = frozenset({immutable_list, immutable_dict})  # fx's own containers: bytes too, for nodes are in them
+FAST = 1  # zlib's level: the best one saves a fifth more
+
+
+class Packed:
+    """A copy of a graph as it is now."""
+
+    __slots__ = ("_bytes", "_count", "_kept", "_level", "_name", "_placement")
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._name, self._placement, self._level = graph.name, graph.placement, graph.level
+        nodes, file = list(graph.nodes), io.BytesIO()
+        writer = _Writer(file, nodes)
+        for node in nodes:
+            writer.dump((node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta))
+        self._bytes = zlib.compress(file.getbuffer(), FAST)
+        self._count, self._kept = len(nodes), tuple(writer.kept)
+
+    def graph(self) -> StepGraph:
+        """The graph, made anew each time: whoever asks may change it."""
+        graph, nodes = fx.Graph(), list[fx.Node]()
+        reader = _Reader(io.BytesIO(zlib.decompress(self._bytes)), nodes, self._count, self._kept)
+        for _ in range(self._count):
+            *row, meta = reader.load()
+            nodes.append(graph.create_node(*row))
+            nodes[-1].meta = meta
+        return StepGraph(self._name, self._placement, graph, self._level)
+
+
+class _Writer(pickle.Pickler):
+    """A node is written as its position, anything else that is not plain as where it stands behind them in ``kept``."""
+
+    def __init__(self, file: io.BytesIO, nodes: Sequence[fx.Node]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.numbers = {id(node): i for i, node in enumerate(nodes)}
+        self.kept: list[Any] = []
+
+    def persistent_id(self, x: Any) -> int | None:
+        if type(x) in PLAIN or type(x) in ARGUMENTS:
+            return None
+        number = self.numbers.get(id(x))
+        if number is None:
+            number = self.numbers[id(x)] = len(self.numbers)
+            self.kept.append(x)
+        return number
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, nodes: Sequence[fx.Node], count: int, kept: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.nodes, self.count, self.kept = nodes, count, kept
+
+    def persistent_load(self, number: int) -> Any:
+        return self.nodes[number] if number < self.count else self.kept[number - self.count]
