@@ -16,9 +16,7 @@ export OMP_NUM_THREADS ?= 1
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
 
-# Fast and slow tests in one run: each run has to collect them, and to load all that they need, in every process.
-test: lint
-	$(BIN)/python -m pytest $(SPREAD)
+test: lint test-fast test-slow
 
 # Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
