@@ -79,6 +79,17 @@ def fuse_adam(graph: StepGraph) -> None:
     for node in reversed(chains):
         if not node.users:
             graph.graph.erase_node(node)
+    _pick_at_once(graph)
+
+
+def _pick_at_once(graph: StepGraph) -> None:
+    """Put an update's results right behind it, those of an update that was captured as one op too.
+
+    A gather that stood between them could not arrive where the parameter was: the update's storage would still be read.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=ADAM):
+        for pick in reversed(list(node.users)):
+            node.append(pick)
 
 
 def _may_fuse(node: fx.Node, found: dict[str, Any], order: dict[fx.Node, int]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.ir import ops
 from graphzero.ops import ADAM
 
 WIDTH = 32  # elements of a vector of the narrowest type: eager rounds those behind the last full one differently
@@ -147,3 +148,14 @@ def test_the_flag_is_part_of_what_a_program_is_made_for() -> None:
     optimizer.param_groups[0]["fused"] = True
     graph(given)
     assert any(node.target is ADAM for node in graph.program.nodes)
+
+
+def test_updated_parameters_arrive_in_their_own_storage_as_without_the_flag() -> None:
+    assigned = {}
+    for fused in (None, True):
+        model = nn.Sequential(nn.Linear(WIDTH, 4096), nn.Tanh(), nn.Linear(4096, WIDTH))
+        graph = Train(model, torch.optim.AdamW(model.parameters(), fused=fused), ranks=2, stage=1)
+        program = graph.compile(batches(torch.float32)[0]).program
+        assigned[fused] = {node.args[0].name for node in program.nodes if node.target is ops.assign}
+        assert "model_0_weight" not in assigned[fused]
+    assert assigned[None] == assigned[True]
