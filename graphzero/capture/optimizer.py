@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from graphzero import _compat
 from graphzero.capture import decompositions
+from graphzero.capture.contents import DictContents
 from graphzero.capture.entries import Entries
 from graphzero.capture.fused_steps import FusedSteps, is_fused
 from graphzero.capture.host_numbers import HostNumbers
@@ -189,7 +190,7 @@ def _groups(
 @contextmanager
 def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
     """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
-    before = dict(vars(optimizer))
+    before, kept = dict(vars(optimizer)), DictContents(vars(optimizer))
     given = [dict(group) for group in groups]
     optimizer.param_groups, optimizer.state = groups, state
     optimizer.defaults = {**optimizer.defaults, "differentiable": False}
@@ -205,8 +206,7 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
                 "keep it in optimizer.state as a 0-d tensor and change it in place",
             )
     finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(before)
+        kept.put_back()
 
 
 def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 
 import torch
 
@@ -20,11 +20,23 @@ def _file_of(code: CodeType) -> str | None:
     """How the user's file is called, or None for code of torch, graphzero and Python itself."""
     if code not in _known:
         file = code.co_filename
-        library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
         short = os.path.relpath(file) if os.path.isabs(file) else file
         shown = file if short.startswith(os.pardir) else short
-        _known[code] = None if library or file.startswith((_TORCH, _HERE, "<frozen")) else shown
+        _known[code] = None if _is_ours(file) else shown
     return _known[code]
+
+
+def is_library(module: ModuleType | None) -> bool:
+    """Whether a module is torch's, graphzero's, or Python's own."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
+        return module is None or module.__name__ in sys.builtin_module_names
+    return _is_ours(file)
+
+
+def _is_ours(file: str) -> bool:
+    library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
+    return library or file.startswith((_TORCH, _HERE, "<frozen"))
 
 
 def user_frames(limit: int = 1, until: CodeType | None = None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.attention import attention
+from graphzero.capture.contents import DictContents
 from graphzero.capture.dtensor_calls import dtensor_calls
-from graphzero.capture.hyper import differs
 from graphzero.capture.patches import patched
 from graphzero.capture.problems import problem, problem_here
-from graphzero.capture.spec import OptimizerSpec, Step
+from graphzero.capture.spec import OptimizerSpec
 from graphzero.capture.unchecked import batch_norm
 from graphzero.sbp.placement import Placement
 
@@ -70,51 +69,6 @@ def surroundings(placement: Placement) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(step: Step, root: nn.Module) -> Iterator[None]:
-    """Put back, whatever build does: attributes of its modules and of the Graph, what is in dicts among them (hooks,
-    caches), gradients, flags, random state."""
-    owner = getattr(step.build, "__self__", None)
-    objects = [*root.modules(), *([owner] if owner is not None and not isinstance(owner, nn.Module) else [])]
-    saved = [(thing, dict(vars(thing))) for thing in objects if hasattr(thing, "__dict__")]
-    dicts = [
-        (held, dict(held)) for module in root.modules() for held in vars(module).values() if isinstance(held, dict)
-    ]
-    params = [(p, p.requires_grad, p.grad) for p in root.parameters()]
-    random = torch.random.get_rng_state()
-    try:
-        yield
-        _warn_of_writes(saved)
-    finally:
-        for held, content in [*dicts, *((vars(thing), content) for thing, content in saved)]:
-            held.clear()
-            held.update(content)
-        for p, requires_grad, grad in params:
-            if p.requires_grad != requires_grad:
-                p.requires_grad_(requires_grad)
-            if p.grad is not grad:
-                p.grad = grad
-        torch.random.set_rng_state(random)
-
-
-def _warn_of_writes(saved: list[tuple[Any, dict[str, Any]]]) -> None:
-    """A value that build keeps in an attribute is lost: build runs once, to be written down."""
-    written = [
-        f"{type(thing).__name__}.{name}"
-        for thing, before in saved
-        for name, x in vars(thing).items()
-        if name != "training"  # build may switch modes; what it traces is in the mode that it set
-        and (differs(before.get(name), x) or (isinstance(x, Tensor) and x is not before.get(name)))
-    ]
-    if written:
-        shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
-        warnings.warn(
-            f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
-            "value, or keep it in a buffer (register_buffer) and change it in place",
-            stacklevel=2,
-        )
-
-
-@contextmanager
 def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
     """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
 
@@ -126,6 +80,7 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
         )
 
     saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
+    groups = [DictContents(group) for group, _ in saved]
     with ExitStack() as stack:
         for spec in specs:
             stack.enter_context(patched(spec.optimizer, "step", no_step))
@@ -138,6 +93,5 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
                     "step schedulers between calls, or give them to the Graph: add_optimizer(..., lr_sch=scheduler)",
                 )
         finally:
-            for group, held in saved:
-                group.clear()
-                group.update(held)
+            for kept in groups:
+                kept.put_back()

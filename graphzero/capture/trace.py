@@ -29,7 +29,8 @@ from graphzero.capture.refused import refusals
 from graphzero.capture.regions import TracedRegions, refuse_inside, regions
 from graphzero.capture.source import line_of
 from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
-from graphzero.capture.surroundings import surroundings, untouched, untouched_optimizers
+from graphzero.capture.surroundings import surroundings, untouched_optimizers
+from graphzero.capture.untouched import untouched
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir import tree
 

@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
+from graphzero.capture.contents import DictContents
 from graphzero.capture.dtensor_calls import dtensor_calls
 from graphzero.capture.randomness import Draws
 from graphzero.capture.regions import regions
-from graphzero.capture.surroundings import surroundings, untouched
+from graphzero.capture.surroundings import surroundings
+from graphzero.capture.untouched import untouched
 from graphzero.divergence.regions import EagerRegions
 from graphzero.divergence.start import Start
 from graphzero.divergence.wide import Wide
@@ -74,7 +76,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
     paths = {id(param): path for path, param in params.items()}
     for i, spec in enumerate(start.optimizers):
         optimizer = spec.optimizer
-        before = dict(vars(optimizer))
+        kept = DictContents(vars(optimizer))
         groups = [{**group, "params": [copy_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         owned = [p for group in groups for p in group["params"]]
         state: Any = defaultdict(dict)
@@ -90,8 +92,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
                 nn.utils.clip_grad_value_(owned, spec.clip_grad_value)
             _compat.unhooked_step(optimizer)(optimizer)
         finally:
-            vars(optimizer).clear()
-            vars(optimizer).update(before)
+            kept.put_back()
         for param in owned:
             for key, x in state.get(param, {}).items():
                 if isinstance(x, Tensor):

@@ -1,0 +1,167 @@
+"""Whatever build does to Python objects while it is written down, they are afterwards as they were."""
+
+import threading
+from collections import Counter, OrderedDict, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from capture_reference import Owner, Program
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:build sets")
+
+
+class FrozenDict(OrderedDict):
+    """A configuration as the diffusers library has it: nothing can be written once it is made."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for key, x in self.items():
+            setattr(self, key, x)
+        self.frozen = True
+
+    def _refuse(self, *args, **kwargs):
+        raise AttributeError("frozen")
+
+    clear = update = pop = setdefault = __delitem__ = _refuse
+
+    def __setitem__(self, name, x):
+        if getattr(self, "frozen", False):
+            self._refuse()
+        super().__setitem__(name, x)
+
+    def __setattr__(self, name, x):
+        if getattr(self, "frozen", False):
+            self._refuse()
+        super().__setattr__(name, x)
+
+
+class Counted(dict):
+    """Notices every call that would write."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = 0
+
+    def __setitem__(self, key, x):
+        self.calls += 1
+        super().__setitem__(key, x)
+
+    def __delitem__(self, key):
+        self.calls += 1
+        super().__delitem__(key)
+
+    def update(self, *args, **kwargs):
+        raise KeyError("update")
+
+    def clear(self):
+        raise KeyError("clear")
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = [1, 2]
+
+
+def capture(build, **attributes):
+    owner = Owner(build, model=nn.Linear(8, 4), **attributes)
+    return owner, lambda: Program(owner, [], (torch.randn(6, 8),))
+
+
+def test_a_configuration_that_refuses_writes_stays_as_it_is():
+    config = FrozenDict(width=3, sizes=(1, 2))
+    model = nn.Linear(8, 4)
+    model.config = config
+    before = list(config.items()), dict(vars(config))
+    Program(Owner(lambda self, x: self.model(x) * self.model.config.width, model=model), [], (torch.randn(6, 8),))
+    assert model.config is config
+    assert (list(config.items()), dict(vars(config))) == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_build_writes_past_a_refusal_is_put_back_past_it(fails):
+    config, counted = FrozenDict(width=3, depth=4), Counted(a=1, b=2)
+
+    def build(self, x):
+        OrderedDict.__setitem__(self.config, "width", 5)
+        OrderedDict.move_to_end(self.config, "width")
+        self.counted["c"] = 3
+        del self.counted["a"]
+        if fails:
+            raise ValueError("mine")
+        return self.model(x)
+
+    _, run = capture(build, config=config, counted=counted)
+    if fails:
+        with pytest.raises(ValueError, match="mine"):
+            run()
+    else:
+        run()
+    assert list(config.items()) == [("width", 3), ("depth", 4)]
+    assert list(counted.items()) == [("a", 1), ("b", 2)]
+    assert counted.calls == 0
+
+
+def test_nothing_is_written_where_nothing_has_changed():
+    class Strict(list):
+        def __setitem__(self, *args):
+            raise AssertionError("written")
+
+        clear = extend = append = __setitem__
+
+    _, run = capture(lambda self, x: self.model(x), held=Strict([1, 2]), more={"deep": Counted(a=Strict([3]))})
+    run()
+
+
+def test_containers_of_all_kinds_one_in_another_are_as_they_were():
+    inner = {"list": [1, [2]], "set": {1, 2}, "deque": deque([1, 2, 3], maxlen=3), "count": Counter(a=1)}
+    space, slotted = SimpleNamespace(n=1, deep=inner), Slotted()
+
+    def build(self, x):
+        deep = self.space.deep
+        deep["list"][1].append(3)
+        deep["list"].insert(0, 0)
+        deep["set"] ^= {2, 7}
+        deep["deque"].append(4)
+        deep["count"]["b"] += 1
+        deep["new"] = x
+        self.space.n += 1
+        self.slotted.a.clear()
+        self.slotted.a = self.slotted.b = None
+        self.tuple[0].append(1)
+        self.order["a"] = self.order.pop("a")
+        return self.model(x)
+
+    owner, run = capture(build, space=space, slotted=slotted, tuple=([],), order={"a": 1, "b": 2})
+    run()
+    assert inner == {"list": [1, [2]], "set": {1, 2}, "deque": deque([1, 2, 3]), "count": Counter(a=1)}
+    assert (space.n, space.deep) == (1, inner)
+    assert slotted.a == [1, 2]
+    assert not hasattr(slotted, "b")
+    assert owner.tuple == ([],)
+    assert list(owner.order) == ["a", "b"]
+
+
+def test_an_object_that_threads_share_is_left_to_them():
+    class Prefetcher:
+        def __init__(self):
+            self.lock, self.ready = threading.Lock(), [1]
+
+    prefetcher = Prefetcher()
+
+    def build(self, x):
+        prefetcher.ready.append(2)  # as a thread would
+        return self.model(x)
+
+    _, run = capture(build, prefetcher=prefetcher)
+    run()
+    assert prefetcher.ready == [1, 2]
+
+
+def test_a_list_that_build_fills_with_values_is_named_in_the_warning():
+    _, run = capture(lambda self, x: self.seen.append(self.model(x)) or x * 2, seen=[])
+    with pytest.warns(UserWarning, match=r"build sets Owner\.seen, which has no effect"):
+        run()
