@@ -20,7 +20,7 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
-from graphzero.runtime.agree import Ranks
+from graphzero.runtime.agree import PLACE, Ranks, digest, tensor_text
 from graphzero.runtime.launch import located
 from graphzero.runtime.modules import Found
 from graphzero.runtime.placed import check_kept
@@ -177,6 +177,28 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
 
 def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
     plain = [found for found in tree.tensors({"": module}).values() if not isinstance(found.tensor, DTensor)]
+    nds: list[Nd] = []
+    failure = None
+    try:
+        nds = _checked_nds(module, plain, placement, sbp)
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+        failure = error
+    _agree(module, plain, nds, placement, failure)
+    for found, nd in zip(plain, nds, strict=True):
+        here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
+        if placement.virtual:
+            annotate(found.tensor, placement, here, by_user=True)
+            continue
+        tree.to_device(found.tensor, device_of(placement))
+        tree.from_first_rank(found.tensor, placement)
+        tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
+    return module
+
+
+def _checked_nds(
+    module: nn.Module, plain: Sequence[Found], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
+) -> list[Nd]:
+    """Where each of the module's ``plain`` tensors is to lie."""
     if isinstance(sbp, Mapping):
         nds = _by_name(plain, sbp, placement, module)
     else:
@@ -187,17 +209,7 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
         if found.tensor.dim():
             _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
             _check_even(found.tensor.shape, nd, placement, f"to_global of the module's {found.path}")
-    if not placement.virtual:
-        _check_meta(plain, placement)
-    for found, nd in zip(plain, nds, strict=True):
-        here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
-        if placement.virtual:
-            annotate(found.tensor, placement, here, by_user=True)
-            continue
-        tree.to_device(found.tensor, device_of(placement))
-        tree.from_first_rank(found.tensor, placement)
-        tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
-    return module
+    return nds
 
 
 def _by_name(
@@ -221,16 +233,14 @@ def _by_name(
     ]
 
 
-def _check_meta(found: Sequence[Found], placement: Placement) -> None:
-    """Raise PlacementError, on every rank, where a tensor has values on some ranks and none (meta device) on others."""
-    ranks = Ranks(placement)
-    mine = {one.path: one.tensor.is_meta for one in found}
-    first = ranks.share(lambda: mine)
-    odd = next((path for path in mine if mine[path] != first.get(path)), None)
-    failure = None
-    if odd is not None:
-        failure = PlacementError(
-            f"to_global: the module's {odd} is on the meta device {'here' if mine[odd] else 'on the first rank'}, not "
-            f"{'on the first rank' if mine[odd] else 'here'}; all ranks give it values, or none does"
-        )
-    ranks.agree("the module given to to_global", 0, dict, failure)
+def _agree(
+    module: nn.Module, plain: Sequence[Found], nds: Sequence[Nd], placement: Placement, failure: Exception | None
+) -> None:
+    """Raise, on every rank, where one cannot place the module, or ranks would place other tensors, or elsewhere, or one
+    has no values (meta device)."""
+    facts = {
+        found.path: f"{tensor_text(found.tensor)} {', '.join(map(str, nd))}{', on meta' * found.tensor.is_meta}"
+        for found, nd in zip(plain, nds, strict=failure is None)
+    }
+    ranks = Ranks(placement, type(module).__name__)
+    ranks.agree(PLACE, digest(*facts, *facts.values()), lambda: facts, failure)

@@ -34,7 +34,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime import checkpoint, launch, modules
-from graphzero.runtime.agree import Ranks, tensor_text
+from graphzero.runtime.agree import FULL, SAVE, Matter, Ranks, digest, identity, tensor_text
 from graphzero.runtime.binding import bind
 from graphzero.runtime.inputs import Reader
 from graphzero.runtime.modules import Found
@@ -67,7 +67,7 @@ class Graph:
                 'plain inputs for the whole batch; to split the batch: gz.placement(..., names=("dp",))',
                 stacklevel=2,
             )
-        self._ranks = Ranks(self.placement)
+        self._ranks = Ranks(self.placement, identity(self.name, self.placement))
         attributes = Attributes(self)
         self._programs = Programs(self.name, attributes)
         self._optimizers: list[OptimizerSpec] = []
@@ -241,18 +241,40 @@ class Graph:
         ``{"modules": {attribute: module.state_dict()}, "optimizers": [{"state": {"attribute.fqn": {...}},
         "param_groups": [...]}], "schedulers": [...], "random": {"seed", "step"}}``; ``torch.distributed.checkpoint``
         saves and reshards it.
+
+        It is live: its tensors are those that the next step writes to, as in torch.  To keep them as they are now,
+        take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
         """
-        self._not_in_build("saved")
-        if self._untrue:
-            warnings.warn(self._untrue, stacklevel=2)
-        if self._last is None:
-            return checkpoint.state_dict(self._state, self._schedulers, None, ())
-        return checkpoint.state_dict(self._state, self._schedulers, self._last.graph, self._last.captured.states)
+        outline, failure = self._outline()
+        if failure is not None:
+            raise failure
+        if any(checkpoint.is_sectioned(x) for _, x in checkpoint.tensors_in(outline)):
+            self._agree_on_outline(SAVE, outline, None)
+        made: dict[str, Any] = checkpoint.saveable(outline)
+        return made
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The same with plain whole tensors; every rank calls it, every rank gets it."""
-        made: dict[str, Any] = checkpoint.full(self.state_dict())
+        """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
+        outline, failure = self._outline()
+        self._agree_on_outline(FULL, outline, failure)
+        made: dict[str, Any] = checkpoint.full(outline)
         return made
+
+    def _outline(self) -> tuple[dict[str, Any], Exception | None]:
+        """What there is to save, or why it cannot be listed."""
+        self._not_in_build("saved")
+        if self._untrue:
+            warnings.warn(self._untrue, stacklevel=3)
+        program = () if self._last is None else (self._last.graph, self._last.captured.states)
+        try:
+            return checkpoint.outline(self._state, self._schedulers, *(program or (None, ()))), None
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            return {}, error
+
+    def _agree_on_outline(self, matter: Matter, outline: dict[str, Any], failure: Exception | None) -> None:
+        if self._ranks.active or failure is not None:
+            facts = checkpoint.facts(outline)
+            self._ranks.agree(matter, digest(*facts, *facts.values()), lambda: facts, failure)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
@@ -321,7 +343,7 @@ class Graph:
         kept = self._lazy_state
         if kept is not None and kept.modules == held and kept.optimizers == optimizers:
             return kept
-        made = self._lazy_state = State(self._world, self._ranks, held, optimizers)
+        made = self._lazy_state = State(lambda: self._world, self._ranks, held, optimizers)
         if kept is not None:
             made.random, made.moved = kept.random, kept.moved
         self._selection.bound = None

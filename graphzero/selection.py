@@ -24,7 +24,7 @@ from graphzero.ir import value
 from graphzero.ir.value import Role
 from graphzero.key import Key, Keys, describe, placed_of
 from graphzero.runtime import device_memory
-from graphzero.runtime.agree import Ranks, digest
+from graphzero.runtime.agree import CALL, COMPILE, PROGRAM, Ranks, digest
 from graphzero.runtime.executor import Results
 from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
 from graphzero.runtime.seed import Stream
@@ -102,7 +102,6 @@ class Selection:
 
         running: for a call, not for ``compile``.  refusal: why this rank cannot run, or nothing.
         """
-        what = "this call" if running else "compile()"
         failure: Exception | None = None
         state: State | None = None
         inputs: Inputs | None = None
@@ -122,10 +121,11 @@ class Selection:
         is_new = not self._programs.programs if key is None else key not in self._programs.programs
         is_talking = is_new or self._config.check_inputs == "always" or self.stopped is not None
         if is_talking:
-            restart = self._ranks.agree(f"the program of {what}", hash_, parts, failure, restart)
+            restart = self._ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart).first
         elif failure is not None:
             raise failure
         assert state is not None and inputs is not None and key is not None
+        state.meet()
         if running:  # before the capture, which hyperparameters of rank 0 may decide
             if not state.is_started:
                 state.start(schedulers)
@@ -198,9 +198,8 @@ class Selection:
             failure = error
         made = program
         self._ranks.agree(
-            "the compiled program", made.hash if made and self._ranks.active else 0,
-            lambda: made.lines() if made else {}, failure,
-        )  # fmt: skip
+            PROGRAM, made.hash if made and self._ranks.active else 0, lambda: made.lines() if made else {}, failure
+        )
         assert program is not None
         self._programs.add(key, program)
         return program

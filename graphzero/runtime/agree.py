@@ -1,7 +1,10 @@
-"""What ranks tell each other beside the program: that they run the same one, and rank 0's values at the start.
+"""What ranks agree on before they do anything together: who asks, for what, and that all would do the same.
+
+Whatever needs all ranks (a call, a binding, a state made whole or loaded) begins with one small message in which each
+says which Graph asks for what, a hash of what must be equal, and whether it can.  A rank that is asked for something
+else, a difference, or a failure on one rank, raises on every rank; nobody pairs with what was not meant for it.
 
 Everything goes through a CPU group of its own, so that it neither waits for nor disturbs a program's collectives.
-A disagreement, or a failure on one rank, raises on every rank; nobody hangs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +26,54 @@ from graphzero.sbp.placement import Placement
 
 _groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # ranks -> (the world it was made in, group)
 before_tear_down(_groups.clear)
+_made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
 _SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Matter:
+    """Something that ranks do together.
+
+    asked: what a user asks for, in which {} stands for whom.  about: what must be equal.  hint: how to make it so.
+    """
+
+    asked: str
+    about: str
+    hint: str
+
+
+_ALIKE = (
+    "Every rank must call the graph with inputs of the same structure, shapes and dtypes and modules in the same "
+    "state; pad or drop uneven batches (drop_last=True)"
+)
+_SAME = "Every rank must hold the same modules, optimizers and states"
+CALL = Matter("a call of {}", "the program of this call", _ALIKE)
+COMPILE = Matter("compile() of {}", "the program of compile()", _ALIKE)
+PROGRAM = Matter("compiling {}", "the compiled program", _ALIKE)
+SAVE = Matter("state_dict() of {}", "what is saved", _SAME)
+FULL = Matter("full_state_dict() of {}", "what is made whole", _SAME)
+PLACE = Matter("to_global of {}", "the module given to to_global", _SAME)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks wish beside what they agree on.  first: what the first one wishes; any: whether one of them does."""
+
+    first: bool
+    any: bool
+
+
+def identity(name: str, placement: Placement) -> str:
+    """How all ranks know a new Graph: by its name, and its number among those of that name and placement.
+
+    It holds in programs that make their Graphs in the same order on all ranks of a placement.
+    """
+    world = None if placement.virtual or not dist.is_initialized() else dist.group.WORLD
+    key = name, repr(placement)
+    made_in, count = _made.get(key, (world, 0))
+    count = count + 1 if made_in is world else 1
+    _made[key] = world, count
+    return name if count == 1 else f"{name} (number {count} of that name)"
 
 
 def digest(*texts: str) -> int:
@@ -34,12 +85,14 @@ def digest(*texts: str) -> int:
 class Ranks:
     """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent.
 
-    waited: seconds that this rank has spent in ``agree`` until all had come.
+    who: what asks the others, see ``identity``.  waited: seconds that this rank has spent in ``agree`` until all had
+    come.
     """
 
-    def __init__(self, placement: Placement):
-        self.placement = placement
+    def __init__(self, placement: Placement, who: str = ""):
+        self.placement, self.who = placement, who
         self.waited = 0.0
+        self._asks: dict[Matter, int] = {}  # hashes
         self._ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
     @property
@@ -47,34 +100,48 @@ class Ranks:
         return not self.placement.virtual and self.placement.size > 1 and not has_fake_world()
 
     def agree(
-        self, what: str, value: int, parts: Callable[[], Mapping[str, str]], failure: Exception | None,
-        wish: bool = False,
-    ) -> bool:  # fmt: skip
-        """The first rank's ``wish``, on every rank.
+        self, matter: Matter, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
+        failure: Exception | None = None, wish: bool = False,
+    ) -> Agreed:  # fmt: skip
+        """Check that all ranks are asked for ``matter`` by the same, that ``value`` is the same on every rank, and that
+        none has failed; raises on all of them if not.  Returns what they wish.
 
-        Check that ``value`` is the same on every rank and that none has failed; raises on all of them if not.
-
-        what: names the thing in the message.  parts: the facts behind ``value`` by name, called only to explain.
+        parts: the facts behind ``value`` by name, called only to explain.
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
-            wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
-            mine = torch.tensor([value, -value, failure is not None, wish], dtype=torch.int64)
-            began = time.perf_counter()
-            try:
-                dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group())
-            except RuntimeError as error:
-                raise self._gone(what, error) from error
-            finally:
-                self.waited += time.perf_counter() - began
-            highest, lowest, failed, wish = mine.tolist()
+            ask = self._hash(matter)
+            is_first = dist.get_rank() == int(self.placement.ranks.flat[0])
+            mine = [ask, -ask, value, -value, failure is not None, wish and is_first, wish]
+            most_ask, least_ask, highest, lowest, failed, first, any_ = self._highest(matter, mine)
+            if most_ask != -least_ask:
+                raise self._different_asks(matter, failure)
             if failed:
-                raise self._first_failure(what, failure)
+                raise self._first_failure(matter, failure)
             if highest != -lowest:
-                raise self._difference(what, parts())
+                raise self._difference(matter, parts())
+            return Agreed(bool(first), bool(any_))
         if failure is not None:
             raise failure
-        return bool(wish)
+        return Agreed(wish, wish)
+
+    def _highest(self, matter: Matter, mine: list[Any]) -> list[int]:
+        """The highest of all ranks, place by place."""
+        told = torch.tensor(mine, dtype=torch.int64)
+        began = time.perf_counter()
+        try:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group())
+        except RuntimeError as error:
+            raise self._gone(matter.about, error) from error
+        finally:
+            self.waited += time.perf_counter() - began
+        found: list[int] = told.tolist()
+        return found
+
+    def _hash(self, matter: Matter) -> int:
+        if matter not in self._asks:
+            self._asks[matter] = digest(self.who, matter.asked, matter.about)
+        return self._asks[matter]
 
     def share(self, make: Callable[[], Any]) -> Any:
         """The first rank's value of ``make()``, on every rank."""
@@ -92,18 +159,28 @@ class Ranks:
             "output says which) or because it makes fewer calls; every rank must call a Graph equally often"
         )
 
-    def _first_failure(self, what: str, failure: Exception | None) -> Exception:
+    def _different_asks(self, matter: Matter, failure: Exception | None) -> Exception:
+        told = matter.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
+        lines = _by_value(self._ids, self.collect(told))
+        return GraphZeroError(
+            "the ranks are asked for different things, so none of them goes on:"
+            + "".join(f"\n  {line}" for line in lines[:_SHOWN])
+            + "\n  Every rank must make the same Graphs in the same order, and do the same with them in the same order "
+            "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"
+        )
+
+    def _first_failure(self, matter: Matter, failure: Exception | None) -> Exception:
         mine = None if failure is None else (type(failure).__name__, str(failure))
         for rank, found in zip(self._ids, self.collect(mine), strict=True):
             if found is not None and failure is None:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
                 name = "" if known is not GraphZeroError else f"{found[0]}: "
-                return known(f"rank {rank} could not prepare {what}, so no rank runs it: {name}{found[1]}")
+                return known(f"rank {rank} could not prepare {matter.about}, so no rank runs it: {name}{found[1]}")
         assert failure is not None
         return failure
 
-    def _difference(self, what: str, parts: Mapping[str, str]) -> Exception:
+    def _difference(self, matter: Matter, parts: Mapping[str, str]) -> Exception:
         everyone = self.collect(dict(parts))
         names = dict.fromkeys(name for found in everyone for name in found)
         lines = []
@@ -113,10 +190,7 @@ class Ranks:
                 lines.append(f"  {name}: " + "; ".join(_by_value(self._ids, values)))
         more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
-        return CaptureError(
-            f"the ranks do not agree on {what}:\n{shown}\n  Every rank must call the graph with inputs of the same "
-            "structure, shapes and dtypes and modules in the same state; pad or drop uneven batches (drop_last=True)"
-        )
+        return CaptureError(f"the ranks do not agree on {matter.about}:\n{shown}\n  {matter.hint}")
 
     def collect(self, mine: Any) -> list[Any]:
         """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""

@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graphzero._compat import storage_id
 from graphzero.errors import CheckpointError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime import modules as tree
+from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.modules import Found, group_paths
 from graphzero.runtime.resplit import resplit, whole
-from graphzero.runtime.shards import as_dtensor, is_whole
+from graphzero.runtime.shards import as_dtensor, is_whole, local_of
 from graphzero.runtime.state import State
 from graphzero.runtime.storage import filled
 from graphzero.runtime.submesh import on_mesh_of, on_whole
@@ -37,12 +39,13 @@ from graphzero.sbp.types import B, Nd, S
 _SHOWN = 6
 
 
-def state_dict(
-    state: State, schedulers: Sequence[Any], graph: StepGraph | None, specs: Sequence[Any]
-) -> dict[str, Any]:
-    """What there is.  States that a compiled program will begin with, but that do not exist yet, are made as they will
-    be (graph and specs: of that program), so that a checkpoint can be loaded into them; but not those that only the
-    first step can make, whose values nobody knows before it."""
+def outline(state: State, schedulers: Sequence[Any], graph: StepGraph | None, specs: Sequence[Any]) -> dict[str, Any]:
+    """What there is, as it is: live tensors.
+
+    States that a compiled program will begin with, but that do not exist yet, are made as they will be (graph and
+    specs: of that program), so that a checkpoint can be loaded into them; but not those that only the first step can
+    make, whose values nobody knows before it.
+    """
     found = state.tensors()
     names = tree.names(found)
     nds = {node.name: value.nd_of(node) for node in graph.placeholders("state")} if graph is not None else {}
@@ -57,8 +60,8 @@ def state_dict(
         order = [name for group in groups for name in group["params"]]
         optimizers.append({"state": {name: held[name] for name in order if name in held}, "param_groups": groups})
     return {
-        "modules": {name: _map(module.state_dict(), _saveable) for name, module in state.modules.items()},
-        "optimizers": _map(optimizers, _saveable),
+        "modules": {name: module.state_dict() for name, module in state.modules.items()},
+        "optimizers": optimizers,
         "schedulers": [None if s is None else s.state_dict() for s in schedulers],
         "random": {"seed": state.random.seed, "step": state.random.step},
     }
@@ -70,13 +73,39 @@ def _initial(spec: Any, nd: Nd, state: State) -> Tensor:
     return filled(spec.shape, spec.dtype, spec.fill, nd, state.world)
 
 
-def _saveable(x: Tensor) -> Tensor:
-    """A DTensor that torch.distributed.checkpoint saves and loads: what ranks hold in sections is cut once instead.
+def tensors_in(x: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested dicts and lists, with its path."""
+    if isinstance(x, Tensor):
+        yield path, x
+    entries = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+    for key, held in entries:
+        yield from tensors_in(held, f"{path}.{key}" if path else str(key))
 
-    It takes what a rank holds for one block of the whole, whatever its placements say.
+
+def facts(x: Any) -> dict[str, str]:
+    """What decides which collectives make a state dict whole: type and SBP of each tensor by path, in order."""
+    return {path: f"{tensor_text(t)} {_sbp_text(t)}" for path, t in tensors_in(x)}
+
+
+def _sbp_text(x: Tensor) -> str:
+    return ", ".join(map(str, nd_of_dtensor(x))) if isinstance(x, DTensor) else "plain"
+
+
+def is_sectioned(x: Tensor) -> bool:
+    """Whether ranks hold a tensor in sections, which torch.distributed.checkpoint cannot save."""
+    return isinstance(x, DTensor) and any(sbp.sections > 1 for sbp in nd_of_dtensor(x))
+
+
+def saveable(x: Any) -> Any:
+    """A state dict that torch.distributed.checkpoint saves and loads: sections are cut once instead.
+
+    It takes what a rank holds for one block of the whole, whatever placements say.  Every rank calls it if there are
+    sections.
     """
-    if not isinstance(x, DTensor):
-        return x
+    return _map(x, lambda t: _cut_once(t) if is_sectioned(t) else t)
+
+
+def _cut_once(x: Any) -> DTensor:
     nd = nd_of_dtensor(x)
     dims = [sbp.dim for sbp in nd]
     cut = tuple(sbp if sbp.sections == 1 else S(sbp.dim) if dims.count(sbp.dim) == 1 else B for sbp in nd)
@@ -84,20 +113,34 @@ def _saveable(x: Tensor) -> Tensor:
 
 
 def full(x: Any) -> Any:
-    """A state dict with plain whole tensors in place of DTensors.  Every rank calls it."""
-    return _map(x, lambda t: whole(t) if isinstance(t, DTensor) else t)
+    """A snapshot of a state dict, with plain whole tensors in place of DTensors; what was tied is so in it.  Every rank
+    calls it."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+
+    def own(t: Tensor) -> Tensor:
+        held = local_of(t)
+        place = type(t), storage_id(held), held.storage_offset(), t.shape, t.stride(), t.dtype
+        if place not in made:
+            found = whole(t) if isinstance(t, DTensor) else t.detach()
+            made[place] = found.clone() if storage_id(found) == storage_id(held) else found
+        return made[place]
+
+    return _map(x, own, copy.deepcopy)
 
 
-def _map(x: Any, fn: Callable[[Tensor], Any]) -> Any:
+def _map(x: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
+    """``x`` with ``fn`` of its tensors, and ``other`` of what holds none."""
     if isinstance(x, Tensor):
         return fn(x)
     if isinstance(x, dict):
         made: dict[Any, Any] = OrderedDict() if isinstance(x, OrderedDict) else {}
-        made.update((key, _map(held, fn)) for key, held in x.items())
+        made.update((key, _map(held, fn, other)) for key, held in x.items())
         if hasattr(x, "_metadata"):
             made._metadata = x._metadata  # type: ignore[attr-defined]
         return made
-    return [_map(held, fn) for held in x] if isinstance(x, list) else x
+    if type(x) in (list, tuple):
+        return type(x)(_map(held, fn, other) for held in x)
+    return other(x)
 
 
 # ---- loading
@@ -278,8 +321,8 @@ def _like(given: Any, have: Any, state: State) -> Any:
 
 def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
     if isinstance(given, DTensor):
-        return resplit(on_whole(given, state.world.placement), nd)
-    return as_dtensor(given.to(state.world.device), state.world.placement, nd)
+        return resplit(on_whole(given, state.placement), nd)
+    return as_dtensor(given.to(state.world.device), state.placement, nd)
 
 
 def _load_optimizer(
@@ -309,7 +352,7 @@ def _state_value(given: Any, have: Any, nd: Nd | None, state: State) -> Any:
         nd = state.nd_of(have)
     if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
         return whole(given) if nd is not None else given.detach().clone()
-    if nd is not None and not is_whole(nd) and not state.world.placement.virtual and given.dim():
+    if nd is not None and not is_whole(nd) and not state.placement.virtual and given.dim():
         made = _laid(given.detach(), nd, state)
         return made.clone() if made is given else made
     return given.detach().clone()

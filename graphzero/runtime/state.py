@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -51,22 +52,41 @@ class Moved:
 class State:
     """The tensors of one Graph.
 
+    world: makes the world, for which all ranks are needed: whoever reads ``world`` has agreed on that with the others.
     modules: attribute -> module.  optimizers: as add_optimizer was called.
     random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
     counters: by the states that each counts for.
     """
 
-    def __init__(self, world: World, ranks: Ranks, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]):
-        self.world, self.ranks, self.modules, self.optimizers = world, ranks, modules, optimizers
+    def __init__(
+        self,
+        world: Callable[[], World],
+        ranks: Ranks,
+        modules: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+    ):
+        self.placement, self._make_world = ranks.placement, world
+        self.ranks, self.modules, self.optimizers = ranks, modules, optimizers
         self.random = Stream()
         self.moved: dict[str, Moved] = {}  # by path
         self.counters: dict[tuple[Any, ...], Counter] = {}
-        self.first_values = FirstValues(world)
         self._bound: Bound | None = None
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
         self._watch: ModulesWatch | None = None
         self._found: dict[str, Found] = {}
         self.is_started = False
+
+    @cached_property
+    def world(self) -> World:
+        return self._make_world()
+
+    @cached_property
+    def first_values(self) -> FirstValues:
+        return FirstValues(self.world)
+
+    def meet(self) -> None:
+        """Have a world from here on.  Every rank calls it."""
+        assert self.world is not None
 
     # ---- what there is
 
@@ -80,15 +100,15 @@ class State:
     def nd_of(self, tensor: Tensor) -> Nd:
         """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
         if isinstance(tensor, DTensor):
-            return nd_on(tensor, self.world.placement, "a parameter or buffer")
+            return nd_on(tensor, self.placement, "a parameter or buffer")
         known = annotation(tensor)
-        if known is not None and known[0] == self.world.placement:
+        if known is not None and known[0] == self.placement:
             return known[1]
-        return (B,) * len(self.world.placement.names)
+        return (B,) * len(self.placement.names)
 
     def given(self, entry: Found) -> Nd:
         """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
-        check_held(entry, self.world.placement)
+        check_held(entry, self.placement)
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
         return moved.before if moved is not None and moved.tensor() is entry.tensor and moved.after == nd else nd
 
@@ -112,7 +132,7 @@ class State:
 
     def check_real(self) -> None:
         """Raise ConfigError for a parameter or buffer without values, PlacementError for a device that is not there."""
-        check_device(self.world.placement)
+        check_device(self.placement)
         for entry in self.tensors().values():
             check_real(entry.tensor, f"{entry.kind} {entry.path}")
 

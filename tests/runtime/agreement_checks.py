@@ -180,7 +180,7 @@ def check_first_mode_does_not_talk_in_later_calls():
     graph(*share(0))
     talked = []
     agree = graph._ranks.agree
-    graph._ranks.agree = lambda *args: (talked.append(args[0]), agree(*args))
+    graph._ranks.agree = lambda *args: talked.append(args[0]) or agree(*args)
     graph(*share(1))
     assert not talked
     graph(*(t[:2] for t in share(1)))
@@ -207,7 +207,7 @@ def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
         _failing(graph, at, RuntimeError("odd"))
         raises(RuntimeError, "odd", lambda: graph(*share(9)))
     graph(*share(1))
-    saved = copy.deepcopy(graph.full_state_dict())
+    saved = graph.full_state_dict()
     same(saved["modules"]["model"], eager(2)[0].state_dict())
     for at in (program.first_write, len(program.steps) - 1):
         _failing(graph, at, KeyboardInterrupt())
@@ -235,7 +235,7 @@ def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_it
     program = graph._last.executor(graph._world).program
     behind = [step.node for step in program.steps[program.first_write :] if isinstance(step, Barrier)]
     assert "backward" in map(value.phase_of, behind)
-    saved = copy.deepcopy(graph.full_state_dict())
+    saved = graph.full_state_dict()
     for at, is_true in ((program.first_write - 1, True), (program.first_write, False)):
         _failing(graph, at, RuntimeError("odd"))
         raises(RuntimeError, "odd", lambda: graph(*share(2)))
@@ -316,3 +316,66 @@ def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
         device_memory._machine = machines
     assert plan.stage == 3 and plan.kept, plan
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def check_graphs_of_equal_shapes_called_in_another_order_raise_instead_of_mixing_their_gradients():
+    rank, models = dist.get_rank(), (make(1), make(2))
+    first, second = (Train(model, sgd(model)) for model in models)
+    named = r"rank 0: a call of Train[\s\S]*rank 1: a call of Train"
+    for graphs in ((first, second), (second, first)):
+        raises(gz.GraphZeroError, named, lambda graphs=graphs: graphs[rank](*share(0)))
+    for graph in (first, second):  # once each has its program
+        graph(*share(0))
+    before = copy.deepcopy([model.state_dict() for model in models])
+    raises(gz.GraphZeroError, r"Train \(number \d+ of that name\)", lambda: (first, second)[rank](*share(0)))
+    for model, was in zip(models, before, strict=True):
+        same(model.state_dict(), was)
+    first(*share(1))
+    wanted = eager_steps(make(1), 2)
+    same(first.full_state_dict()["modules"]["model"], wanted.state_dict())
+
+
+def eager_steps(model, steps):
+    optimizer = sgd(model)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def check_other_actions_on_one_rank_raise_on_all_and_say_who_asks_for_what():
+    rank = dist.get_rank()
+    graph, _ = trained(3, steps=1)
+    for action, text in (
+        (lambda: graph.compile(*share(0)), r"compile\(\) of Train"),
+        (graph.full_state_dict, r"full_state_dict\(\) of Train"),
+        (lambda: gz.to_global(make(0), graph.placement, gz.sbp.B), "to_global of Tied"),
+    ):
+        raises(gz.GraphZeroError, f"rank 0: {text}[\\s\\S]*rank 1: a call of Train", lambda action=action:
+               graph(*share(1)) if rank else action())  # fmt: skip
+    graph(*share(1))
+    same(graph.full_state_dict()["modules"]["model"], eager(2)[0].state_dict())
+
+
+def check_one_rank_alone_may_look_at_a_graph_before_and_after_its_first_call():
+    model = make(0)
+    graph = Train(model, sgd(model), 2)
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            assert "model.first.weight" in repr(graph)
+            assert "first.weight" in graph.state_dict()["modules"]["model"]
+        graph(*share(0))
+    fresh = Train(make(0), None, 3).compile(*share(0))
+    if dist.get_rank() == 0:
+        fresh.state_dict()
+    fresh(*share(0))
+
+
+def check_a_module_that_is_placed_otherwise_on_one_rank_raises_on_all():
+    rank, where = dist.get_rank(), gz.placement("cpu", range(2))
+    raises(gz.GraphZeroError, r"last.bias: rank 0: float64\[3\] B; rank 1: float64\[3\] S\(0\)", lambda: gz.to_global(
+        make(0), where, {"last.bias": gz.sbp.S(0) if rank else gz.sbp.B}))  # fmt: skip
+    wrong = {"odd": gz.sbp.B} if rank else gz.sbp.B
+    raises(gz.SbpError, "fits no parameter", lambda: gz.to_global(make(0), where, wrong))

@@ -139,7 +139,7 @@ def check_checkpoints_load_at_other_stages_through_dcp():
 def check_eager_optimizer_loads_are_seen():
     graph, _ = trained(1)
     optimizer = graph._optimizers[0].optimizer
-    saved = copy.deepcopy(graph.full_state_dict())  # else, as in torch, it follows the model
+    saved = graph.full_state_dict()
     graph(*share(3))
     optimizer.load_state_dict(saved["optimizers"][0])
     with torch.no_grad():
@@ -247,3 +247,19 @@ def check_a_subset_of_ranks_and_strangers():
             gz.Graph(gz.placement("cpu", [0]))
     with pytest.raises(gz.PlacementError, match="world has ranks 0 to 1"):
         gz.Graph(gz.placement("cpu", range(4)))
+
+
+def check_a_full_state_dict_is_a_snapshot_at_every_stage():
+    for stage in range(4):
+        graph, _ = trained(stage, steps=1)
+        best = graph.full_state_dict()
+        kept = copy.deepcopy(best)
+        expected = graph(*share(5))
+        graph(*share(6))
+        for (path, held), (_, was) in zip(*map(pytree.tree_leaves_with_path, (best, kept)), strict=True):
+            equal = torch.equal(held, was) if isinstance(was, torch.Tensor) else held == was
+            assert equal, f"stage {stage}: {pytree.keystr(path)} follows the training"
+        weights = best["modules"]["model"]
+        assert weights["first.weight"].data_ptr() == weights["second.weight"].data_ptr()  # a tie takes no memory twice
+        graph.load_state_dict(best)
+        torch.testing.assert_close(graph(*share(5)), expected)
