@@ -67,7 +67,7 @@ def eligible(graph: StepGraph, alive: Sequence[Life], without: Collection[Any] =
     ]
     if not large:
         return []
-    orders, ends = Orders(graph), _awaited(graph)
+    orders, ends = Orders(graph.nodes), _awaited(graph)
     return [
         replace(life, end=max(life.end, ends.get(life.storage, -1)))
         for life in large

@@ -8,7 +8,7 @@ What is not known here is nobody's to decide.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import fx
 
 from graphzero import ops as own
 from graphzero.ir import inplace, ops, value
-from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import SAME, UNMARKED_VIEWS, is_view
 
 Order = tuple[int, ...] | None  # dims from the outermost in memory to the innermost; None: not known
@@ -34,13 +33,17 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 
 
 class Orders:
-    """The order of every value of a lowered program."""
+    """The order of values of a lowered program, of those that it has seen: each after its operands."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
         self._of: dict[fx.Node, Order] = {}
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self._of[node] = self._found(node)
+        for node in nodes:
+            self.see(node)
+
+    def see(self, node: fx.Node) -> None:
+        """Learn the order of a value, in the storage that it has been given by now."""
+        if node.op == "call_function":
+            self._of[node] = self._found(node)
 
     def is_row_major(self, node: fx.Node) -> bool:
         order = self._of.get(node)
@@ -70,8 +73,21 @@ class Orders:
             return None
         if target in COPIES:
             return self._copied(node, rows)
-        follows = inplace.writing(target) is not None and all(map(self._is_plain, value.tensor_operands(node)))
-        return rows if dims < 2 or target in ROW_MAJOR or target in ARRIVED or follows else None
+        return rows if dims < 2 or target in ROW_MAJOR or target in ARRIVED or self._follows(node) else None
+
+    def _follows(self, node: fx.Node) -> bool:
+        """Whether an op that lays its result out after its operands finds them row by row.
+
+        Element by element, torch follows the first operand in which all dims of the result can be told apart.
+        """
+        if inplace.writing(node.target) is None:
+            return False
+        operands = value.tensor_operands(node)
+        if inplace.is_pointwise(node.target):
+            shape = value.tensor_type(node).shape
+            whole = next((i for i, x in enumerate(operands) if value.tensor_type(x).shape == shape), len(operands))
+            operands = operands[: whole + 1]
+        return all(map(self._is_plain, operands))
 
     def _picked(self, node: fx.Node) -> Order:
         """One of several results."""

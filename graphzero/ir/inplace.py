@@ -31,6 +31,11 @@ ROW_BY_ROW = {
     aten._softmax_backward_data.default: 0,
     CROSS_ENTROPY_BACKWARD: 1,
 }
+# Ops whose ``out`` kernels write row by row, whatever the strides of the tensor that they are given.
+WRITES_ROWS = (
+    aten._log_softmax.default, aten._log_softmax_backward_data.default, aten._softmax.default,
+    aten._softmax_backward_data.default,
+)  # fmt: skip
 ON_ANY_DEVICE = (CROSS_ENTROPY_BACKWARD,)  # ours: it writes a row when it has read it
 
 

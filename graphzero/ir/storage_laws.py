@@ -2,6 +2,7 @@
 
     assign(w, new)                 nobody reads the old w below it
     y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
+    y = _softmax(x, 1, False, out=x)      its kernel writes row by row, so x is known to lie row by row
     l = launch('...', 0, [v])      slot 0 is free until somebody waits for l; without a slot, what a reduction works in
                                    is nobody's to read until then, nor after
 
@@ -17,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from graphzero.ir import inplace, ops, value
+from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import Storage, storage_roots
 from graphzero.ir.violation import violation
@@ -42,6 +44,7 @@ class _Walk:
         self.written: dict[Storage | None, fx.Node] = {}  # storage of a state -> what has assigned to it
         self.spent: dict[fx.Node, fx.Node] = {}  # value -> the result, or the reduction, that is put in its storage
         self.busy: dict[Any, fx.Node] = {}  # slot, or launch without one -> what is under way there
+        self.orders = Orders()
 
     def pass_by(self, node: fx.Node) -> None:
         for operand, root in _read_roots(node, self.roots):
@@ -50,9 +53,10 @@ class _Walk:
             self.held.setdefault(root, []).append(node)
         for i, room in enumerate(inplace.outs_of(node)):
             if room is not None:
-                _check_room(self.graph, node, i, room, self.where)
+                _check_room(self.graph, node, i, room, self.orders, self.where)
                 _check_overwrite(self.graph, node, room, self.roots, self.where)
                 self._spend(self.roots[node][i], node)
+        self.orders.see(node)
         if node.target is ops.assign:
             self.written[self.roots[node.args[0]][0]] = node  # type: ignore[index]
         elif node.target is ops.launch:
@@ -100,7 +104,7 @@ def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage 
             yield operand, root
 
 
-def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, where: str) -> None:
+def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: Orders, where: str) -> None:
     """Result ``i`` may be put over a value of its form, by an op that can put it there."""
     if node.target is ops.launch:
         dense = ops.is_direct(node) and node.args[0] == ops.bucket_all_gather.__name__
@@ -114,6 +118,9 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, where: s
     if not good:
         problem = f"'{node.name}' cannot be put in the storage of '{room.name}'"
         raise violation(node, where, problem, "out= takes a value of the same type and SBP, and an op with an out form")
+    if node.target in inplace.WRITES_ROWS and not orders.is_row_major(room):
+        problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
+        raise violation(node, where, problem, "Take out= off it, or make its room by an op that lays it out so")
 
 
 def _check_overwrite(graph: StepGraph, node: fx.Node, room: fx.Node, roots: Roots, where: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import inplace, ops, value
+from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import SAME, Storage, reads_until_awaited, storage_roots
 from graphzero.passes.base import BuiltinPass
@@ -41,6 +42,7 @@ class Reuse(BuiltinPass):
                 storages.receive(node)
             elif node.op == "call_function" and storages.can_be_told(node):
                 storages.write_over_one(node)
+            storages.orders.see(node)
         graph.hand_out(storages.dropped)
         for assign in storages.dropped:
             graph.graph.erase_node(assign)
@@ -54,6 +56,7 @@ class _Storages:
         self.graph = graph
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.roots = storage_roots(graph)
+        self.orders = Orders()
         self.moved: dict[Storage, Storage] = {}
         self.dropped: dict[fx.Node, fx.Node] = {}
         self.assigns = {node.args[0]: node for node in graph.graph.find_nodes(op="call_function", target=ops.assign)}
@@ -143,6 +146,8 @@ class _Storages:
         if not self._reads_alone(node, room):
             return False
         if reads and not inplace.may_overwrite(node, room, self.graph.placement.device_type):
+            return False
+        if node.target in inplace.WRITES_ROWS and not self.orders.is_row_major(room):
             return False
         first = bool(node.args) and node.args[0] is room
         return (first and inplace.over_first(node.target) is not None) or inplace.writing(node.target) is not None

@@ -98,7 +98,22 @@ def into(node: fx.Node) -> tuple[Callable[..., Any], str]:
     """What to call for a node whose result is put into a given tensor, and the keyword of that."""
     found = inplace.writing(node.target)
     assert found is not None
-    return _compat.direct(found[0]), found[1]
+    call, keyword = _compat.direct(found[0]), found[1]
+    return _into_rows(call, keyword) if node.target in inplace.WRITES_ROWS else call, keyword
+
+
+def _into_rows(call: Callable[..., Any], keyword: str) -> Callable[..., Any]:
+    """A kernel that writes row by row, told to write into a tensor that may lie otherwise."""
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        out: Tensor = kwargs[keyword]
+        if out.is_contiguous():
+            return call(*args, **kwargs)
+        return out.copy_(
+            call(*args, **{**kwargs, keyword: torch.empty_like(out, memory_format=torch.contiguous_format)})
+        )
+
+    return write
 
 
 def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:

@@ -129,6 +129,35 @@ forward:
     assert torch.equal(wanted["output 0"][0], found["output 0"][0])
 
 
+@pytest.mark.parametrize(
+    ("ops", "kept"),
+    [
+        (("m = mm(x, x)", "a = mul(m, 2.0)"), False),  # known to lie row by row
+        (("m = mm(x, x)", "t = t(m)", "a = mul(t, 2.0)"), True),  # known to lie otherwise
+        (("a = mul(x, 2.0)",), True),  # as the user's tensor lies, which nobody knows
+        (("m = mm(x, x)", "a = add(m, x)"), False),  # as the first operand lies
+    ],
+)
+@pytest.mark.parametrize("op", ["_softmax(a, 0, False)", "_log_softmax(a, 1, False)"])
+def test_an_op_that_writes_row_by_row_only_moves_in_where_rows_are_known_to_lie(
+    op: str, ops: tuple[str, ...], kept: bool
+) -> None:
+    lines = "\n  ".join(f"{line} : f32[6, 6]" for line in ops)
+    text = f"graph g(dp=1)\n  x = batch() : f32[6, 6]  B!\nforward:\n  {lines}\n  b = {op} : f32[6, 6]\n  return b\n"
+    program = lower(text)
+    assert ("b" not in rooms(program)) == kept
+    given = inputs_of(program)
+    turned = {"x": [x.t() for x in given["x"]]}  # type: ignore[union-attr]
+    for inputs in (given, turned):
+        found, wanted = (on(graph, inputs) for graph in (program, without(text)))
+        assert torch.equal(found, wanted)
+
+
+def on(graph: StepGraph, inputs: dict[str, object]) -> torch.Tensor:
+    executor = Executor(graph, VirtualWorld(graph.placement))
+    return executor.run(inputs).outputs[0][0]  # type: ignore[arg-type,no-any-return]
+
+
 def test_a_new_state_that_build_returns_is_no_view_of_the_state() -> None:
     text = MOMENTUM.replace("return update", "return n; update")
     program = lower(text)
@@ -203,6 +232,17 @@ def test_a_write_that_would_change_what_is_read_is_refused(out: str, line: str, 
     with pytest.raises(VerifyError) as caught:
         verify(parse(LOCAL.format(out, line, update)))
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["_softmax(a, 0, False, out=a)", "_log_softmax(a, 0, False, out=a)"])
+def test_an_op_that_writes_row_by_row_is_refused_where_rows_are_not_known_to_lie(op: str) -> None:
+    def text(maker: str) -> str:
+        lines = f"a = {maker} : f32[4, 4]  B\n  b = {op} : f32[4, 4]  B\n  return b\n"
+        return f"graph g(dp=1) local\n  x = batch() : f32[4, 4]  B\nforward:\n  {lines}"
+
+    verify(parse(text("mm(x, x)")))
+    with pytest.raises(VerifyError, match="'b' writes row by row, which 'a' is not known to lie"):
+        verify(parse(text("exp(x)")))
 
 
 def test_a_write_into_a_state_is_its_new_value() -> None:

@@ -189,7 +189,7 @@ class Layouts:
     """Compares how values lie with what is known of it; on the first local rank."""
 
     def __init__(self, graph: gz.Graph):
-        self.orders = dense.Orders(graph.program)
+        self.orders = dense.Orders(graph.program.nodes)
         self.nodes = {node.name: node for node in graph.program.nodes}
         self.known, self.wrong = 0, []
         graph._last.executor(graph._world).meter = self

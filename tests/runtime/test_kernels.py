@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from graphzero.ir import inplace
+from graphzero.runtime import kernels
 from graphzero.runtime.kernels import kernel
 from graphzero.sbp.call import op_name
 
@@ -44,6 +46,17 @@ def run(call: Callable[..., Any], leaves: list[Any], spec: Any) -> list[Tensor]:
     torch.manual_seed(0)
     args, kwargs = tree_unflatten(leaves, spec)
     return [x for x in tree_flatten(call(*args, **kwargs))[0] if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("op", inplace.WRITES_ROWS, ids=op_name)
+def test_a_kernel_that_writes_row_by_row_writes_right_where_rows_do_not_lie(op: Any) -> None:
+    graph = fx.Graph()
+    node, x = graph.call_function(op), torch.rand(5, 6, 7)
+    call, keyword = kernels.into(node)
+    args = (x, 1, False) if "backward" not in str(op) else (x, x.flip(0), 1, torch.float32)
+    for room in (torch.empty(5, 6, 7), turned(torch.empty(5, 6, 7)), cut(torch.empty(5, 6, 7))):
+        assert call(*args, **{keyword: room}) is room
+        assert torch.equal(room, op(*args))
 
 
 OPS = [
