@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from random_convolutions import CHANNELS, SPACE, convolutional
 from random_models import CLASSES, ROWS, TOKENS, WIDTH, Attention, D, Loss, Pinned, Residual, Tokens
 from torch import Tensor, nn
 
@@ -42,11 +43,12 @@ def is_even(shape: tuple[int, ...], nd: Nd, hierarchy: tuple[int, ...]) -> bool:
 class Draw:
     """Draws the parts of one case, and writes down in words what it has drawn."""
 
-    def __init__(self, seed: int, wild: bool = False):
+    def __init__(self, seed: int, wild: bool = False, kind: str | None = None):
         self.random = random.Random(seed)
         self.words: list[str] = []
         self.hierarchy, self.names = self.pick(*GRIDS)
-        self.kind = self.pick("tokens", "tokens", "features", "image")
+        drawn = self.pick("tokens", "tokens", "features", "image")
+        self.kind, self.dims = kind or drawn, 2
         self.drops, self.wild = self.chance(0.25), wild
 
     def chance(self, share: float) -> bool:
@@ -152,6 +154,9 @@ class Draw:
             nn.Linear(6 * size * size, CLASSES),
         )  # fmt: skip
 
+    def convolutions(self) -> nn.Module:
+        return convolutional(self)
+
     def model(self) -> nn.Module:
         return getattr(self, self.kind)()
 
@@ -177,10 +182,11 @@ class Case:
 
     seed: int
     wild: bool = False  # whether SBPs may be drawn that a value cannot have
+    kind: str | None = None  # of model; drawn if not given
     words: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        draw = Draw(self.seed, self.wild)
+        draw = Draw(self.seed, self.wild, self.kind)
         self.hierarchy, self.names = draw.hierarchy, draw.names
         self.stage = draw.pick(0, 1, 2, 3)
         self.optimizer = draw.pick("adamw", "sgd")
@@ -191,6 +197,7 @@ class Case:
         self.state = draw.random.getstate()
         torch.manual_seed(self.seed)
         self.model = draw.model().to(D)
+        self.dims = draw.dims
         with torch.no_grad():
             for p in self.model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
@@ -231,7 +238,8 @@ class Case:
         weight = torch.rand(CLASSES, generator=generator, dtype=D) + 0.5
         if self.kind == "tokens":
             return torch.randint(0, CLASSES, shape, generator=generator), y, weight
-        size = (ROWS, 5) if self.kind == "features" else (ROWS, 2, 6, 6)
+        sizes = {"features": (5,), "image": (2, 6, 6), "convolutions": (CHANNELS, *(SPACE,) * self.dims)}
+        size = (ROWS, *sizes[self.kind])
         return torch.randn(size, generator=generator, dtype=D), y, weight
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -258,7 +266,7 @@ class Case:
         return graph
 
     def _fresh(self) -> nn.Module:
-        draw = Draw(self.seed, self.wild)
+        draw = Draw(self.seed, self.wild, self.kind)
         draw.random.setstate(self.state)
         model = draw.model().to(D)
         model.load_state_dict(self.start)

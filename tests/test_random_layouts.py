@@ -50,6 +50,17 @@ def test_more_random_models_in_random_layouts_do(seed: int) -> None:
     check(Case(seed))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_convolutional_network_in_a_random_layout_trains_as_in_plain_pytorch(seed: int) -> None:
+    check(Case(seed, kind="convolutions"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3000, 3060))
+def test_more_random_convolutional_networks_in_random_layouts_do(seed: int) -> None:
+    check(Case(seed, kind="convolutions"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2000, 2020))
 def test_a_layout_that_cannot_be_is_refused_in_our_own_words(seed: int) -> None:

@@ -27,13 +27,12 @@ FOREVER = float("inf")
 
 def place_reductions(state: AxisPropagation) -> None:
     """Turn partial values of ``state`` whole where that saves bytes; changes ``found`` and ``chosen``."""
-    made = ((node, [sbp for sbp in sbps if sbp is not None]) for node, sbps in state.found.items())
-    partial = [node for node, sbps in made if sbps and all(sbp.is_partial for sbp in sbps)]
+    partial = [node for node, sbps in state.found.items() if any(sbp is not None and sbp.is_partial for sbp in sbps)]
     carried = {node for node in partial if _may_be_whole(state, node)}
     for region in _regions(partial, carried, state):
         if any(node in carried for node in region):
             for node in _cut(state, region, carried):
-                state.found[node] = tuple(sbp and B for sbp in state.found[node])
+                state.found[node] = tuple(B if sbp and sbp.is_partial else sbp for sbp in state.found[node])
                 if node in state.chosen:
                     state.chosen[node] = calls.signatures_of(state.graph, node, state.axis)[0]
 
@@ -41,21 +40,35 @@ def place_reductions(state: AxisPropagation) -> None:
 def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
     """A value that is partial only because a partial operand passes through its op.
 
-    A gradient over a data axis is not: it is reduced as the gradient, where the stage says, never in a smaller form
-    before it.
+    Of an op of several results those that are partial become whole together, so each of them must be free to.
     """
-    if state.pinned(node) is not None or (state.is_data and _is_gradient(node)):
+    if node.target is operator.getitem:
+        return _may_be_whole(state, node.args[0])  # type: ignore[arg-type]
+    results = _partial_picks(state, node) if value.is_multi(node) else [node]
+    if not all(_is_free(state, result) for result in results):
         return False
     if node.target in calls.IDENTITIES:
         return True
-    if node.target is operator.getitem:
-        return _may_be_whole(state, node.args[0])  # type: ignore[arg-type]
     signature = state.chosen.get(node)
     return (
         signature is not None
         and any(s.is_partial for s in signature.inputs)
         and not any(s.is_split for s in signature.inputs)
     )
+
+
+def _is_free(state: AxisPropagation, node: fx.Node) -> bool:
+    """Whether a value may be reduced here.
+
+    A gradient over a data axis may not: it is reduced as the gradient, where the stage says, never in a smaller form
+    before it.
+    """
+    return state.pinned(node) is None and not (state.is_data and _is_gradient(node))
+
+
+def _partial_picks(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    """The partial ones of an op's several results."""
+    return [user for user in node.users if user.target is operator.getitem and state.sbp(user).is_partial]
 
 
 def _is_gradient(node: fx.Node) -> bool:
@@ -103,8 +116,8 @@ def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -
             capacity[SOURCE][node] = FOREVER
         elif any(operand not in inside for operand in _partial_operands(state, node)):
             capacity[node][SINK] += 1e-3  # a whole operand is made partial for it: no bytes, but work
-        if value.is_multi(node):  # its results are partial together, or whole
-            for picked in (user for user in node.users if user in carried):
+        if value.is_multi(node):  # its partial results stay so together, or become whole
+            for picked in _partial_picks(state, node):
                 capacity[node][picked] = capacity[picked][node] = FOREVER
             continue
         reduced = ("reduced", node)

@@ -1,0 +1,91 @@
+"""Convolutions split by channel: columns then rows leave a partial sum, which is reduced once, wherever that is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.sbp import B, S
+
+D = torch.float64
+PLACES = {"tp": ((2,), ("tp",)), "dp x tp": ((2, 2), ("dp", "tp")), "tp x dp": ((2, 3), ("tp", "dp"))}
+TAILS: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Identity,
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "average pool": lambda: nn.AvgPool2d(2),
+    "max pool": lambda: nn.MaxPool2d(2),
+    "convolution": lambda: nn.Conv2d(4, 6, 3),
+    "transposed convolution": lambda: nn.ConvTranspose2d(4, 6, 3),
+    "grouped convolution": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "linear": lambda: nn.Linear(4, 3),
+}
+
+
+class Train(gz.Graph):
+    def __init__(self, model: nn.Module, where: gz.Placement, stage: int):
+        super().__init__(where)
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        self.config.enable_zero(stage > 0 and bool(where.data_axes), stage=stage or 2)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def model_of(tail: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), TAILS[tail](), nn.Tanh()).to(D)
+
+
+def trained(tail: str, place: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], gz.Plan]:
+    shape, names = PLACES[place]
+    where = gz.placement("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape).tolist(), names, virtual=True)
+    model = model_of(tail)
+    for name, sbp in {"0.weight": S(0), "0.bias": S(0), "1.weight": S(1)}.items():
+        nd = tuple(sbp if axis == "tp" else B for axis in names)
+        gz.to_global(model.get_parameter(name), placement=where, sbp=nd)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no axis of")
+        graph = Train(model, where, stage)
+    losses = [graph(x) for x in batches()]
+    return losses, graph.full_state_dict()["modules"]["model"], graph.plan
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 3, 8, 8, dtype=D, generator=generator) for _ in range(3)]
+
+
+def expected(tail: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = model_of(tail)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x in batches():
+        optimizer.zero_grad()
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    return [loss.detach() for loss in losses], model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("place", "stage"), [("tp", 0), ("dp x tp", 0), ("dp x tp", 1), ("dp x tp", 3), ("tp x dp", 2)]
+)
+@pytest.mark.parametrize("tail", TAILS)
+def test_columns_before_rows_train_as_in_plain_pytorch_before_any_layer(tail: str, place: str, stage: int) -> None:
+    losses, state, _ = trained(tail, place, stage)
+    torch.testing.assert_close((losses, state), expected(tail), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_forward_reduces_what_rows_leave_once(tail: str) -> None:
+    found = [entry.kind for entry in trained(tail, "tp", 0)[2].collectives if entry.phase == "forward"]
+    assert found == ["all_reduce"]
