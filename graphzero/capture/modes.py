@@ -7,6 +7,7 @@ marks each with phase and source, and refuses the ops whose result depends on da
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture.attention import attention
+from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.source import user_frame
 from graphzero.capture.unchecked import STAND_INS
@@ -92,27 +93,42 @@ def read_problem(what: str, where: list[str] | None = None, build: CodeType | No
 class UserCode(TorchFunctionMode):
     """Stands between build and torch.
 
-    stand_ins: id of a real parameter or buffer of the Graph -> its fake.  device: the placement's device type.
+    stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
+    device: the placement's device type.
     """
 
-    def __init__(self, stand_ins: dict[int, Tensor], device: str, build: CodeType | None) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], free: FreeTensors, device: str, build: CodeType | None) -> None:
         super().__init__()
-        self.stand_ins, self.device, self.build = stand_ins, device, build
+        self.stand_ins, self.free, self.device, self.build = stand_ins, free, device, build
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS and args and isinstance(args[0], _compat.FakeTensor):
             raise read_problem(_READS[func], build=self.build)
-        if func == _SET_DATA and isinstance(args[0], nn.Parameter):
-            raise problem_here("build puts another tensor in a parameter: p.data = ...", _DATA_HINT, self.build)
         args, kwargs = self._stay(func, args, kwargs)
-        if any(isinstance(arg, Tensor) and id(arg) in self.stand_ins for arg in args):
-            args = tuple(self.stand_ins.get(id(arg), arg) if isinstance(arg, Tensor) else arg for arg in args)
-        if kwargs and any(isinstance(arg, Tensor) and id(arg) in self.stand_ins for arg in kwargs.values()):
-            kwargs = {name: self.stand_ins.get(id(arg), arg) for name, arg in kwargs.items()}
+        args = self._stood_in(args)
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._stood_in(kwargs.values()), strict=True))
+        if func == _SET_DATA and isinstance(args[0], _compat.FakeTensor):
+            what = "a parameter: p.data = ..." if isinstance(args[0], nn.Parameter) else "a tensor: x.data = ..."
+            raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and not isinstance(args[0], _compat.FakeTensor):
+            return self.free.call(STAND_INS.get(func, func), args, kwargs)
         return STAND_INS.get(func, func)(*args, **kwargs)
+
+    def _stood_in(self, args: Iterable[Any]) -> tuple[Any, ...]:
+        """Arguments, lists of tensors among them, with the fakes in the place of real parameters and buffers."""
+        known = self.stand_ins
+        return tuple(
+            known.get(id(arg), arg)
+            if isinstance(arg, Tensor)
+            else type(arg)(known.get(id(x), x) for x in arg)
+            if type(arg) in (list, tuple) and any(id(x) in known for x in arg)
+            else arg
+            for arg in args
+        )
 
     def _stay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a call that stays where the graph is: the placement's device is the fakes' CPU."""
@@ -145,9 +161,9 @@ class Watch(TorchDispatchMode):
     line: the user's line whose gradient is being computed, while backward runs.
     """
 
-    def __init__(self, build: CodeType | None) -> None:
+    def __init__(self, free: FreeTensors, build: CodeType | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.build = "forward", build
+        self.phase, self.free, self.build = "forward", free, build
         self.line = self.backward_line = ""
         self.running = False  # whether autograd runs
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
@@ -160,7 +176,9 @@ class Watch(TorchDispatchMode):
         elif self.line and source == self.backward_line:
             source = self.line
         with _compat.annotate({"phase": self.phase, "source": source}):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        self.free.made(func, args, result)
+        return result
 
     def follow(self, loss: Tensor) -> list[Any]:
         """Name the forward line of each op of the coming backward; returns hooks to remove."""
@@ -197,14 +215,7 @@ class Watch(TorchDispatchMode):
             raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
         if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
             raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE, self.build)
-        for arg in pytree.arg_tree_leaves(*args):
-            if isinstance(arg, nn.Parameter) and not isinstance(arg, _compat.FakeTensor):
-                raise problem_here(
-                    f"build uses a parameter of shape {list(arg.shape)} that belongs to no module of this Graph",
-                    "Assign the module that owns it to the Graph in __init__ (self.model = model), or call "
-                    ".detach() on it outside of build to use its present value as a constant",
-                    self.build,
-                )
+        self.free.check(func, args, kwargs or {})
 
     def _check_product(self, func: Any, args: Any) -> None:
         operands = [arg for arg in args if isinstance(arg, Tensor)]

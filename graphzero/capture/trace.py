@@ -8,7 +8,7 @@ model and a split one trace alike; nothing real is touched.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture import decompositions
+from graphzero.capture.free_tensors import FreeTensors
+from graphzero.capture.functional import functional
 from graphzero.capture.modes import UserCode, Watch, read_problem
 from graphzero.capture.patches import patched
 from graphzero.capture.pins import Pinned, collecting
@@ -78,7 +80,8 @@ class BuildTrace:
         self.params = dict(root.named_parameters())
         self.buffers = dict(root.named_buffers())
         self.code = getattr(step.build, "__code__", None)
-        self.watch = Watch(self.code)
+        self.free = FreeTensors(self.mode, {**self.params, **self.buffers}, self.code)
+        self.watch = Watch(self.free, self.code)
         self.losses: list[Tensor] = []
         self.cleared: CaptureError | None = None  # zero_grad() behind the last backward()
         self.ended: dict[str, Tensor] = {}
@@ -128,7 +131,7 @@ class BuildTrace:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
                     with reading(self.step, self.root) as attributes:
                         module = _compat.make_fx(program, decomposition_table=table)(*flat)
-                    module = functional(module, flat, table)
+                    module = functional(module, flat, table, self.mode)
             except CaptureError:
                 raise
             except Exception as error:
@@ -136,6 +139,8 @@ class BuildTrace:
                 if failed is None:  # the user's own exception
                     raise
                 raise failed from error
+            finally:
+                self.free.put_back()
         traced = self._traced(module)
         traced.pins, traced.attributes = pins, attributes
         return traced
@@ -153,7 +158,7 @@ class BuildTrace:
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
         versions = [fake._version for fake in batch]
-        user_code = UserCode(stand_ins, self.step.placement.device_type, self.code)
+        user_code = UserCode(stand_ins, self.free, self.step.placement.device_type, self.code)
         with _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with self._own_backward(named_params), torch.enable_grad(), refusals(self.code), none_swallowed():
                 result = self.step.build(*args, **kwargs)
@@ -279,6 +284,9 @@ class BuildTrace:
             where = [] if code is self.code else where
             where += [line] if line else []
             traceback = traceback.tb_next
+        written = self.free.problem_of(error, where[::-1][:3])
+        if written is not None:
+            return written
         if line or (isinstance(error, AttributeError) and isinstance(error.obj, (nn.Module, *self._owner()))):
             return None
         if isinstance(error, GraphZeroError):  # by a function of ours that build calls
@@ -321,26 +329,3 @@ def _checked_literal(leaf: Any) -> Any:
         "return tensors and plain values in dicts, lists, tuples and dataclasses, or register the type with "
         "torch.utils._pytree",
     )
-
-
-def functional(module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """The same graph without writes in place: what was written becomes a new value that later readers read."""
-    if not any(_writes(node) for node in module.graph.nodes):
-        return module
-    for node in module.graph.nodes:
-        node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}
-    run = fx.Interpreter(module).run
-
-    def again(*values: Any) -> Any:
-        return run(*values)
-
-    with torch.no_grad():  # the backward is in the graph already
-        found = _compat.make_fx(torch.func.functionalize(again, remove="mutations"), decomposition_table=table)(*inputs)
-    for node in list(found.graph.nodes):
-        if node.target is torch.ops.aten.copy_.default and not node.users:
-            found.graph.erase_node(node)
-    return found
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

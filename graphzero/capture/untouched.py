@@ -31,6 +31,7 @@ _CLOSED = (type, types.ModuleType)
 _OF_THREADS = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing.context", "concurrent.futures.thread"}
 )
+_REGISTERS = ("_parameters", "_buffers")
 _MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
 
 
@@ -115,5 +116,8 @@ def _written(contents: Contents) -> Iterator[str]:
             # build may switch modes; what it traces is in the mode that it set
             if key != "training" and (differs(before, now) or isinstance(now, Tensor)):
                 yield f"{type(owner).__name__}.{key}"
+    elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
+        known = {key for key, _ in contents.items()}  # another tensor in a buffer's place is the step's update
+        yield from (f"{type(owner).__name__}.{key}" for key, _, _ in contents.changed() if key not in known)
     elif any(isinstance(x, (int, float, Tensor)) for x in contents.news()) and not isinstance(contents, TensorContents):
         yield f"{type(owner).__name__}.{name}"
