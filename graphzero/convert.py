@@ -20,12 +20,12 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
-from graphzero.runtime.agree import PLACE, Ranks, digest, tensor_text
+from graphzero.runtime.agree import PLACE, Ranks, digest
 from graphzero.runtime.launch import located
 from graphzero.runtime.modules import Found
 from graphzero.runtime.placed import check_kept
-from graphzero.runtime.resplit import resplit
-from graphzero.runtime.shards import check_mesh, wrap
+from graphzero.runtime.relocate import check_ranks, nd_here, relocated, standing
+from graphzero.runtime.shards import wrap
 from graphzero.runtime.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
 from graphzero.sbp.local import chunk, nests
@@ -43,9 +43,10 @@ def to_global(
     """Make ``x`` a global tensor, or give it another SBP.
 
     * a plain tensor: this rank's local tensor becomes a DTensor; on a virtual placement the whole tensor is annotated;
-    * a DTensor: redistributed to ``sbp``;
-    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place; it is returned.  ``sbp``
-      may map names of them, ``"*.q_proj.*"`` as in a shell, to SBPs: the first that fits counts, the rest is B;
+    * a DTensor: redistributed to ``sbp``, on its own ranks as ``placement`` arranges them;
+    * a module: its full parameters and buffers, taken from rank 0, become DTensors in place, those that are DTensors
+      are redistributed; it is returned.  ``sbp`` may map names of them, ``"*.q_proj.*"`` as in a shell, to SBPs: the
+      first that fits counts, the rest is B.  What moves is a new ``nn.Parameter``: make optimizers afterwards;
     * inside ``build`` or a module's forward, ``to_global(h, sbp=...)`` pins the value h; outside a Graph it is
       then the identity.
 
@@ -139,18 +140,19 @@ def _check_even(shape: Sequence[int], nd: Sequence[Sbp], where: Placement, what:
 
 def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wanted | Mapping[str, Wanted]) -> DTensor:
     where = as_placement(x.device_mesh if placement is None else placement)
-    check_mesh(x, where, "the value given to to_global")
+    check_ranks(x, where, "the value given to to_global")
     if sbp is None:
         return x
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
     _check_even(x.shape, nd, where, "to_global")
-    if any(new.is_partial and new is not old for new, old in zip(nd, nd_of_dtensor(x), strict=True)):
+    before = nd_here(x, where) or (B,) * len(nd)
+    if any(new.is_partial and new is not old for new, old in zip(nd, before, strict=True)):
         raise SbpError(
             f"to_global: a DTensor that is ({', '.join(map(str, nd_of_dtensor(x)))}) has no summands that could become "
             f"({', '.join(map(str, nd))}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
         )
-    return resplit(x, nd)
+    return relocated(x, where, nd)
 
 
 def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
@@ -176,40 +178,52 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
 
 
 def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
-    plain = [found for found in tree.tensors({"": module}).values() if not isinstance(found.tensor, DTensor)]
+    held = list(tree.tensors({"": module}).values())
     nds: list[Nd] = []
     failure = None
     try:
-        nds = _checked_nds(module, plain, placement, sbp)
+        nds = _checked_nds(module, held, placement, sbp)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
         failure = error
-    _agree(module, plain, nds, placement, failure)
-    for found, nd in zip(plain, nds, strict=True):
-        here = nd if found.tensor.dim() else (B,) * len(nd)  # a 0-d buffer, a count of batches, has nothing to split
-        if placement.virtual:
-            annotate(found.tensor, placement, here, by_user=True)
-            continue
-        tree.to_device(found.tensor, device_of(placement))
-        tree.from_first_rank(found.tensor, placement)
-        tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, here))
+    _agree(module, held, nds, placement, failure)
+    for found, nd in zip(held, nds, strict=True):
+        _put(found, placement, nd if found.tensor.dim() else (B,) * len(nd))  # a count of batches has nothing to split
     return module
 
 
 def _checked_nds(
-    module: nn.Module, plain: Sequence[Found], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
+    module: nn.Module, held: Sequence[Found], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
 ) -> list[Nd]:
-    """Where each of the module's ``plain`` tensors is to lie."""
+    """Where each of the module's tensors is to lie."""
     if isinstance(sbp, Mapping):
-        nds = _by_name(plain, sbp, placement, module)
+        nds = _by_name(held, sbp, placement, module)
     else:
-        nds = [_nd(sbp, placement, module)] * len(plain)
+        nds = [_nd(sbp, placement, module)] * len(held)
         check_kept(nds[0] if nds else (), f"a module, {type(module).__name__},")
-    for found, nd in zip(plain, nds, strict=True):
+    for found, nd in zip(held, nds, strict=True):
         check_kept(nd, f"the module's {found.path}")
         if found.tensor.dim():
             _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
             _check_even(found.tensor.shape, nd, placement, f"to_global of the module's {found.path}")
+        if isinstance(found.tensor, DTensor):
+            check_ranks(found.tensor, placement, f"the module's {found.path}")
     return nds
+
+
+def _put(found: Found, placement: Placement, nd: Nd) -> None:
+    """Place one tensor of a module where it stands."""
+    if placement.virtual:
+        annotate(found.tensor, placement, nd, by_user=True)
+        return
+    if isinstance(found.tensor, DTensor):
+        given: Any = found.tensor.detach()
+        new = relocated(given, placement, nd)
+        if new is not given:
+            tree.replace(found, new)
+        return
+    tree.to_device(found.tensor, device_of(placement))
+    tree.from_first_rank(found.tensor, placement)
+    tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, nd))
 
 
 def _by_name(
@@ -234,13 +248,13 @@ def _by_name(
 
 
 def _agree(
-    module: nn.Module, plain: Sequence[Found], nds: Sequence[Nd], placement: Placement, failure: Exception | None
+    module: nn.Module, held: Sequence[Found], nds: Sequence[Nd], placement: Placement, failure: Exception | None
 ) -> None:
     """Raise, on every rank, where one cannot place the module, or ranks would place other tensors, or elsewhere, or one
-    has no values (meta device)."""
+    has no values (meta device), or holds a tensor otherwise than another one."""
     facts = {
-        found.path: f"{tensor_text(found.tensor)} {', '.join(map(str, nd))}{', on meta' * found.tensor.is_meta}"
-        for found, nd in zip(plain, nds, strict=failure is None)
+        found.path: f"{standing(found.tensor, placement)} to {', '.join(map(str, nd))}"
+        for found, nd in zip(held, nds, strict=failure is None)
     }
     ranks = Ranks(placement, type(module).__name__)
     ranks.agree(PLACE, digest(*facts, *facts.values()), lambda: facts, failure)
