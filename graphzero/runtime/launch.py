@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
+from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -107,6 +108,9 @@ _before_tear_down: list[Callable[[], None]] = []
 def before_tear_down(let_go: Callable[[], None]) -> None:
     """Call ``let_go`` before the process group made here is destroyed: gloo's threads end with its last reference."""
     _before_tear_down.append(let_go)
+
+
+before_tear_down(meshes.forget)
 
 
 def _tear_down(made: object) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
+from graphzero.sbp.meshes import ascend, mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
 _DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
@@ -68,7 +68,8 @@ class Placement:
         return self._coordinates[rank]
 
     def mesh(self) -> DeviceMesh:
-        """The torch DeviceMesh of these ranks, each of which must call it: it makes process groups."""
+        """The torch DeviceMesh of these ranks, each of which must call it: the first of equal placements that is asked
+        makes process groups, and all of them share these as long as the world lasts."""
         if self.virtual:
             raise PlacementError(
                 f"{self!r} is virtual: all its ranks live in this process, so it has no DeviceMesh; "
@@ -90,7 +91,11 @@ class Placement:
                 "run the program on the ranks of its placement only"
             )
         if self._mesh is None or self._mesh[0] is not dist.group.WORLD:
-            self._mesh = (dist.group.WORLD, self._new_mesh())
+            if self.size < dist.get_world_size() and not ascend(self.ranks):
+                raise PlacementError(
+                    f"{self!r} is a part of the world; name its ranks in ascending order along each axis"
+                )
+            self._mesh = dist.group.WORLD, mesh_of(self.device_type, self.ranks, self.names)
         return self._mesh[1]
 
     def axes_of(self, mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -109,25 +114,6 @@ class Placement:
                 fits.append(axes)
         named = [axes for axes in fits if tuple(self.names[axis] for axis in axes) == mesh.mesh_dim_names]
         return next(iter(named or fits), None)
-
-    def _new_mesh(self) -> DeviceMesh:
-        if self.size == dist.get_world_size():
-            return DeviceMesh(self.device_type, torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names)
-        # some ranks of the world: their groups are made by them alone, the others need not know
-        lines = [self.ranks[self._line(axis, dist.get_rank())].tolist() for axis in range(len(self.names))]
-        if any(line != sorted(line) for line in lines):
-            raise PlacementError(f"{self!r} is a part of the world; name its ranks in ascending order along each axis")
-        groups = [dist.new_group(line, use_local_synchronization=True) for line in lines]
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=self.names)
-        return DeviceMesh.from_group(
-            groups, self.device_type, mesh=torch.tensor(self.ranks.tolist()), mesh_dim_names=self.names
-        )
-
-    def _line(self, axis: int, rank: int) -> tuple[Any, ...]:
-        """The index of all ranks that ``rank`` meets along ``axis``."""
-        at = self.coordinate(rank)
-        return (*at[:axis], slice(None), *at[axis + 1 :])
 
     def _key(self) -> tuple[Any, ...]:
         return self.device_type, self.hierarchy, tuple(self.ranks.ravel().tolist()), self.names, self.virtual

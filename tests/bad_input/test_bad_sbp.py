@@ -213,8 +213,9 @@ def test_dtensors_do_not_meet_virtual_ranks(grid: str) -> None:
 def test_a_dtensor_goes_to_its_own_ranks_and_never_to_a_partial(grid: str) -> None:
     with ranks(grid, virtual=False) as place:
         x = distribute_tensor(X, place.mesh(), [Replicate()] * len(place.names))
-        other = gz.placement("cpu", [[0], [1], [2], [3]], names=("a", "b"))
-        refused(gz.PlacementError, "is a DTensor on ranks", gz.to_global, x, other, (B, B))
+        refused(gz.PlacementError, "is a DTensor on ranks", gz.to_global, x, gz.placement("cpu", [0, 1]), B)
+        anew = gz.to_global(x, gz.placement("cpu", [[0], [1], [2], [3]], names=("a", "b")), (B, B))
+        assert anew.device_mesh.mesh_dim_names == ("a", "b")
         text = refused(gz.SbpError, "no summands that could become", gz.to_global, x, None, last(place, P))
         assert "gz.to_global(local, placement, sbp)" in text
         refused(gz.SbpError, "has no dim 2", gz.to_global, x, None, last(place, S(2)))

@@ -1,6 +1,8 @@
 """What four gloo processes on 2 x 2 ranks check; ``test_nd_processes`` reports each check."""
 
+import gc
 import itertools
+import os
 import tempfile
 
 import torch
@@ -176,6 +178,17 @@ class Local(nn.Module):
 
     def forward(self, x):
         return self.outer(self.region(x))
+
+
+def check_graphs_made_one_after_another_take_no_more_threads_or_files():
+    taken = []
+    for _ in range(5):
+        graph = Train(make(), grid(("dp", "tp")))
+        graph(*share(0, 2))
+        del graph
+        gc.collect()
+        taken.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+    assert taken[1:] == [taken[1]] * 4, taken
 
 
 def check_local_regions_train_as_on_virtual_ranks():

@@ -120,3 +120,32 @@ def test_a_placement_of_a_mesh_gives_that_mesh_back(world: None) -> None:
 def test_a_mesh_of_more_ranks_than_the_world_is_refused(world: None) -> None:
     with pytest.raises(PlacementError, match="the world has ranks 0 to 3"):
         placement("cpu", range(8)).mesh()
+
+
+def test_equal_placements_share_one_mesh_and_others_the_groups_of_equal_lines(world: None) -> None:
+    grid = [[0, 1], [2, 3]]
+    mesh = placement("cpu", grid).mesh()
+    assert placement("cpu", grid).mesh() is mesh
+    named = placement("cpu", grid, ("dp", "cp")).mesh()
+    assert named is not mesh
+    assert [named.get_group(i) for i in range(2)] == [mesh.get_group(i) for i in range(2)]
+    assert placement("cpu", [0, 2]).mesh().get_group() is mesh.get_group(0)
+    assert placement("cpu", range(4)).mesh().get_group() is dist.group.WORLD
+
+
+def test_meshes_are_of_one_world() -> None:
+    found = []
+    for rank in (0, 3):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        mesh = placement("cpu", [[0, 1], [2, 3]]).mesh()
+        found.append(mesh)
+        assert list(mesh.get_coordinate() or ()) == [rank // 2, rank % 2]
+        dist.destroy_process_group()
+    assert found[0] is not found[1]
+
+
+def test_ranks_in_another_order_than_ascending_have_a_mesh_where_all_of_the_world_are_there(world: None) -> None:
+    assert placement("cpu", [[0, 2], [1, 3]]).mesh().mesh.tolist() == [[0, 2], [1, 3]]
+    assert placement("cpu", [3, 2, 1, 0]).mesh().mesh.tolist() == [3, 2, 1, 0]
+    with pytest.raises(PlacementError, match="ascending"):
+        placement("cpu", [2, 0]).mesh()

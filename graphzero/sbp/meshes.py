@@ -1,0 +1,75 @@
+"""DeviceMeshes and the process groups under them, one for all placements on the same ranks.
+
+A group of gloo has threads and sockets of its own, so groups are made once per world and line of ranks, and stay until
+the world does not: a DTensor may speak of its mesh at any time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Ranks = np.ndarray[Any, np.dtype[np.int64]]
+
+_made: dict[tuple[Any, ...], Any] = {}  # (device type, hierarchy, ranks, names) -> mesh, (ranks of a line) -> group
+_world: list[Any] = [None]  # in which they were made
+
+
+def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of ``ranks``, all of which call it; of a part of the world, the others need not know."""
+    forget_other_worlds()
+    key = "mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
+    if key not in _made:
+        _made[key] = _new_mesh(device_type, ranks, names)
+    found: DeviceMesh = _made[key]
+    return found
+
+
+def ascend(ranks: Ranks) -> bool:
+    """Whether ranks ascend along each axis: groups that are made by their members alone are in the order of ranks."""
+    return all(bool((np.diff(ranks, axis=axis) > 0).all()) for axis in range(ranks.ndim))
+
+
+def forget_other_worlds() -> None:
+    """Let go of what belongs to a world that is no more."""
+    now = dist.group.WORLD if dist.is_initialized() else None
+    if _world[0] is not now:
+        forget()
+        _world[0] = now
+
+
+def forget() -> None:
+    """Let go of everything: gloo's threads end with the last reference to a group."""
+    _made.clear()
+    _world[0] = None
+
+
+def _new_mesh(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
+    whole = torch.tensor(ranks.tolist())
+    if not ascend(ranks):
+        return DeviceMesh(device_type, whole, mesh_dim_names=names)
+    groups = [_group(tuple(line)) for line in _lines(ranks, dist.get_rank())]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=whole, mesh_dim_names=names)
+
+
+def _group(line: tuple[int, ...]) -> dist.ProcessGroup:
+    if line == tuple(range(dist.get_world_size())):
+        everybody: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        return everybody
+    key = "group", line
+    if key not in _made:
+        _made[key] = dist.new_group(list(line), use_local_synchronization=True)
+    found: dist.ProcessGroup = _made[key]
+    return found
+
+
+def _lines(ranks: Ranks, rank: int) -> list[list[int]]:
+    """The ranks that ``rank`` meets along each axis, itself among them."""
+    at: list[Any] = [int(place[0]) for place in np.nonzero(ranks == rank)]
+    return [ranks[(*at[:axis], slice(None), *at[axis + 1 :])].tolist() for axis in range(ranks.ndim)]
