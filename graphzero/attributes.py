@@ -42,6 +42,10 @@ class Attributes:
                 self._names.setdefault(owner, {})[name] = None
         self._tree = None
 
+    def forget(self, captured: Captured) -> None:
+        """``captured`` is let go of: another one may have its id."""
+        self._fits.pop(id(captured), None)
+
     def look(self, modules: Mapping[str, nn.Module], tree: object) -> None:
         """``tree``: another object whenever some module is another one."""
         if tree is not self._tree:

@@ -85,14 +85,19 @@ class Compiled:
 
 
 class Programs:
-    """A Graph's captures and programs by key."""
+    """A Graph's captures and programs by key; of more than ``config.max_programs`` those go that were used longest ago.
 
-    def __init__(self, name: str, attributes: Attributes) -> None:
-        self.name, self.attributes = name, attributes
+    Ranks call a Graph alike, so they let go of the same ones.
+    """
+
+    def __init__(self, name: str, attributes: Attributes, config: GraphConfig) -> None:
+        self.name, self.attributes, self.config = name, attributes, config
         self.captures: dict[Any, list[Captured]] = {}
         self.programs: dict[Key, list[Compiled]] = {}
         self.hashes: dict[Key, int] = {}
-        self._warned = False
+        self._used: dict[int, Compiled] = {}  # id -> itself, the one used last at the end
+        self._made = 0
+        self._seen: dict[str, set[Any]] = {}  # what the first programs were made for, until the warning
 
     def find(
         self, key: Key, numbers: Mapping[Role, float], has_state: HasState, bound: Compiled | None
@@ -104,7 +109,10 @@ class Programs:
         """
         known = sorted(self.programs.get(key, ()), key=lambda p: p is not bound)
         sure = None if bound is None or bound.captured.entry.absent else bound
-        return next((p for p in known if self._holds(p.captured, numbers, None if p is sure else has_state)), None)
+        found = next((p for p in known if self._holds(p.captured, numbers, None if p is sure else has_state)), None)
+        if found is not None:
+            self._used[id(found)] = self._used.pop(id(found))
+        return found
 
     def find_capture(self, key: Key, numbers: Mapping[Role, float], has_state: HasState) -> Captured | None:
         return next((c for c in self.captures.get(key.captured, ()) if self._holds(c, numbers, has_state)), None)
@@ -119,7 +127,9 @@ class Programs:
             known.append(program.captured)
             self.attributes.watch(program.captured)
         self.programs.setdefault(key, []).append(program)
-        self._warn()
+        self._used[id(program)] = program
+        self._let_go()
+        self._warn(key, program)
 
     def alias(self, key: Key, program: Compiled) -> None:
         """``program`` serves ``key`` too: binding it has split the parameters that it found whole."""
@@ -132,24 +142,45 @@ class Programs:
             self.hashes[key] = digest(*(f"{name}={text}" for name, text in describe().items()))
         return self.hashes[key]
 
-    def _warn(self) -> None:
-        made = {id(program): key for key, programs in self.programs.items() for program in programs}
-        if len(made) <= _MANY or self._warned:
+    def _let_go(self) -> None:
+        """Forget programs beyond the bound, with captures and hashes that none of the others needs."""
+        most = self.config.max_programs
+        if most is None or len(self._used) <= most:
             return
-        self._warned = True
-        seen: dict[str, set[Any]] = {}
-        for key in made.values():
-            for name, found in (*key.captured, ("configuration", key.config)):
-                seen.setdefault(name, set()).add(found)
-        for captured in (c for captures in self.captures.values() for c in captures):
-            for name, held in captured.attributes.items():
-                seen.setdefault(f"attribute {name}", set()).add(held)
-        changing = [name for name, values in seen.items() if len(values) > 1] or ["guarded hyperparameters"]
+        for oldest in list(self._used)[: len(self._used) - most]:
+            del self._used[oldest]
+        left = {id(program.captured) for program in self._used.values()}
+        self.programs = _those(self.programs, lambda program: id(program) in self._used)
+        for captured in (c for known in self.captures.values() for c in known if id(c) not in left):
+            self.attributes.forget(captured)
+        self.captures = _those(self.captures, lambda captured: id(captured) in left)
+        self.hashes = {key: hash_ for key, hash_ in self.hashes.items() if key in self.programs}
+        gc.collect()  # graphs are cycles, and hold constants
+
+    def _warn(self, key: Key, program: Compiled) -> None:
+        self._made += 1
+        if self._made > _MANY + 1:
+            return
+        attributes = ((f"attribute {name}", held) for name, held in program.captured.attributes.items())
+        for name, found in (*key.captured, ("configuration", key.config), *attributes):
+            self._seen.setdefault(name, set()).add(found)
+        if self._made <= _MANY:
+            return
+        changing = [name for name, values in self._seen.items() if len(values) > 1] or ["guarded hyperparameters"]
+        self._seen = {}
+        most = self.config.max_programs
+        kept = "" if most is None else f"; {most} are kept, those used last (config.max_programs)"
         warnings.warn(
-            f"{self.name} has compiled {len(made)} programs; what keeps changing: {', '.join(changing)}. Pad inputs to "
-            "few shapes, pass numbers that change as floats or 0-d tensors, and keep modules in the same mode",
+            f"{self.name} has compiled {self._made} programs{kept}; what keeps changing: {', '.join(changing)}. Pad "
+            "inputs to few shapes, pass numbers that change as floats or 0-d tensors, keep modules in the same mode",
             stacklevel=7,
         )
+
+
+def _those(lists: Mapping[Any, list[Any]], wanted: Callable[[Any], bool]) -> dict[Any, list[Any]]:
+    """What is wanted of each list, without lists that are empty then."""
+    found = {key: [one for one in held if wanted(one)] for key, held in lists.items()}
+    return {key: held for key, held in found.items() if held}
 
 
 @collector_at_rest()  # each round of its own would look at all that compiling has made

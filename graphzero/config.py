@@ -23,6 +23,7 @@ from graphzero.zero_config import ALL, ZeroConfig, axes_to_split, check_stage, c
 
 EXECUTORS = ("eager", "inductor")
 CHECKS = ("always", "first")
+MAX_PROGRAMS = 64
 MATMULS = ("default", "onednn", "fastest")
 
 
@@ -36,6 +37,7 @@ class GraphConfig:
         self._matmul = "default"
         self._check_inputs = "always"
         self._bucket_bytes: int | None = None
+        self._max_programs: int | None = MAX_PROGRAMS
         self._memory_budget: int | None = None
         self._optimizer_in_backward = False
         self._cuda_graph = False
@@ -224,6 +226,20 @@ class GraphConfig:
             raise ConfigError(f"bucket_bytes = {size!r}: give a number of bytes, 1 or more, or None for the default")
         self._bucket_bytes = size
 
+    @property
+    def max_programs(self) -> int | None:
+        """How many compiled programs the Graph keeps; beyond that it lets go of those used longest ago, 64 by default.
+
+        A call that needs one of these again compiles it anew.  None is for no bound.
+        """
+        return self._max_programs
+
+    @max_programs.setter
+    def max_programs(self, count: int | None) -> None:
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"max_programs = {count!r}: give a number of programs, 1 or more, or None for no bound")
+        self._max_programs = count
+
     def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
         check_pass(pass_)
@@ -329,6 +345,7 @@ class GraphConfig:
             ("matmul", self._matmul, "default"),
             ("check_inputs", self._check_inputs, "always"),
             ("bucket_bytes", self._bucket_bytes, None),
+            ("max_programs", self._max_programs, MAX_PROGRAMS),
         ]
         parts += [f"{name}={held}" for name, held, default in settings if held != default]
         named = zip(self._placement.names, self._links, strict=bool(self._links))

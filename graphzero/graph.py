@@ -69,7 +69,7 @@ class Graph:
             )
         self._ranks = Ranks(self.placement, identity(self.name, self.placement))
         attributes = Attributes(self)
-        self._programs = Programs(self.name, attributes)
+        self._programs = Programs(self.name, attributes, self.config)
         self._optimizers: list[OptimizerSpec] = []
         self._selection = Selection(
             self._programs, attributes, self._ranks, self.config, self._optimizers,

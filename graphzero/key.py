@@ -89,7 +89,7 @@ class Keys:
             for i, optimizer in enumerate(state.optimizers):
                 self._check_current(optimizer, i, names, found)
             self._known.update({id(entry.tensor): entry.tensor for entry in found.values()})
-            self._paths.update(names)
+            self._paths = {key: path for key, path in self._paths.items() if key in self._known} | names
             tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
             modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
             modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())

@@ -78,6 +78,7 @@ class _Entry:
 
 _entries: dict[Op, _Entry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
+_CACHED = 2**16  # calls whose signatures are kept
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
 _state = {"loaded": False, "loading": False}
@@ -196,6 +197,8 @@ def signatures(
     key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, cut)
     found = _cache.get(key)
     if found is None:
+        if len(_cache) >= _CACHED:
+            _cache.clear()
         call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), made)
         found = _cache[key] = _signatures(call, cut)
     return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from math import prod
 
 from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
@@ -80,7 +80,7 @@ def _even_dims(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(shape) if size and size % ranks == 0)[:2]
 
 
-@cache
+@lru_cache(maxsize=2**14)
 def _shortest(
     src: Nd,
     dst: Nd,
