@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphzero.errors import ConfigError as ConfigError
     from graphzero.errors import GraphZeroError as GraphZeroError
     from graphzero.errors import PlacementError as PlacementError
+    from graphzero.errors import RankError as RankError
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
     from graphzero.graph import Graph
@@ -48,6 +49,7 @@ _HOMES = {
     "Placement": "sbp.placement",
     "PlacementError": "errors",
     "Plan": "plan",
+    "RankError": "errors",
     "SbpError": "errors",
     "StepGraph": "ir.graph",
     "VerifyError": "errors",
@@ -76,6 +78,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "Plan",
+    "RankError",
     "SbpError",
     "StepGraph",
     "VerifyError",

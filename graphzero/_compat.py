@@ -257,10 +257,63 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that CPU collectives of a group may take."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # type: ignore[no-untyped-call]
-    found: timedelta = getattr(options, "_timeout", None) or default_pg_timeout
-    return found.total_seconds()
+    """Seconds that collectives of a group may take, those of CPU tensors if it has any."""
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError):
+            options = getattr(group._get_backend(torch.device(device)), "options", None)  # type: ignore[no-untyped-call]
+            found: timedelta | None = getattr(options, "_timeout", None)
+            if found is not None:
+                return found.total_seconds()
+    return default_pg_timeout.total_seconds()
+
+
+def job_store(prefix: str) -> Any:
+    """The store through which the default process group was made; keys begin with ``prefix``."""
+    return prefixed(prefix, dist.distributed_c10d._get_default_store())
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """The same store; keys begin with ``prefix`` too."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def gloo(store: Any, rank: int, ranks: int, seconds: float) -> Any:
+    """A gloo connection of some processes that torch.distributed does not list; each of them makes it.
+
+    seconds: how long one of its collectives, and making it, may take.
+    """
+    return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
+
+
+def break_gloo(group: Any) -> None:
+    """Close all connections of ``gloo``: who waits for this process, now or later, gets a RuntimeError.
+
+    gloo does that when a receive that nobody has a send for runs out of time.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                receive = group.recv([torch.empty(1)], other, _NO_TAG)
+            except RuntimeError:  # that connection is closed already
+                continue
+            with suppress(RuntimeError):
+                receive.wait(timedelta(milliseconds=1))
+            return
+
+
+def lost_by_gloo(group: Any) -> list[int]:
+    """Of which processes the connections of ``gloo`` are closed, by their numbers in it."""
+    found = []
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                group.send([torch.empty(1)], other, _NO_TAG)  # is only announced, and never taken
+            except RuntimeError:
+                found.append(other)
+    return found
+
+
+_NO_TAG = 2**31 - 1  # of messages that nobody waits for
 
 
 def fake_store() -> Any:

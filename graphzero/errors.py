@@ -7,6 +7,8 @@ it imports nothing of graphzero.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class GraphZeroError(Exception):
     """Base of every error that graphzero raises on purpose."""
@@ -34,3 +36,14 @@ class VerifyError(GraphZeroError):
 
 class CheckpointError(GraphZeroError):
     """A state dict that does not fit the graph it is loaded into."""
+
+
+class RankError(GraphZeroError):
+    """Another rank has stopped, has ended, or does not answer, so that this one cannot go on with its call.
+
+    ranks: which, where that is known.  is_silent: whether this rank has waited as long as the job's timeout allows.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), is_silent: bool = False) -> None:
+        super().__init__(message)
+        self.ranks, self.is_silent = tuple(ranks), is_silent

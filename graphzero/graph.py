@@ -127,7 +127,7 @@ class Graph:
         the step cannot be captured.
         """
         self._not_in_build("called")
-        with torch.inference_mode(False):
+        with self._ranks.together(f"step of {self.name}"), torch.inference_mode(False):
             call = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._bind(call)
@@ -141,7 +141,7 @@ class Graph:
         Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
         """
         self._not_in_build("compiled")
-        with torch.inference_mode(False):
+        with self._ranks.together(f"compile() of {self.name}"), torch.inference_mode(False):
             self._prepare(args, kwargs, running=False)
         return self
 
@@ -165,18 +165,17 @@ class Graph:
         executor, training = program.executor(self._world), program.captured.training
         if program.uses_seed:
             state.random.begin(self._ranks.share)
-        arguments, has_run = call.arguments(self._world, state.random), False
+        arguments = call.arguments(self._world, state.random)
         try:
             state.before()
             results = executor.run(arguments)
-            has_run = True
             state.after(training, program.uses_seed)
+            self._selection.taken += executor.program.first_write >= 0 or program.uses_seed
+            executor.finish()
         except BaseException as error:
-            if executor.has_written or (has_run and training):
+            if executor.has_written:
                 self._untrue = self._why_untrue(error)
             raise
-        finally:
-            self._selection.stopped = executor.stopped
         if training:
             self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
             self._step_schedulers()
@@ -255,9 +254,10 @@ class Graph:
 
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
-        outline, failure = self._outline()
-        self._agree_on_outline(FULL, outline, failure)
-        made: dict[str, Any] = checkpoint.full(outline)
+        with self._ranks.together(f"full_state_dict() of {self.name}"):
+            outline, failure = self._outline()
+            self._agree_on_outline(FULL, outline, failure)
+            made: dict[str, Any] = checkpoint.full(outline)
         return made
 
     def _outline(self) -> tuple[dict[str, Any], Exception | None]:
@@ -283,7 +283,7 @@ class Graph:
         """
         nds = {} if self._last is None else self._last.state_nds()
         checkpoint.load(sd, self._state, self._schedulers, strict, nds)
-        self._selection.bound, self._untrue = None, ""
+        self._selection.bound, self._selection.taken, self._untrue = None, 0, ""
 
     def __repr__(self) -> str:
         found = modules.tensors(self._modules())

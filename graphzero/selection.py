@@ -32,6 +32,8 @@ from graphzero.runtime.state import State
 from graphzero.runtime.world import World
 from graphzero.zero_config import AUTO
 
+_TAKEN = "steps taken (a call has stopped on some ranks only: load a checkpoint on all, graph.load_state_dict(...))"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -79,7 +81,7 @@ class Selection:
     of now, asked for once a call.  optimizers: grows with the Graph's ``add_optimizer``.
     reader: makes what reads arguments; called once, raises for a build that cannot be called.
     bound: the program whose state is bound, None when that has changed.
-    stopped: the step of the program in which the last call ended with an exception.
+    taken: steps that the Graph has taken since it was made or loaded; a call that a rank has stopped is one on some.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Selection:
         reader: Callable[[], Reader],
     ) -> None:  # fmt: skip
         self.bound: Compiled | None = None
-        self.stopped: int | None = None
+        self.taken = 0
         self._programs, self._attributes, self._ranks, self._config = programs, attributes, ranks, config
         self._optimizers, self._step, self._now, self._make_reader = optimizers, step, state, reader
         self._reader: Reader | None = None
@@ -119,7 +121,7 @@ class Selection:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         is_new = not self._programs.programs if key is None else key not in self._programs.programs
-        is_talking = is_new or self._config.check_inputs == "always" or self.stopped is not None
+        is_talking = is_new or self._config.check_inputs == "always" or self._ranks.must_talk
         if is_talking:
             restart = self._ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart).first
         elif failure is not None:
@@ -178,12 +180,13 @@ class Selection:
         def parts() -> dict[str, str]:
             found = describe(key, inputs, state, self._config)
             found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
-            found["the last call stopped in step"] = str(self.stopped)
+            found[_TAKEN] = str(self.taken)
+            found["collectives that a stopped step has left"] = state.under_way
             found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
             return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
         known = self._programs.hash_of(key, lambda: describe(key, inputs, state, self._config))
-        facts = (stateless, str(self.stopped), str(is_known), *self._attributes.texts)
+        facts = (stateless, str(self.taken), state.under_way, str(is_known), *self._attributes.texts)
         return digest(str(known), *facts, *map(repr, numbers.values())), parts
 
     def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float], state: State) -> Compiled:

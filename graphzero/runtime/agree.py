@@ -4,7 +4,8 @@ Whatever needs all ranks (a call, a binding, a state made whole or loaded) begin
 says which Graph asks for what, a hash of what must be equal, and whether it can.  A rank that is asked for something
 else, a difference, or a failure on one rank, raises on every rank; nobody pairs with what was not meant for it.
 
-Everything goes through a CPU group of its own, so that it neither waits for nor disturbs a program's collectives.
+Everything goes through connections of its own (``communicator``), so that it neither waits for nor disturbs anybody's
+collectives.  What a rank does there that raises on it alone ends them: the others raise why, and nobody waits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from torch import Tensor
 
 from graphzero import errors
 from graphzero.errors import CaptureError, GraphZeroError
-from graphzero.runtime.launch import before_tear_down, has_fake_world
+from graphzero.runtime.communicator import Communicator, communicator
+from graphzero.runtime.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
-_groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # ranks -> (the world it was made in, group)
-before_tear_down(_groups.clear)
 _made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
 _SHOWN = 8
 
@@ -93,6 +93,8 @@ class Ranks:
         self.placement, self.who = placement, who
         self.waited = 0.0
         self._asks: dict[Matter, int] = {}  # hashes
+        self._agreed_in = 0  # generation of the communicator
+        self.raised_by_all = 0  # id of the error that the last ``agree`` raised
         self._ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
     @property
@@ -115,11 +117,12 @@ class Ranks:
             mine = [ask, -ask, value, -value, failure is not None, wish and is_first, wish]
             most_ask, least_ask, highest, lowest, failed, first, any_ = self._highest(matter, mine)
             if most_ask != -least_ask:
-                raise self._different_asks(matter, failure)
+                raise self._by_all(self._different_asks(matter, failure))
             if failed:
-                raise self._first_failure(matter, failure)
+                raise self._by_all(self._first_failure(matter, failure))
             if highest != -lowest:
-                raise self._difference(matter, parts())
+                raise self._by_all(self._difference(matter, parts()))
+            self._agreed_in = self.communicator.generation
             return Agreed(bool(first), bool(any_))
         if failure is not None:
             raise failure
@@ -130,13 +133,16 @@ class Ranks:
         told = torch.tensor(mine, dtype=torch.int64)
         began = time.perf_counter()
         try:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group())
-        except RuntimeError as error:
-            raise self._gone(matter.about, error) from error
+            self.communicator.all_reduce(told, f"all ranks to agree on {matter.about}")
         finally:
             self.waited += time.perf_counter() - began
         found: list[int] = told.tolist()
         return found
+
+    def _by_all(self, error: Exception) -> Exception:
+        """``error``, which every rank raises."""
+        self.raised_by_all = id(error)
+        return error
 
     def _hash(self, matter: Matter) -> int:
         if matter not in self._asks:
@@ -148,16 +154,8 @@ class Ranks:
         if not self.active:
             return make()
         first = int(self.placement.ranks.flat[0])
-        box = [make() if dist.get_rank() == first else None]
-        dist.broadcast_object_list(box, src=first, group=self._group())
-        return box[0]
-
-    def _gone(self, what: str, error: RuntimeError) -> GraphZeroError:
-        return GraphZeroError(
-            f"rank {dist.get_rank()} waited for the other ranks to agree on {what}, and the connection to one of them "
-            f"is gone: {str(error).strip().splitlines()[-1][:200]}\n  It has ended, by an exception of its own (its "
-            "output says which) or because it makes fewer calls; every rank must call a Graph equally often"
-        )
+        made = make() if dist.get_rank() == first else None
+        return self.communicator.broadcast(made, first, f"what rank {first} decides")
 
     def _different_asks(self, matter: Matter, failure: Exception | None) -> Exception:
         told = matter.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
@@ -196,18 +194,43 @@ class Ranks:
         """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""
         if not self.active:
             return [mine]
-        found: list[Any] = [None] * self.placement.size
-        dist.all_gather_object(found, mine, group=self._group())
-        return found
+        return self.communicator.all_gather(mine, "what all ranks have found")
 
-    def _group(self) -> Any:
-        key = tuple(self._ids)
-        found = _groups.get(key)
-        if found is None or found[0] is not dist.group.WORLD:
-            # made by its members alone, so that groups of some ranks and of all may come in any order
-            group = dist.new_group(list(key), backend="gloo", use_local_synchronization=True)
-            found = _groups[key] = (dist.group.WORLD, group)
-        return found[1]
+    @property
+    def communicator(self) -> Communicator:
+        """What they talk through."""
+        return communicator(self._ids)
+
+    def together(self, doing: str) -> Together:
+        """What is done within it, all ranks do: if one of them raises what the others do not, they raise it too.
+
+        doing: "step of TrainGraph"; the others are told so.
+        """
+        return Together(self, doing)
+
+    @property
+    def must_talk(self) -> bool:
+        """Whether one of them has stopped since they have agreed on anything."""
+        return self.active and self.communicator.generation != self._agreed_in
+
+
+class Together:
+    """See ``Ranks.together``."""
+
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self._ranks, self._doing = ranks, doing
+
+    def __enter__(self) -> None:
+        self._ranks.raised_by_all = 0
+        if self._ranks.active:
+            self._ranks.communicator.begin(self._doing)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
+            return
+        raised = self._ranks.communicator.revoke(error)
+        if raised is not error:
+            raise raised from error
 
 
 def _by_value(ranks: list[int], values: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from graphzero.ir.memory import slot_bytes
 from graphzero.ir.text import print_line
 from graphzero.runtime.inductor import Calls
 from graphzero.runtime.joined import RegionOp, join
+from graphzero.runtime.notices import note_source
 from graphzero.runtime.products import kernels_of
 from graphzero.runtime.program import Program, compile_graph
 from graphzero.runtime.steps import WHERE, Barrier, Env, Meter
@@ -55,7 +56,8 @@ class Executor:
     Attributes:
         graph: what runs, with its regions for ops where they are compiled.
         meter: watches every run that is not given a meter of its own.
-        stopped: the step in which the last run failed or was interrupted, by number; None after a whole run.
+        stopped: the step in which the last run failed or was interrupted, by number, the number of steps where all of
+            them ran; None before a run, and when what follows from it is done too, see ``finish``.
         slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
             ``run``, then kept.
 
@@ -172,13 +174,14 @@ class Executor:
         self._allocate()
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)
-        self.world.drain()
-        at, self.stopped = 0, None
+        self.world.forget()
+        at = 0
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
         no_autocast = _no_autocast(casting) if casting else nullcontext()
         with torch.no_grad(), _compat.below_autograd(), no_autocast:
             try:
                 self._host(envs, numbers)
+                self.stopped = len(self.program.steps)
                 if meter is None:
                     for step in self.program.steps:
                         step(envs)
@@ -200,8 +203,12 @@ class Executor:
 
     @property
     def has_written(self) -> bool:
-        """Whether the last run stopped after it had begun to write new states."""
+        """Whether the last run has begun to write new states, and is not finished."""
         return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
+
+    def finish(self) -> None:
+        """All that the last run has computed is where it belongs."""
+        self.stopped = None
 
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
         if self._missing:
@@ -239,6 +246,7 @@ class Executor:
         if node is None:
             return
         source = value.source_of(node) if node.op != "output" else ""
+        note_source(error, source)
         rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
         line = print_line(node) + (f"    {source}" if source else "")
         note = (

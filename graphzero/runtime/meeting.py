@@ -6,13 +6,12 @@ import os
 import socket
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphzero import _compat
 from graphzero.runtime import peer_memory
 from graphzero.runtime.neighbours import Neighbours
 
@@ -21,38 +20,32 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group, as the kernel vouche
 _CONNECT = 60.0  # seconds
 
 
-def meet(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | None:
+Gather = Callable[[Any], list[Any]]
+
+
+def meet(gather: Gather, ranks: Sequence[int], limit: float) -> Neighbours | None:
     """Connect the ranks of one axis, if all are on one host and may read each other; every one of them calls it.
 
-    ranks: global ranks in the axis' order.  None where any of them can't.
+    gather: every one's object, in the axis' order.  ranks: global ranks in that order.  limit: seconds that one may
+    wait for another.  None where any of them can't.
     """
     here = peer_memory.host()
-    if here is None:
-        _gathered(group, ranks, (None,))
-        return None
     own, name = list(ranks).index(dist.get_rank()), f"\0graphzero-{uuid.uuid4().hex}"
     probe = torch.tensor([own, uuid.uuid4().int >> 66], dtype=torch.int64)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-        peer_memory.allow_reading()
-        door.bind(name)
-        door.listen(len(ranks))
-        offers = _gathered(group, ranks, (here, name, os.getpid(), probe.data_ptr(), probe.tolist()))
-        if len({offer[0] for offer in offers}) > 1:
-            return None
-        found = _connect(door, own, offers)
-    if not all(_gathered(group, ranks, found is not None)):
+        if here is not None:
+            peer_memory.allow_reading()
+            door.bind(name)
+            door.listen(len(ranks))
+        offers = gather((here, name, os.getpid(), probe.data_ptr(), probe.tolist()))
+        together = here is not None and all(offer[0] == here for offer in offers)
+        found = _connect(door, own, offers) if together else None
+    if not all(gather(found is not None)):
         for one in (found or {}).values():
             one.close()
         return None
     assert found is not None
-    return Neighbours(ranks, own, [offer[2] for offer in offers], found, _compat.timeout_of(group))
-
-
-def _gathered(group: dist.ProcessGroup, ranks: Sequence[int], mine: Any) -> list[Any]:
-    """Everybody's, in the order of ``ranks``."""
-    found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, mine, group=group)
-    return [found[dist.get_group_rank(group, rank)] for rank in ranks]
+    return Neighbours(ranks, own, [offer[2] for offer in offers], found, limit)
 
 
 def _connect(door: socket.socket, own: int, offers: Sequence[Any]) -> dict[int, socket.socket] | None:

@@ -6,6 +6,9 @@ the network stack, and no thread works beside the ones that compute.  What the r
 sockets, of which the kernel also says when the other end is gone.
 
 Reading is done whenever a rank comes by: when it begins or awaits any exchange.
+
+A rank that stops closes its connections before it touches again what others may be reading.  So what has been read
+counts only if the connection is open afterwards.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from graphzero.errors import GraphZeroError
+from graphzero.errors import GraphZeroError, RankError
 from graphzero.runtime import peer_memory
 from graphzero.runtime.pairs import Link, Next, Pieces
 from graphzero.runtime.world import fold
 
 _NOTE = struct.Struct("<qQ")  # (number, address): the piece of exchange ``number`` lies there; (~number, 0): I read it
+_CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # of a connection; notes may still be in it
 _LONGEST = 2e6  # seconds that a poll can wait
 _PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
 
@@ -57,6 +62,7 @@ class _Copy(Exchange):
 
     def offered(self, q: int, address: int) -> None:
         self.link.read(q, address, self.receives[q])
+        self.link.check_open(q)
         self.to_read.discard(q)
         self.link.tell(q, ~self.number)
 
@@ -93,6 +99,7 @@ class _Reduction(Exchange):
                 self.link.read(other, there + begin * itemsize, pieces[other])
             fold(pieces, out, self.reduction)
         for other in self.addresses:
+            self.link.check_open(other)
             self.link.tell(other, ~self.number)
         self.to_read.clear()
 
@@ -119,12 +126,15 @@ class Neighbours(Link):
         self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")
         self._gone: set[int] = set()
         self._poll = select.poll()
-        self._by_file = {}
+        self._by_file: dict[int, int] = {}
+        self._hangups: dict[int, select.poll] = {}
         self._room: Tensor | None = None
         for q, one in sockets.items():
             one.setblocking(False)
             self._poll.register(one, select.POLLIN)
             self._by_file[one.fileno()] = q
+            self._hangups[q] = select.poll()
+            self._hangups[q].register(one, _CLOSED)
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Exchange:
         return self._begin(_Copy(self, number, sends, receives))
@@ -158,18 +168,27 @@ class Neighbours(Link):
         """Wait until a rank tells something.  Raises GraphZeroError where one of the ``needed`` is gone, or silent."""
         lost = needed & self._gone
         if lost:
-            raise GraphZeroError(
-                f"rank {self.ranks[self.own]} waits for rank {self.ranks[min(lost)]}, which has ended; its own output "
-                "says why. Every rank must call a Graph equally often"
-            )
+            raise self._ended(min(lost))
         if not self._listen(self.limit):
-            raise GraphZeroError(
+            if len(self._gone) == len(self.others):
+                raise self._ended(min(needed))
+            raise RankError(
                 f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
-                "is still there: it is slow, stopped, or runs another program. The limit is the process group's timeout"
-            )
+                "is still there: it is slow, stopped, or runs another program. The limit is the process group's "
+                "timeout", [self.ranks[min(needed)]], is_silent=True,
+            )  # fmt: skip
+
+    def _ended(self, q: int) -> RankError:
+        other = self.ranks[q]
+        return RankError(
+            f"rank {self.ranks[self.own]} waits for rank {other}, which has ended; its own output says why. Every rank "
+            "must call a Graph equally often", [other],
+        )  # fmt: skip
 
     def close(self) -> None:
         for one in self.sockets.values():
+            with suppress(OSError):  # the other one has ended
+                one.shutdown(socket.SHUT_RDWR)  # also where a forked process holds it too
             one.close()
         self._gone.update(self.others)
 
@@ -214,11 +233,18 @@ class Neighbours(Link):
         """Fill ``into`` from ``address`` on in rank q."""
         try:
             peer_memory.read(self.processes[q], address, into)
+        except ProcessLookupError as error:
+            raise self._ended(q) from error
         except OSError as error:
             raise GraphZeroError(
                 f"rank {self.ranks[self.own]} could not read what rank {self.ranks[q]} holds for it: {error}. If that "
                 f"rank has not ended, set {peer_memory.SWITCH}=0 on all ranks, which sends through sockets instead"
             ) from error
+
+    def check_open(self, q: int) -> None:
+        """Raise RankError where rank q has closed its end, so that what was read of it may have been overwritten."""
+        if q in self._gone or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
+            raise self._ended(q)
 
     def tell(self, q: int, number: int, address: int = 0) -> None:
         """A note to rank q."""
@@ -230,7 +256,9 @@ class Neighbours(Link):
                 ready = select.poll()
                 ready.register(self.sockets[q], select.POLLOUT)
                 if not ready.poll(self.limit * 1e3):
-                    raise GraphZeroError(f"rank {self.ranks[q]} has not listened for {self.limit:.0f} s") from None
+                    raise RankError(
+                        f"rank {self.ranks[q]} has not listened for {self.limit:.0f} s", [self.ranks[q]], True
+                    ) from None
             except OSError:
                 self._gone.add(q)
                 return

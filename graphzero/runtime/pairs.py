@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphzero.errors import RankError
 from graphzero.runtime.world import Handle, fold, same_place
 
 SHORT = 1 << 15  # bytes up to which an all_reduce is one round
 _ONE_ORDER = (torch.float32, torch.float64)  # gloo adds two of these as torch does, and two have one order only
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _ROUNDS = 2  # exchanges of one collective, at most
+_TAGS = 1 << 30  # gloo's have 31 bits; far fewer exchanges than that are under way at once
 
 Pieces = Sequence[Tensor]  # one for each rank along the axis
 Next = Callable[[], None] | None
@@ -123,22 +125,33 @@ class _InPieces:
 
 
 class Sockets(Link):
-    """Sends and receives of a gloo group."""
+    """Sends and receives of a gloo connection."""
 
-    def __init__(self, group: dist.ProcessGroup, peers: Sequence[int]):
-        """``peers``: the ranks along the axis, in its order, as the group numbers them."""
-        super().__init__(list(peers).index(group.rank()), len(peers))
-        self.group, self.peers = group, peers
+    def __init__(self, group: Any, ranks: Sequence[int]):
+        """``group``: of the ranks along the axis, in its order, as ``_compat.gloo`` makes it; ranks: global numbers."""
+        super().__init__(group.rank(), len(ranks))
+        self.group, self.ranks = group, list(ranks)
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
-        works: list[Any] = []
-        for q in self.others:
-            if receives[q].numel():
-                works.append(dist.irecv(receives[q], group=self.group, group_src=self.peers[q], tag=number))
-        for q in self.others:
-            if sends[q].numel():
-                works.append(dist.isend(sends[q], group=self.group, group_dst=self.peers[q], tag=number))
-        return _Works(works, (sends, receives))
+        works: list[tuple[Any, int]] = []
+        tag, q = number % _TAGS, self.others[0]
+        try:
+            for q in self.others:
+                if receives[q].numel():
+                    works.append((self.group.recv([receives[q]], q, tag), q))
+            for q in self.others:
+                if sends[q].numel():
+                    works.append((self.group.send([sends[q]], q, tag), q))
+        except RuntimeError as error:
+            raise self.lost(q, error) from error
+        return _Works(self, works, (sends, receives))
+
+    def lost(self, q: int, error: RuntimeError) -> RankError:
+        """What has failed between this rank and number q."""
+        reason, own, other = str(error).strip(), self.ranks[self.group.rank()], self.ranks[q]
+        is_silent = "timed out" in reason.lower()
+        what = "which is silent" if is_silent else "whose connection is closed"
+        return RankError(f"rank {own} waits for rank {other}, {what}: {reason[:200]}", [other], is_silent)
 
     def reduce(self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None) -> Handle:
         pieces = [own] * (len(self.others) + 1)
@@ -155,24 +168,33 @@ class Sockets(Link):
         return Then(self.exchange(number, sends, pieces), sum_up)
 
     def all_reduce(self, buffer: Tensor, reduction: str) -> Handle | None:
-        if len(self.peers) > 2 or buffer.dtype not in _ONE_ORDER:
+        if len(self.ranks) > 2 or buffer.dtype not in _ONE_ORDER:
             return None
-        work: Handle = dist.all_reduce(buffer, OPS[reduction], group=self.group, async_op=True)
-        return work
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = OPS[reduction]
+        (q,) = self.others
+        try:
+            work = self.group.allreduce([buffer], options)
+        except RuntimeError as error:
+            raise self.lost(q, error) from error
+        return _Works(self, [(work, q)], buffer)
 
     def close(self) -> None:
-        """The group is torch.distributed's."""
+        """The group is the communicator's."""
 
 
 class _Works:
-    """Transfers under way; holds their buffers."""
+    """Transfers under way, each with the number of the rank that it is to or from; holds their buffers."""
 
-    def __init__(self, works: list[Any], buffers: Any):
-        self.works, self.buffers = works, buffers
+    def __init__(self, link: Sockets, works: list[tuple[Any, int]], buffers: Any):
+        self.link, self.works, self.buffers = link, works, buffers
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        for work, q in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.link.lost(q, error) from error
 
 
 class Then:

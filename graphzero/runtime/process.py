@@ -1,12 +1,13 @@
 """One rank per process, over torch.distributed: NCCL, gloo or a fake group.
 
 Between CPU tensors collectives are exchanges between pairs of ranks (``pairs``): ranks of one host read each other's
-memory (``neighbours``), others send through gloo's sockets.
+memory (``neighbours``), others send through gloo's sockets.  These connections belong to the ranks, not to a program
+(``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
 
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
 agree to the bit, stages only to rounding.  On two ranks any order is the same.
 
-Time-outs, hangs and broken peers are the link's to report: torch.distributed's, or ``neighbours``'s.
+Time-outs, hangs and broken peers are the communicator's to report; of NCCL, torch.distributed's.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import PlacementError
-from graphzero.runtime import meeting
+from graphzero.runtime.communicator import communicator
 from graphzero.runtime.launch import before_tear_down
-from graphzero.runtime.pairs import OPS, Link, Pairs, Sockets, Then
+from graphzero.runtime.pairs import OPS, Pairs, Then
 from graphzero.runtime.world import Handle, World, device_of
 from graphzero.sbp.placement import Placement
 
@@ -53,13 +54,15 @@ class ProcessWorld(World):
         flat = placement.ranks.ravel().tolist()
         super().__init__(placement, device or device_of(placement), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
+        self._communicator = communicator(flat)
         self._pairs: dict[str, Pairs] = {}
+        self._made_in = -1  # generation of the communicator
         _worlds.add(self)
+        shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
+        self._paired = [axis for axis in shared if _backend(self._groups[axis], self.device) == "gloo"]
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
-            if _backend(group, self.device) == "gloo":
-                self._pairs[axis] = Pairs(_link(group, peers, self.device), peers.index(rank))
-            elif peers != sorted(peers):
+            if axis not in self._paired and axis in shared and peers != sorted(peers):
                 raise PlacementError(
                     f"the ranks {peers} of {placement!r} along {axis} do not ascend, but the process groups of "
                     f"{dist.get_backend(group)} are in the order of ranks; list them in ascending order"
@@ -71,43 +74,61 @@ class ProcessWorld(World):
 
     def close(self) -> None:
         """Let go of process groups and connections; nothing runs any more."""
-        for pairs in self._pairs.values():
-            pairs.link.close()
         self._groups.clear()
         self._pairs.clear()
 
+    def forget(self) -> None:
+        if not self._paired:
+            super().forget()
+        self.pending.clear()  # the connections on which it began are closed, and nothing more arrives
+
+    @property
+    def under_way(self) -> str:
+        return "" if self._paired else super().under_way
+
+    def _pair(self, axis: str) -> Pairs | None:
+        """What moves tensors along an axis, None where that is the backend's."""
+        if self._made_in != self._communicator.generation:
+            self._connect()
+        return self._pairs.get(axis)
+
+    def _connect(self) -> None:
+        """Every rank comes by here, at its first collective after the last failure."""
+        self._communicator.group()
+        self._pairs = {axis: self._communicator.pairs(self.peers(0, axis)) for axis in self._paired}
+        self._made_in = self._communicator.generation
+
     def _all_gather(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
-        if axis in self._pairs:
-            return self._pairs[axis].all_gather(outs[0], ins[0])
+        pairs = self._pair(axis)
+        if pairs is not None:
+            return pairs.all_gather(outs[0], ins[0])
         out, sent = _as_bytes(outs[0]), _as_bytes(ins[0])
         work: Handle = _compat.all_gather_single(out, sent, group=self._groups[axis], async_op=True)
         return work
 
     def _reduce_scatter(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
-        if axis in self._pairs:
-            return self._pairs[axis].reduce_scatter(outs[0], ins[0], reduction)
+        pairs = self._pair(axis)
+        if pairs is not None:
+            return pairs.reduce_scatter(outs[0], ins[0], reduction)
         (out, sent), op, narrow = _reducible((outs[0], ins[0]), reduction)
         work = _compat.reduce_scatter_single(out, sent, op, group=self._groups[axis], async_op=True)
         return Then(work, lambda: outs[0].copy_(out)) if narrow else work
 
     def _all_reduce(self, bufs: Sequence[Tensor], axis: str, reduction: str) -> Handle:
-        if axis in self._pairs:
-            return self._pairs[axis].all_reduce(bufs[0], reduction)
+        pairs = self._pair(axis)
+        if pairs is not None:
+            return pairs.all_reduce(bufs[0], reduction)
         (buffer,), op, narrow = _reducible((bufs[0],), reduction)
         work = dist.all_reduce(buffer, op, group=self._groups[axis], async_op=True)
         return Then(work, lambda: bufs[0].copy_(buffer)) if narrow else work
 
     def _all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str) -> Handle:
-        if axis in self._pairs:
-            return self._pairs[axis].all_to_all(outs[0], ins[0])
+        pairs = self._pair(axis)
+        if pairs is not None:
+            return pairs.all_to_all(outs[0], ins[0])
         out, sent = _as_bytes(outs[0]), _as_bytes(ins[0])
         work: Handle = dist.all_to_all_single(out, sent, group=self._groups[axis], async_op=True)
         return work
-
-
-def _link(group: dist.ProcessGroup, peers: list[int], device: torch.device) -> Link:
-    near = meeting.meet(group, peers) if len(peers) > 1 and device.type == "cpu" else None
-    return near or Sockets(group, [dist.get_group_rank(group, peer) for peer in peers])
 
 
 def _as_bytes(x: Tensor) -> Tensor:

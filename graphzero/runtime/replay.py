@@ -196,13 +196,9 @@ class Replayed(Executor):
         if pairs:
             torch._foreach_copy_([own for own, _ in pairs.values()], [x for _, x in pairs.values()])
         self._cells.fill(numbers)
-        try:
-            found.replay()
-        except BaseException:
-            self.stopped = len(self.program.steps)  # nobody knows how far it came
-            raise
+        self.stopped = len(self.program.steps)  # where it fails, nobody knows how far it came
+        found.replay()
         found.replays += 1
-        self.stopped = None
         return self._handed_out(found.results, numbers)
 
     def _handed_out(self, results: Results, numbers: Mapping[int, Any]) -> Results:

@@ -88,6 +88,11 @@ class State:
         """Have a world from here on.  Every rank calls it."""
         assert self.world is not None
 
+    @property
+    def under_way(self) -> str:
+        """See ``World.under_way``."""
+        return self.world.under_way if "world" in vars(self) else ""
+
     # ---- what there is
 
     def tensors(self) -> dict[str, Found]:

@@ -73,10 +73,18 @@ class World(ABC):
         self.rank_ids: list[int] = [flat[position] for position in self.local_ranks]
         self._coordinates = [placement.coordinate(rank) for rank in self.rank_ids]
 
-    def drain(self) -> None:
-        """Let what a stopped run has begun to send and receive end; every rank has stopped at the same place."""
+    def forget(self) -> None:
+        """Be done with what a stopped run has begun to send and receive: here, let it end.
+
+        Every rank has stopped at the same place; see ``under_way``.
+        """
         while self.pending:
             self.pending.popitem()[1].wait()
+
+    @property
+    def under_way(self) -> str:
+        """What a stopped run has left for the next one to await, and which must therefore be equal on all ranks."""
+        return ", ".join(map(str, sorted(self.pending)))
 
     def coordinate(self, local: int) -> tuple[int, ...]:
         """Where local rank number ``local`` stands, one number per axis."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,13 @@ def test_many_exchanges_may_begin_before_the_other_rank_listens() -> None:
 def _meet(rank: int, path: str, off: int, found: dict[int, str]) -> None:
     os.environ[peer_memory.SWITCH] = str(int(rank != off))
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    found[rank] = type(meeting.meet(dist.group.WORLD, [0, 1])).__name__
+
+    def gather(mine: Any) -> list[Any]:
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    found[rank] = type(meeting.meet(gather, [0, 1], 60.0)).__name__
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,69 @@
+"""Ranks that fail: processes of one small world, each of which tells what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import LOADED  # noqa: E402
+
+from graphzero.runtime.peer_memory import SWITCH  # noqa: E402
+
+WAYS = ("memory", "sockets")
+Work = Callable[[int], Any]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+def run(work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, limit: float = 90.0) -> dict[int, Any]:
+    """What ``work`` returns on each rank that returns anything; limit: seconds for all of it.
+
+    timeout: the job's.  A rank that raises is told as {"raised": traceback}.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    port, end = free_port(), time.monotonic() + limit
+    started = [
+        context.Process(target=_enter, args=(rank, ranks, port, way, timeout, folder, work)) for rank in range(ranks)
+    ]
+    for one in started:
+        one.start()
+    try:
+        for one in started:
+            one.join(max(end - time.monotonic(), 0.1))
+    finally:
+        for one in started:
+            one.kill()
+            one.join()
+    files = {rank: folder / f"{rank}.json" for rank in range(ranks)}
+    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+
+
+def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ[SWITCH] = "1" if way == "memory" else "0"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        found = work(rank)
+    except BaseException:
+        found = {"raised": traceback.format_exc()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # without the farewell of a process group of which a rank may be gone
