@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -26,23 +25,17 @@ WAYS = ("memory", "sockets")
 Work = Callable[[int], Any]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
-
-
 def run(work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, limit: float = 90.0) -> dict[int, Any]:
     """What ``work`` returns on each rank that returns anything; limit: seconds for all of it.
 
-    timeout: the job's.  A rank that raises is told as {"raised": traceback}.
+    timeout: the job's.  A rank that raises is told as {"raised": traceback}.  The job's store is held by this process,
+    as torchrun's agent does.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
-    port, end = free_port(), time.monotonic() + limit
-    started = [
-        context.Process(target=_enter, args=(rank, ranks, port, way, timeout, folder, work)) for rank in range(ranks)
-    ]
+    store, end = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic() + limit
+    given = (ranks, store.port, way, timeout, folder, work)
+    started = [context.Process(target=_enter, args=(rank, *given)) for rank in range(ranks)]
     for one in started:
         one.start()
     try:
@@ -57,10 +50,10 @@ def run(work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, l
 
 
 def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ[SWITCH] = "1" if way == "memory" else "0"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore("localhost", port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), store=store, rank=rank, world_size=ranks)
     try:
         found = work(rank)
     except BaseException:
