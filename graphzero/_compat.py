@@ -6,6 +6,7 @@ What changes between versions is met here; the rest of the package imports from 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -244,6 +245,27 @@ def onednn_linear() -> Callable[..., Tensor] | None:
 def overload_of_custom_op(op: Any) -> Any:
     """The overload behind a ``torch.library.custom_op``; anything else as it is."""
     return op._opoverload if isinstance(op, torch._library.custom_ops.CustomOpDef) else op
+
+
+@contextmanager
+def inferring() -> Iterator[None]:
+    """Tensors made here have shapes and no data; an op that cannot work so raises, and torch's log stays silent."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+            yield
+    finally:
+        log.disabled = before
+
+
+def op_packet(namespace: str, name: str) -> Any:
+    """The overloads of a registered op, as ``torch.ops`` holds them, or None; looking makes and loads nothing."""
+    holder = getattr(torch.ops, namespace, None) if namespace.isidentifier() else None
+    if type(holder) is not torch._ops._OpNamespace:
+        return None
+    packet = getattr(holder, name, None) if name.isidentifier() and not name.startswith("__") else None
+    return packet if isinstance(packet, torch._ops.OpOverloadPacket) else None
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

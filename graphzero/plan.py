@@ -16,6 +16,7 @@ from torch import fx
 from graphzero.ir import layout, memory, ops, value
 from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.verify import verify
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.links import Links
 from graphzero.sbp.types import B
@@ -171,6 +172,8 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena:
     links: what communication costs on each placement axis, for seconds; () for none.  arena: where the executor is
     told to put large temporaries.
     """
+    if graph.stated:
+        verify(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
     entries = list(_collectives(graph, links))
     return Plan(

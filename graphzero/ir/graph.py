@@ -38,10 +38,11 @@ class StepGraph:
         level: how far it is lowered: "captured" (SBPs only on pins), "propagated" (every value has an SBP),
             "boxed" (every op reads operands in an SBP it allows), "lowered" (boxes are collectives),
             "local" (sizes in arguments are this rank's).
+        stated: whether types are only what a text says; ``verify`` computes them, before anything else is done.
     """
 
-    def __init__(self, name: str, placement: Placement, graph: Graph, level: str = "captured"):
-        self.name, self.placement, self.graph, self.level = name, placement, graph, level
+    def __init__(self, name: str, placement: Placement, graph: Graph, level: str = "captured", stated: bool = False):
+        self.name, self.placement, self.graph, self.level, self.stated = name, placement, graph, level, stated
         self._module: GraphModule | None = None
 
     @property
@@ -122,7 +123,7 @@ class StepGraph:
         graph = Graph()
         results = graph.graph_copy(self.graph, {})
         graph.output(results)
-        return StepGraph(self.name, self.placement, graph, self.level)
+        return StepGraph(self.name, self.placement, graph, self.level, self.stated)
 
     def settle(self) -> None:
         """Be as a clone would be, so that what comes next does not depend on how the last pass went about its work.

@@ -1,28 +1,35 @@
-"""Reading a printed graph: the way back from ``ir.text``, whose docstring says what a line is."""
+"""Reading a printed graph: the way back from ``ir.text``, whose docstring says what a line is.
+
+A text is data, wherever it comes from: reading it looks names up in tables and runs nothing, and takes time and memory
+in proportion to its length.  What a line says of its op is not believed: ``verify`` computes it again (``ir.stated``).
+"""
 
 from __future__ import annotations
 
-import ast
 import keyword
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphzero.errors import GraphZeroError
-from graphzero.ir import ops
+from graphzero.ir import known_ops
 from graphzero.ir.graph import LEVELS, StepGraph
-from graphzero.ir.text import MODULES, NAMELESS, OVERLOADS
-from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, Role, ScalarType, TensorType
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.ir.reader import Reader
+from graphzero.ir.text import NAMELESS
+from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ROLE_KINDS, Role, ScalarType, TensorType
 from graphzero.sbp.placement import Placement, placement
-from graphzero.sbp.types import parse_sbp
+from graphzero.sbp.types import Sbp, parse_sbp
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MOST_RANKS = 2**17  # of a placement that a text names
+MOST_AXES = 8
+MOST_DIMS = 64  # as torch has it
+MOST_BYTES = 2**50  # of one value
 
 
 class ParseError(GraphZeroError, ValueError):
@@ -34,7 +41,7 @@ def parse(text: str, place: Placement | None = None) -> StepGraph:
 
     Args:
         text: what ``str(graph)`` prints; spaces between columns are free.
-        place: the placement; by default virtual CPU ranks in the hierarchy that the first line names.
+        place: the placement, with as many axes as the first line names, of these sizes; by default virtual CPU ranks.
 
     Raises:
         ParseError: with the number of the line and what was expected.
@@ -53,11 +60,13 @@ class _Parser:
 
     def fail(self, problem: str) -> ParseError:
         line = self.lines[self.number] if self.number < len(self.lines) else "(end of text)"
-        return ParseError(f"line {self.number + 1} of the graph: {problem}\n  > {line.strip()}")
+        line = line.strip()
+        shown = line if len(line) <= 400 else f"{line[:396]} ..."
+        return ParseError(f"line {self.number + 1} of the graph: {problem}\n  > {shown}")
 
     def graph(self) -> StepGraph:
-        name, place, level = self._header()
-        self.result = StepGraph(name, place, fx.Graph(), level)
+        name, self.place, level = self._header()
+        self.result = StepGraph(name, self.place, fx.Graph(), level, stated=True)
         phase = "input"
         for number in range(self.number + 1, len(self.lines)):
             self.number = number
@@ -73,43 +82,83 @@ class _Parser:
                 self._value(line, phase)
         raise self.fail("a graph ends in a line `return ...`")
 
+    def _reader(self, text: str) -> Reader:
+        return Reader(text, self.fail, self.values, self.result.placement.names)
+
+    # ---- the first line
+
     def _header(self) -> tuple[str, Placement, str]:
         line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
-        found = re.fullmatch(r"graph\s+(.+)\(((?:\s*\w+\s*=\s*\d+\s*,?)+)\)(?:\s+(\w+))?", line)
-        if found is None:
-            raise self.fail("expected `graph name(axis=ranks, ...) level`")
-        level = found[3] or "captured"
+        reader = Reader(line, self.fail, {})
+        expected = "expected `graph name(axis=ranks, ...) level`"
+        if reader.word() != "graph":
+            raise self.fail(expected)
+        name = reader.string()
+        if name is None:
+            name, bracket, rest = reader.rest().rpartition("(")
+            name = name.strip()
+            reader = Reader(bracket + rest, self.fail, {})
+        axes = list(self._axes(reader, expected))
+        level = reader.rest() or "captured"
+        if not name or not axes:
+            raise self.fail(expected)
         if level not in LEVELS:
-            raise self.fail(f"{level!r} is no level; one of {', '.join(LEVELS)}")
-        axes = [pair.split("=") for pair in found[2].replace(" ", "").split(",")]
-        sizes = [int(size) for _, size in axes]
-        if self.place is None:
-            grid = torch.arange(math.prod(sizes)).reshape(sizes).tolist()
-            try:
-                self.place = placement("cpu", grid, names=tuple(name for name, _ in axes), virtual=True)
-            except GraphZeroError as error:
-                raise self.fail(str(error)) from None
-        return found[1], self.place, level
+            raise self.fail(f"{level!r:.80} is no level; one of {', '.join(LEVELS)}")
+        return name, self._placed(*zip(*axes, strict=True)), level
+
+    def _axes(self, reader: Reader, expected: str) -> Iterator[tuple[str, int]]:
+        if not reader.take("("):
+            raise self.fail(expected)
+        while not reader.take(")"):
+            axis = reader.word()
+            if not axis or not reader.take("=") or not (reader.next().isdigit() and reader.next().isascii()):
+                raise self.fail(expected)
+            size = reader.value()
+            if type(size) is not int or (not reader.take(",") and reader.next() != ")"):
+                raise self.fail(expected)
+            yield axis, size
+
+    def _placed(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Placement:
+        if len(names) > MOST_AXES or any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
+            raise self.fail(f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes")
+        if self.place is not None:
+            if (self.place.names, self.place.hierarchy) != (names, shape):
+                raise self.fail(f"it was written for other axes than those of {self.place!r}")
+            return self.place
+        grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
+        try:
+            return placement("cpu", grid, names=names, virtual=True)
+        except GraphZeroError as error:
+            raise self.fail(str(error)) from None
+
+    # ---- a line
 
     def _value(self, line: str, phase: str) -> None:
-        found = re.fullmatch(r"(\w+)\s*=\s*(.*\S)\s+:\s+(.+)", line)
-        if found is None:
-            raise self.fail("expected `name = op(arguments) : type  sbp`")
-        name, text, tail = found.groups()
-        tail, _, role = tail.partition(";")
+        reader = self._reader(line)
+        name = reader.word()
+        if not name or not reader.take("="):
+            raise self._no_line()
         if name in self.values:
             raise self.fail(f"{name} is defined twice")
-        node = self._placeholder(name, text) if phase == "input" else self._op(name, text)
+        node = self._placeholder(reader, name) if phase == "input" else self._op(reader, name)
         if node.name != name or keyword.iskeyword(name):
             raise self.fail(f"a value cannot be called {name}, Python or torch.fx keeps that name; write {name}_1")
+        if not reader.take(":"):
+            raise self._no_line()
+        tail, has_role = reader.until(";")
         node.meta["phase"], node.meta["source"] = phase, ""
-        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail.strip())
-        if role:
-            node.meta["role"] = self._role(role.strip(), "")
+        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail)
+        if has_role:
+            node.meta["role"] = self._role(reader, "")
+        if reader.rest():
+            raise self._no_line()
         self.values[name] = node
 
-    def _placeholder(self, name: str, text: str) -> fx.Node:
-        role = self._role(text, name)
+    def _no_line(self) -> ParseError:
+        return self.fail("expected `name = op(arguments) : type  sbp`")
+
+    def _placeholder(self, reader: Reader, name: str) -> fx.Node:
+        role = self._role(reader, name)
         if role.kind not in PLACEHOLDER_KINDS:
             raise self.fail(
                 f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase"
@@ -118,84 +167,60 @@ class _Parser:
         node.meta["role"] = role
         return node
 
-    def _role(self, text: str, name: str) -> Role:
-        found = re.fullmatch(r"(\w+)\((.*)\)", text)
-        if found is None:
-            raise self.fail(f"{text!r}: expected `kind(path)` or `kind(path, key)`")
-        words = re.findall(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.]+", found[2])
-        words = [ast.literal_eval(word) if word[0] in "'\"" else word for word in words]
-        if len(words) > 2:
-            raise self.fail(f"{text!r}: expected `kind(path)` or `kind(path, key)`")
-        return Role(found[1], *(words or ([name] if found[1] not in NAMELESS else [])))
+    def _role(self, reader: Reader, name: str) -> Role:
+        begin = reader.at
+        kind, words = reader.word(), list[str]()
+        good = reader.take("(")
+        while good and not reader.take(")"):
+            word = reader.path()
+            good = word is not None and (reader.take(",") or reader.next() == ")")
+            words.append(word or "")
+        if not good or len(words) > 2:
+            raise self.fail(f"{reader.text[begin:].strip()!r:.200}: expected `kind(path)` or `kind(path, key)`")
+        if kind not in ROLE_KINDS and not name:
+            raise self.fail(f"no role is called {kind}; one of {', '.join(ROLE_KINDS)}")
+        return Role(kind, *(words or ([name] if kind not in NAMELESS else [])))
 
-    def _op(self, name: str, text: str) -> fx.Node:
-        try:
-            call = ast.parse(text, mode="eval").body
-        except SyntaxError as error:
-            raise self.fail(f"{text!r} is no call: {error.msg}") from None
+    def _op(self, reader: Reader, name: str) -> fx.Node:
+        words = reader.dotted()
         graph = self.result.graph
-        if isinstance(call, ast.Subscript):
-            return graph.create_node(
-                "call_function", operator.getitem, (self._read(call.value), self._read(call.slice)), name=name
-            )
-        if not isinstance(call, ast.Call):
-            raise self.fail(f"{text!r} is no call of an op")
-        target = self._target(call.func)
-        args = tuple(self._read(arg) for arg in call.args)
-        kwargs = {str(word.arg): self._read(word.value) for word in call.keywords}
+        if reader.take("["):
+            items = reader.items("]")
+            if len(items) != 1:
+                raise self.fail("one result is picked by its number: y[0]")
+            if words not in self.values:
+                raise self.fail(f"{words} is not defined above this line")
+            return graph.create_node("call_function", operator.getitem, (self.values[words], items[0]), name=name)
+        if not words or not reader.take("("):
+            raise self.fail(f"{reader.text[: reader.text.rfind(' : ')]!r:.200} is no call of an op")
+        target = known_ops.find(words.split("."))
+        if target is None:
+            raise self.fail(f"no op is called {words:.200}")
+        if why := known_ops.why_unfit(target):
+            raise self.fail(f"{words:.200} {why}; a program holds what computes on tensors and on numbers alone")
+        args, kwargs = self._arguments(reader)
         return graph.create_node("call_function", target, args, kwargs, name=name)
 
-    def _target(self, func: ast.expr) -> Any:
-        words = ast.unparse(func).split(".")
-        found = _find_op(words)
-        if found is None:
-            raise self.fail(f"no op is called {'.'.join(words)}")
-        return found
+    def _arguments(self, reader: Reader) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = list[Any](), dict[str, Any]()
+        while not reader.take(")"):
+            name = reader.keyword()
+            if name in kwargs or (not name and kwargs):
+                raise self.fail(f"the argument {name or len(args)} stands twice, or behind those with names")
+            if name:
+                kwargs[name] = reader.value()
+            else:
+                args.append(reader.value())
+            if not reader.take(",") and reader.next() != ")":
+                raise reader.unreadable()
+        return tuple(args), kwargs
 
-    def _read(self, x: ast.expr) -> Any:
-        match x:
-            case ast.Constant():
-                return x.value
-            case ast.Name(id="inf" | "nan"):
-                return float(x.id)
-            case ast.Name():
-                if x.id not in self.values:
-                    raise self.fail(f"{x.id} is not defined above this line")
-                return self.values[x.id]
-            case ast.List():
-                return [self._read(item) for item in x.elts]
-            case ast.Tuple():
-                return tuple(self._read(item) for item in x.elts)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name(id="inf" | "nan")):
-                return -self._read(x.operand)
-            case ast.BinOp(left=size, op=ast.Div(), right=ast.Name(id=axis)):
-                return LocalSize(self._size(size, LocalSize), self._axis(axis))
-            case ast.BinOp(left=size, op=ast.MatMult(), right=ast.Name(id=axis)):
-                return LocalStart(self._size(size, LocalStart), self._axis(axis))
-            case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=complex())):
-                return ast.literal_eval(x)
-            case ast.Call(func=ast.Name(id="device"), args=[], keywords=words):
-                return torch.device(*(ast.literal_eval(word.value) for word in words))
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if hasattr(torch, name):
-                return getattr(torch, name)
-        raise self.fail(f"cannot read the argument {ast.unparse(x)!r}")
-
-    def _size(self, x: ast.expr, kind: type) -> Any:
-        """What an axis cuts: a number, or what axes outside it have cut."""
-        found = self._read(x)
-        if isinstance(found, (int, kind)):
-            return found
-        raise self.fail(f"{ast.unparse(x)!r} is no size that an axis cuts")
-
-    def _axis(self, name: str) -> str:
-        if name not in self.result.placement.names:
-            raise self.fail(f"no axis is called {name}; the graph's are {', '.join(self.result.placement.names)}")
-        return name
+    # ---- types and SBPs
 
     def _tail(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
         if text.startswith("("):
             if not text.endswith(")"):
-                raise self.fail(f"{text!r}: expected the types of several results in brackets")
+                raise self.fail(f"{text!r:.200}: expected the types of several results in brackets")
             pairs = [self._one(part) for part in _split(text[1:-1])]
             if any(pins for _, _, pins in pairs):
                 raise self.fail("several results have no pins; pin the value that picks one, `a = y[0]`")
@@ -208,27 +233,45 @@ class _Parser:
             return ScalarType(text), None, ()
         if text == "_":
             return None, None, ()
-        found = re.fullmatch(r"(\w+)\[\s*((?:\d+\s*,\s*)*\d*)\s*\]\s*(.*)", text)
-        if found is None:
-            raise self.fail(f"{text!r}: expected a type such as f32[8, 16], and an SBP")
-        dtype = DTYPES.get(found[1]) or getattr(torch, found[1], None)
+        name, bracket, rest = text.partition("[")
+        inside, closing, sbp = rest.partition("]")
+        sizes = [size.strip() for size in inside.split(",")] if inside.strip() else []
+        sizes = sizes[:-1] if sizes and not sizes[-1] else sizes
+        numbers = all(size.isdigit() and size.isascii() for size in sizes)
+        if not (bracket and closing and numbers and re.fullmatch(r"\w+", name.strip())):
+            raise self.fail(f"{text!r:.200}: expected a type such as f32[8, 16], and an SBP")
+        dtype = DTYPES.get(name.strip()) or torch.__dict__.get(name.strip())
         if not isinstance(dtype, torch.dtype):
-            raise self.fail(f"{found[1]!r} is no dtype; {', '.join(DTYPES)}")
-        shape = tuple(int(size) for size in found[2].split(",") if size)
-        return TensorType(dtype, shape), *self._nd(found[3])
+            raise self.fail(f"{name.strip()!r:.80} is no dtype; {', '.join(DTYPES)}")
+        return self._type(dtype, sizes), *self._nd(sbp.strip())
+
+    def _type(self, dtype: torch.dtype, sizes: list[str]) -> TensorType:
+        fits = len(sizes) <= MOST_DIMS and all(len(size) < 20 for size in sizes)
+        shape = tuple(map(int, sizes)) if fits else ()
+        if not fits or math.prod(size or 1 for size in shape) * dtype.itemsize > MOST_BYTES:
+            raise self.fail(f"a value has up to {MOST_DIMS} dims and 2**50 bytes")
+        return TensorType(dtype, shape)
 
     def _nd(self, text: str) -> tuple[Any, tuple[bool, ...]]:
         if not text:
             return None, ()
-        words = _split(text[1:-1]) if text.startswith("(") else [text]
+        words = _split(text[1:-1]) if text.startswith("(") and text.endswith(")") else [text]
         if len(words) != len(self.result.placement.names):
-            raise self.fail(f"{text!r}: expected one SBP for each axis of {self.result.placement.names}")
-        try:
-            nd = tuple(None if word[0] == "?" else parse_sbp(word.removesuffix("!")) for word in words)
-        except GraphZeroError as error:
-            raise self.fail(str(error)) from None
+            raise self.fail(f"{text!r:.200}: expected one SBP for each axis of {self.result.placement.names}")
+        nd = tuple(None if word == "?" else self._sbp(word.removesuffix("!")) for word in words)
         pins = tuple(word.endswith("!") for word in words)
         return nd, pins if any(pins) else ()
+
+    def _sbp(self, word: str) -> Sbp:
+        digits = re.findall(r"[0-9]+", word[:200])
+        if len(word) > 60 or any(len(number) > 18 for number in digits) or int((*digits, 0)[0]) > MOST_DIMS:
+            raise self.fail(f"{word!r:.80} is no SBP of up to {MOST_DIMS} dims")
+        try:
+            return parse_sbp(word)
+        except GraphZeroError as error:
+            raise self.fail(str(error)) from None
+
+    # ---- the last lines
 
     def _return(self, text: str) -> None:
         outputs: list[Any] = []
@@ -240,41 +283,22 @@ class _Parser:
             elif re.match(r"[\w.]+=", part):
                 aux |= dict(self._pairs([part]))
             else:
-                outputs = [self._literal(word) for word in _split(part)]
+                outputs = [self._output(word) for word in _split(part)]
         self.result.graph.output((tuple(outputs), aux, updates))
 
-    def _literal(self, word: str) -> Any:
-        try:
-            return self._read(ast.parse(word, mode="eval").body)
-        except SyntaxError as error:
-            raise self.fail(f"{word!r} is no value: {error.msg}; the graph ends with what it returns") from None
+    def _output(self, word: str) -> Any:
+        reader = self._reader(word)
+        found = reader.value()
+        if reader.rest():
+            raise self.fail(f"{word!r:.200} is no value; the graph ends with what it returns")
+        return found
 
     def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:
         for word in words:
             name, _, source = word.partition("=")
             if source.strip() not in self.values:
-                raise self.fail(f"{word!r}: {source} is not defined above this line")
+                raise self.fail(f"{word!r:.200}: {source.strip():.80} is not defined above this line")
             yield name.strip(), self.values[source.strip()]
-
-
-def _find_op(words: list[str]) -> Any:
-    """The op written as ``words``: our own, ATen's, ``operator.mul``, or ``namespace.op.overload``.
-
-    Nothing else: a text from elsewhere names ops and arithmetic, never a function of some module.
-    """
-    if len(words) == 1 and words[0] in ops.BY_NAME:
-        return ops.BY_NAME[words[0]]
-    if len(words) == 2 and words[0] in MODULES:
-        arithmetic = words[0] != "torch" or words[1].startswith(("sym_", "_sym_"))
-        return getattr(MODULES[words[0]], words[1], None) if arithmetic else None
-    for namespace in (torch.ops.graphzero, torch.ops.aten):
-        packet = getattr(namespace, words[0], None) if len(words) <= 2 else None
-        if packet is not None:
-            names = (words[1],) if len(words) == 2 else OVERLOADS
-            return next((getattr(packet, name) for name in names if name in packet.overloads()), None)
-    if len(words) == 3 and hasattr(getattr(torch.ops, words[0]), words[1]):
-        return getattr(getattr(getattr(torch.ops, words[0]), words[1]), words[2], None)
-    return None
 
 
 def _is_blank(line: str) -> bool:

@@ -11,7 +11,6 @@ Source lines are not part of the text.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from typing import Any
@@ -19,12 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero.ir import ops, value
+from graphzero.ir import known_ops, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 
-OVERLOADS = ("Tensor", "default")  # an overload that prints as the bare op name, the first that exists
-MODULES = {"operator": operator, "math": math, "torch": torch}
 NAMELESS = ("seed", "loss")  # roles of which a step has one
 
 
@@ -56,15 +53,14 @@ def op_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target.overloadpacket, target._overloadname
         namespace, name = target._schema.name.split("::")
-        short = next((o for o in OVERLOADS if o in packet.overloads()), None)
+        short = next((o for o in known_ops.OVERLOADS if o in packet.overloads()), None)
         text = name if overload == short else f"{name}.{overload}"
         return text if namespace in ("aten", "graphzero") else f"{namespace}.{name}.{overload}"
     plain = str(getattr(target, "__name__", target))
     if ops.BY_NAME.get(plain) is target:
         return plain
-    for name, module in MODULES.items():
-        if getattr(module, plain, None) is target:
-            return f"{name}.{plain}"
+    if target in known_ops.NAME_OF:
+        return known_ops.NAME_OF[target]
     return f"{target.__module__}.{target.__qualname__}"
 
 
@@ -72,7 +68,8 @@ def _header(graph: StepGraph) -> str:
     axes = ", ".join(
         f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True)
     )
-    return f"graph {graph.name}({axes}) {graph.level}"
+    name = graph.name if re.fullmatch(r"\w[\w.-]*", graph.name) else repr(graph.name)
+    return f"graph {name}({axes}) {graph.level}"
 
 
 def _columns(node: fx.Node) -> tuple[str, str, str]:
@@ -80,7 +77,7 @@ def _columns(node: fx.Node) -> tuple[str, str, str]:
     if node.op == "placeholder":
         text = _role_text(value.role_of(node) or Role("batch"), node.name)
     elif node.target is operator.getitem:
-        text = f"{_arg(node.args[0])}[{node.args[1]}]"
+        text = f"{_arg(node.args[0])}[{_arg(node.args[1])}]"
     else:
         parts = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
         text = f"{op_name(node.target)}({', '.join(parts)})"

@@ -121,6 +121,7 @@ class Role:
 
 
 PLACEHOLDER_KINDS = ("batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed")
+ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss")
 
 
 def type_of(node: fx.Node) -> Any:

@@ -18,6 +18,7 @@ from graphzero.errors import VerifyError
 from graphzero.ir import calls, value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.move_laws import check_moves
+from graphzero.ir.stated import check_stated
 from graphzero.ir.storage_laws import check_storage
 from graphzero.ir.text import op_name
 from graphzero.ir.value import TensorType
@@ -42,6 +43,9 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
     level = LEVELS.index(graph.level)
     _check_order(graph, where)
     _check_updates(graph, where)
+    if graph.stated:
+        check_stated(graph, where)
+        graph.stated = False
     if level >= LEVELS.index("propagated"):
         _check_known(graph, where)
         _check_ops(graph, where, boxed=level >= LEVELS.index("boxed"))

@@ -91,6 +91,8 @@ class Pipeline:
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         self.history = []
+        if graph.stated:
+            verify(graph)
         before, graph = Packed(graph), graph.clone()
         for pass_ in self.passes:
             name, given = pass_name(pass_), _Given.of(graph)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -183,6 +187,37 @@ def test_names_that_only_look_kept_are_names() -> None:
         assert name in [node.name for node in parse(text).clone().nodes]
 
 
+NAMES = (
+    "a : b",
+    "it's",
+    'say "a"',
+    "two\nlines",
+    "a; b",
+    "a -> b",
+    "f(x)",
+    "x, y",
+    "\u2028 \x85 é",
+    "a\\",
+    " ",
+    "#",
+    "S(0)!",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_and_graphs_may_have_any_name(name: str) -> None:
+    graph = parse(SCALARS)
+    graph.name = name
+    graph.node("m").meta["role"] = Role("constant", name)
+    graph.node("lr").meta["role"] = Role("hyper", name, name)
+    graph.node("z").meta["role"] = Role("gradient", name)
+    again = parse(str(graph))
+    assert (again.name, str(again)) == (name, str(graph))
+    assert [again.node(at).meta["role"] for at in ("m", "lr", "z")] == [
+        Role("constant", name), Role("hyper", name, name), Role("gradient", name)
+    ]  # fmt: skip
+
+
 BAD_LINES = {
     "y = foo(x) : f32[8, 4]": "no op is called foo",
     "y = mm.wrong(x) : f32[8, 4]": "no op is called mm.wrong",
@@ -209,6 +244,35 @@ BAD_LINES = {
     "y = view(x, [8/tp, 4]) : f32[8, 4]": "no axis is called tp; the graph's are dp",
     "y = relu(x) : f32[8, 4]  ; gradient": "expected `kind\\(path\\)`",
     "y = relu(x) : f32[8, 4]  ; state(a, b, c)": "expected `kind\\(path\\)`",
+    "y = relu(x) : f32[8, 4]  ; thing(a)": "no role is called thing; one of batch",
+    "y = operator.methodcaller('system', 'true') : f32[8, 4]": "no op is called operator.methodcaller",
+    "y = operator.attrgetter('x') : f32[8, 4]": "no op is called operator.attrgetter",
+    "y = math.factorial(100000) : int": "no op is called math.factorial",
+    "y = from_file('/etc/hostname') : f32[8, 4]": "from_file has effects beyond tensors",
+    "y = aten._print.default('a') : f32[8, 4]": "does not make tensors",
+    "y = relu_(x) : f32[8, 4]": "relu_ writes over an operand",
+    "y = adam_([x], [x], [x], [x], [], [x], 0.1, 0.9, 0.9, 0.1, 0.1) : f32[8, 4]": "adam_ writes over an operand",
+    "y = rand([8, 4]) : f32[8, 4]": "rand draws from torch's own generator",
+    "y = equal(x, x) : bool": "equal does not make tensors",
+    "y = _c10d_functional.wait_tensor.default(x) : f32[8, 4]": "is a custom op; give it a rule with gz.sbp.rule",
+    "y = inductor._reinterpret_tensor.default(x, [8], [1], 99) : f32[8]": "is a custom op",
+    "y = ops.load_library('a') : f32[8, 4]": "no op is called ops.load_library",
+    "y = load_library.a.b(x) : f32[8, 4]": "no op is called load_library.a.b",
+    "y = mul(x, torch.os) : f32[8, 4]": "dtypes, layouts and memory formats",
+    "y = mul(x, torch.ops.aten) : f32[8, 4]": "dtypes, layouts and memory formats",
+    "y = mul(x, torch.load('a')) : f32[8, 4]": "dtypes, layouts and memory formats",
+    "y = full([8, 4], 1, device=device(type='meta')) : f32[8, 4]": "a device is",
+    "y = mul(x, 9223372036854775808) : f32[8, 4]": "beyond what 64 bits hold",
+    "y = mul(x, b'a') : f32[8, 4]": "b is not defined above this line",
+    "y = mul(x, x'a') : f32[8, 4]": "cannot read the argument",
+    "y = mul(x, ...) : f32[8, 4]": "cannot read the argument",
+    "y = mul(x, '\\N{DIGIT ONE}') : f32[8, 4]": "no text as repr writes it",
+    "y = mul(x, 1 2) : f32[8, 4]": "cannot read the argument '1 2'",
+    "y = mul(x, 8/dp/dp) : f32[8, 4]": "axis dp cuts a size once",
+    "y = mul(x, other=x, other=x) : f32[8, 4]": "the argument other stands twice",
+    "y = relu(x) : f32[1125899906842625]": "up to 64 dims and 2\\*\\*50 bytes",
+    "y = relu(x) : f32[8, 4]  S(65)": "no SBP of up to 64 dims",
+    "y = relu(x) : tensor[8, 4]": "'tensor' is no dtype",
 }
 
 
@@ -231,6 +295,8 @@ def test_a_line_that_cannot_be_read_is_named_and_shown(line: str) -> None:
         ("graph g(dp=0)\n  return", "line 1 of the graph: no ranks"),
         ("graph g(dp=2, dp=2)\n  return", "line 1 of the graph: an axis name stands twice"),
         ("graph g(dp=2) cooked\n  return", "line 1 of the graph: 'cooked' is no level; one of captured"),
+        ("graph g(dp=2000000000)\n  return", "line 1 of the graph: a text places on up to 131072 ranks"),
+        ("graph g(a=1, b=1, c=1, d=1, e=1, f=1, g=1, h=1, i=1)\n  return", "up to 131072 ranks in up to 8 axes"),
         ("# only a note", "expected `graph name"),
         ("graph g(dp=2)\n  x = batch() : f32[2]", "line 2 of the graph: a graph ends in a line `return"),
         ("graph g(dp=2)\n  x = relu() : f32[2]\n  return x", "line 2 of the graph: inputs are batch, param"),
@@ -245,6 +311,59 @@ def test_a_line_that_cannot_be_read_is_named_and_shown(line: str) -> None:
 def test_a_text_that_is_no_graph_says_why(text: str, problem: str) -> None:
     with pytest.raises(ParseError, match=problem):
         parse(text)
+
+
+LONG = {
+    "a header of commas": "graph g(" + "dp=2," * 300_000,
+    "a header of digits": "graph g(dp=" + "9" * 2_000_000 + ")",
+    "a header of words": "graph " + "g" * 2_000_000 + " (" * 100_000,
+    "brackets": one(f"y = relu({'(' * 200_000}) : f32[8, 4]"),
+    "lists": one(f"y = relu({'[' * 200_000}{']' * 200_000}) : f32[8, 4]"),
+    "signs": one(f"y = relu({'-' * 500_000}1) : f32[8, 4]"),
+    "a chain of names": one(f"y = {'a.' * 300_000}b(x) : f32[8, 4]"),
+    "cuts": one(f"y = view(x, [8{'/dp' * 100_000}]) : f32[8, 4]"),
+    "digits": one(f"y = mul(x, {'1' * 1_000_000}) : f32[8, 4]"),
+    "an exponent": one(f"y = mul(x, 1e{'9' * 1_000_000}) : f32[8, 4]"),
+    "spaces in a type": one(f"y = relu(x) : f32[8,{' ' * 1_000_000}four]"),
+    "spaces in a line": one(f"y{' ' * 1_000_000}relu(x) : f32[8, 4]"),
+    "a text without an end": one(f"y = relu('{'a' * 1_000_000}) : f32[8, 4]"),
+    "backslashes": one(f"y = relu('{chr(92) * 1_000_001}) : f32[8, 4]"),
+    "sizes": one(f"y = relu(x) : f32[{'1, ' * 300_000}]"),
+    "sections": one(f"y = relu(x) : f32[8, 4]  S(0, {'9' * 1_000_000})"),
+    "results": one("y = relu(x) : f32[8, 4]", "(" * 200_000),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_text_of_any_kind_is_refused_in_time_that_grows_with_its_length_alone(kind: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ParseError) as caught:
+        parse(LONG[kind])
+    assert time.process_time() - started < 2
+    assert len(str(caught.value)) < 2000
+
+
+WATCHED = """
+import json, sys
+from graphzero.ir.parse import ParseError, parse
+from graphzero.sbp import registry
+heard, texts = [], json.load(sys.stdin)
+registry.registered(), parse(texts[-1])  # what is loaded when it is first needed
+sys.addaudithook(lambda event, args: heard.append(f"{event} {args}"))
+for text in texts:
+    try:
+        parse(text)
+    except ParseError:
+        pass
+heard = [one for one in heard if not one.startswith(("object.__getattr__", "builtins.id"))]
+assert not heard, heard
+"""
+
+
+def test_reading_a_text_runs_nothing() -> None:
+    texts = json.dumps([*map(one, BAD_LINES), *LONG.values(), HYBRID])
+    done = subprocess.run([sys.executable, "-c", WATCHED], input=texts, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_graph_may_return_nothing_and_lies_where_it_is_told() -> None:

@@ -174,7 +174,9 @@ def test_maxima_and_minima_are_completed_by_their_own_reduction() -> None:
 
 
 def test_sources_are_made_where_they_are_read() -> None:
-    body = "a = arange(8) : f32[8]\n  b = view(a, [8, 1]) : f32[8, 1]\n  c = mul(x, b) : f32[8, 16]\n"
+    body = (
+        "a = arange(8, dtype=torch.float32) : f32[8]\n  b = view(a, [8, 1]) : f32[8, 1]\n  c = mul(x, b) : f32[8, 16]\n"
+    )
     body += "  o = ones([8, 16]) : f32[8, 16]\n  y = add(c, o) : f32[8, 16]"
     found = sbps(forward(body))
     assert (found["a"], found["b"], found["o"], found["y"]) == ("B", "S(0)", "S(0)", "S(0)")
