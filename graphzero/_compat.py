@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ __all__ = [
     "compile_guards",
     "decomposition_table",
     "compiled_functions_inline",
+    "cpu_by_default",
     "has_step_hooks",
     "is_compiling",
     "make_fx",
@@ -50,6 +51,9 @@ __all__ = [
     "symbol_name",
     "unhooked_step",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 annotate = fx_traceback.annotate
 preserve_node_meta = fx_traceback.preserve_node_meta
@@ -116,6 +120,19 @@ def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], s
         return (lambda values: True), set()
     code = compile(" and ".join(f"({text})" for text in found), "<guards>", "eval")
     return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*found.values())
+
+
+def cpu_by_default(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` makes tensors on the CPU where it names no device, whatever the user's default device is."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
+            with torch.device("cpu"):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
@@ -35,6 +36,7 @@ from graphzero.sbp.types import B, Nd, Sbp
 Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
 
 
+@_compat.cpu_by_default
 def to_global(
     x: Any,
     placement: Placement | DeviceMesh | None = None,

@@ -115,6 +115,7 @@ class Graph:
 
     # ---- running
 
+    @_compat.cpu_by_default
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step: compile for arguments of such shapes if need be, run, update modules and optimizers.
 
@@ -133,6 +134,7 @@ class Graph:
                 self._bind(call)
                 return self._run(call)
 
+    @_compat.cpu_by_default
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
         """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
 
@@ -234,6 +236,7 @@ class Graph:
             return next(iter(self._grad_norms.values()), None)
         return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._optimizers)))
 
+    @_compat.cpu_by_default
     def state_dict(self) -> dict[str, Any]:
         """Modules, optimizers, schedulers and the random stream; values are DTensors where they are split.
 
@@ -252,6 +255,7 @@ class Graph:
         made: dict[str, Any] = checkpoint.saveable(outline)
         return made
 
+    @_compat.cpu_by_default
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
         with self._ranks.together(f"full_state_dict() of {self.name}"):
@@ -276,6 +280,7 @@ class Graph:
             facts = checkpoint.facts(outline)
             self._ranks.agree(matter, digest(*facts, *facts.values()), lambda: facts, failure)
 
+    @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
 
@@ -285,6 +290,7 @@ class Graph:
         checkpoint.load(sd, self._state, self._schedulers, strict, nds)
         self._selection.bound, self._selection.taken, self._untrue = None, 0, ""
 
+    @_compat.cpu_by_default
     def __repr__(self) -> str:
         found = modules.tensors(self._modules())
         nds = {path: self._state.nd_of(entry.tensor) for path, entry in found.items()}

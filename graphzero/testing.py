@@ -78,6 +78,7 @@ def assert_graph(graph: StepGraph, expected: str) -> None:
     raise AssertionError(f"the graph is not the expected one (pytest --accept takes it as it is):\n{diff}")
 
 
+@_compat.cpu_by_default
 def assert_same_step(
     before: StepGraph,
     after: StepGraph,

@@ -23,6 +23,7 @@ from graphzero.capture.problems import check_modules, check_parameters, place_of
 from graphzero.capture.regions import finish_regions
 from graphzero.capture.spec import Captured, Entry, FloatLeaf, StateSpec, Step, TensorLeaf
 from graphzero.capture.states import Fills, equal_states, mark_first_steps
+from graphzero.capture.threads import one_at_a_time
 from graphzero.capture.trace import BuildTrace, Slot, Traced
 from graphzero.capture.uses import insert_uses
 from graphzero.ir.graph import StepGraph
@@ -43,7 +44,8 @@ def capture(step: Step, leaves: list[Any], in_spec: pytree.TreeSpec) -> Captured
     Raises:
         CaptureError: with the user's line, where the step cannot be one graph.
     """
-    return _Capture(step, leaves, in_spec).run()
+    with one_at_a_time:
+        return _Capture(step, leaves, in_spec).run()
 
 
 class _Capture:

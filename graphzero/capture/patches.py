@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
 from typing import Any
+
+_MISSING: Any = object()
 
 
 @contextmanager
-def patched(holder: Any, name: str, made: Any) -> Iterator[None]:
-    """``holder.name`` is ``made``."""
-    missing = object()
-    before = vars(holder).get(name, missing)
+def patched(holder: Any, name: str, made: Any, everywhere: bool = False) -> Iterator[None]:
+    """``holder.name`` is ``made``; if that is a function, then for this thread alone, unless it is for all."""
+    before = vars(holder).get(name, _MISSING)
+    if isinstance(made, FunctionType) and not everywhere:
+        made = _here(made, getattr(holder, name, _MISSING))
     setattr(holder, name, made)
     try:
         yield
     finally:
-        if before is missing:
+        if before is _MISSING:
             delattr(holder, name)
         else:
             setattr(holder, name, before)
+
+
+def _here(made: Any, before: Any) -> Any:
+    """``made`` in this thread, ``before`` in others, which go on with their own work meanwhile."""
+    if before is _MISSING:
+        return made
+    own = threading.get_ident()
+
+    @wraps(made)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (made if threading.get_ident() == own else before)(*args, **kwargs)
+
+    return chosen

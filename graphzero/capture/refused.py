@@ -25,6 +25,10 @@ _SEED = (
     "build sets the random seed, which would make every step draw the same",
     "call torch.manual_seed once, before the first call; what a Graph draws follows from it and from the step",
 )
+_DEVICE = (
+    "build sets torch's default device, which would hold for all that comes after it",
+    "call torch.set_default_device before the first call, or say device= where a tensor is made",
+)
 _SCALER = (
     "build scales the loss by a GradScaler, whose unscaling and skipping of steps would stay outside of the graph",
     "leave the scaler out and call loss.backward(); bfloat16 under torch.autocast needs no scaling",
@@ -49,6 +53,8 @@ def refusals(build: CodeType | None) -> Iterator[None]:
         enter = stack.enter_context
         enter(patched(torch, "manual_seed", refuse(*_SEED)))
         enter(patched(torch.random, "manual_seed", refuse(*_SEED)))
+        enter(patched(torch, "set_default_device", refuse(*_DEVICE)))
+        enter(patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
         enter(patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
         enter(patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
         stack.callback(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)).remove)

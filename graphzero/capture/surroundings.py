@@ -56,6 +56,7 @@ def surroundings(placement: Placement) -> Iterator[None]:
         stack.callback(log.setLevel, level)
         log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values, of which there are none
         stack.enter_context(dtensor_calls(placement))
         stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patched(_compat.functions(), "dropout", _dropout))

@@ -32,6 +32,7 @@ from graphzero.capture.regions import TracedRegions, refuse_inside, regions
 from graphzero.capture.source import line_of
 from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
 from graphzero.capture.surroundings import surroundings, untouched_optimizers
+from graphzero.capture.threads import others_wait
 from graphzero.capture.untouched import untouched
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir import tree
@@ -159,7 +160,7 @@ class BuildTrace:
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
         versions = [fake._version for fake in batch]
         user_code = UserCode(stand_ins, self.free, self.step.placement.device_type, self.code)
-        with _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
+        with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with self._own_backward(named_params), torch.enable_grad(), refusals(self.code), none_swallowed():
                 result = self.step.build(*args, **kwargs)
             now = dict(self.root.named_buffers())

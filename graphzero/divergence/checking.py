@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphzero import _compat
 from graphzero.divergence.compare import difference, held_difference, tolerance
 from graphzero.divergence.eager import eager_step
 from graphzero.divergence.find import first_difference, first_nonfinite
@@ -27,6 +28,7 @@ _CAPTURED = (
 _UNSTEADY = "Plain PyTorch, run twice from the same start, differs from itself: build is not a function of its inputs."
 
 
+@_compat.cpu_by_default
 def check(
     graph: Graph, *args: Any, dtype: torch.dtype | None = None, rtol: float | None = None, **kwargs: Any
 ) -> Report:

@@ -23,6 +23,7 @@ from graphzero.capture.dtensor_calls import dtensor_calls
 from graphzero.capture.randomness import Draws
 from graphzero.capture.regions import regions
 from graphzero.capture.surroundings import surroundings
+from graphzero.capture.threads import one_at_a_time, others_wait
 from graphzero.capture.untouched import untouched
 from graphzero.divergence.regions import EagerRegions
 from graphzero.divergence.start import Start
@@ -45,10 +46,11 @@ def eager_step(start: Start) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="build sets")  # capture has said so
+        stack.enter_context(one_at_a_time)
         stack.enter_context(untouched(start.step, root))
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
-        with _compat.reparametrize(root, dict(held)), _StandIns(stand_ins), torch.enable_grad():
+        with others_wait(root), _compat.reparametrize(root, dict(held)), _StandIns(stand_ins), torch.enable_grad():
             result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
         for i, leaf in enumerate(pytree.tree_leaves(result)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphzero import _compat
 from graphzero.errors import GraphZeroError
 from graphzero.ir import known_ops
 from graphzero.ir.graph import LEVELS, StepGraph
@@ -36,6 +37,7 @@ class ParseError(GraphZeroError, ValueError):
     """Text that is no graph; says which line."""
 
 
+@_compat.cpu_by_default
 def parse(text: str, place: Placement | None = None) -> StepGraph:
     """Read a printed graph.
 

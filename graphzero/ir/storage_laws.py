@@ -51,10 +51,12 @@ class _Walk:
             self._check_read(node, operand, root)
         for root in self.roots.get(node, ()):
             self.held.setdefault(root, []).append(node)
-        for i, room in enumerate(inplace.outs_of(node)):
-            if room is not None:
+        rooms = inplace.outs_of(node)
+        reads = _Reads(node, self.roots) if any(room is not None for room in rooms) else None
+        for i, room in enumerate(rooms):
+            if room is not None and reads is not None:
                 _check_room(self.graph, node, i, room, self.orders, self.where)
-                _check_overwrite(self.graph, node, room, self.roots, self.where)
+                _check_overwrite(self.graph, node, room, reads, self.roots, self.where)
                 self._spend(self.roots[node][i], node)
         self.orders.see(node)
         if node.target is ops.assign:
@@ -123,14 +125,24 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: 
         raise violation(node, where, problem, "Take out= off it, or make its room by an op that lays it out so")
 
 
-def _check_overwrite(graph: StepGraph, node: fx.Node, room: fx.Node, roots: Roots, where: str) -> None:
+class _Reads:
+    """What a node reads, looked up once for all that it writes.  by_storage: its operands, those that it writes over
+    among them; plain: those that are more than room for a result."""
+
+    def __init__(self, node: fx.Node, roots: Roots) -> None:
+        self.by_storage: dict[Storage | None, list[fx.Node]] = {}
+        for operand in value.tensor_operands(node):
+            self.by_storage.setdefault(roots[operand][0], []).append(operand)
+        self.plain = set(value.flat_nodes((node.args, inplace.plain_kwargs(node))))
+
+
+def _check_overwrite(graph: StepGraph, node: fx.Node, room: fx.Node, reads: _Reads, roots: Roots, where: str) -> None:
     """What is written over is no longer needed: by the op itself as it works, or by the user after the step."""
     storage = roots[room][0]
-    sharing = [o for o in value.tensor_operands(node) if roots[o][0] == storage and o is not room]
+    sharing = [operand for operand in reads.by_storage.get(storage, ()) if operand is not room]
     if node.target is ops.launch and inplace.is_own_piece(node, room):
         sharing = []
-    reads = room in value.flat_nodes((node.args, inplace.plain_kwargs(node)))
-    if sharing or (reads and not inplace.may_overwrite(node, room, graph.placement.device_type)):
+    if sharing or (room in reads.plain and not inplace.may_overwrite(node, room, graph.placement.device_type)):
         problem = f"'{node.name}' writes over '{(sharing or [room])[0].name}' while it reads it"
         raise violation(node, where, problem, "Only ops that work element by element may write over an operand")
     if storage is not None and storage[0].op == "placeholder" and storage[0].name not in graph.updates:

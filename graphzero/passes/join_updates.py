@@ -105,10 +105,13 @@ class _Group:
 
     def waiting(self, nodes: list[fx.Node], held: _Held) -> dict[fx.Node, int]:
         """Bytes that its members hold longer than by themselves, while each node runs."""
-        found: dict[fx.Node, int] = defaultdict(int)
-        for i in self.members:
-            for node in nodes[i + 1 : self.place + 1]:
-                found[node] += held.last[nodes[i]]
+        found: dict[fx.Node, int] = {}
+        longer, members = 0, set(self.members)
+        for i in range(self.members[0], self.place + 1):
+            if longer:
+                found[nodes[i]] = longer
+            if i in members:
+                longer += held.last[nodes[i]]
         return found
 
     def fits(self, nodes: list[fx.Node], held: _Held) -> bool:
