@@ -24,6 +24,7 @@ from graphzero import errors
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.runtime.communicator import Communicator, communicator
 from graphzero.runtime.launch import has_fake_world
+from graphzero.runtime.turns import TURNS
 from graphzero.sbp.placement import Placement
 
 _made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
@@ -221,16 +222,24 @@ class Together:
         self._ranks, self._doing = ranks, doing
 
     def __enter__(self) -> None:
-        self._ranks.raised_by_all = 0
-        if self._ranks.active:
-            self._ranks.communicator.begin(self._doing)
+        TURNS.take(self._doing)
+        try:
+            self._ranks.raised_by_all = 0
+            if self._ranks.active:
+                self._ranks.communicator.begin(self._doing)
+        except BaseException:
+            TURNS.end()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
-            return
-        raised = self._ranks.communicator.revoke(error)
-        if raised is not error:
-            raise raised from error
+        try:
+            if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
+                return
+            raised = self._ranks.communicator.revoke(error)
+            if raised is not error:
+                raise raised from error
+        finally:
+            TURNS.end()
 
 
 def _by_value(ranks: list[int], values: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,12 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.runtime import meeting
 from graphzero.runtime.launch import before_tear_down
+from graphzero.runtime.liveness import Lives, Waiting, check_own_process, whereabouts
 from graphzero.runtime.notices import Board, Notice, describe
 from graphzero.runtime.pairs import Link, Pairs, Sockets
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+_ENDING = 0.5  # seconds that a process may take to end
 _UNSURE = 3.0  # seconds for others to find out why a connection is closed
 
 
@@ -59,6 +61,9 @@ class Communicator:
         self.limit = _compat.timeout_of(_world())
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
+        self._waiting = Waiting()
+        self._lives: Lives | None = None
+        self._is_acquainted = False
         self._groups: dict[tuple[int, ...], Any] = {}
         self._pairs: dict[tuple[int, ...], Pairs] = {}
 
@@ -66,6 +71,7 @@ class Communicator:
         """A call begins."""
         self.label = label
         self.number += 1
+        self._waiting.end()  # whatever a former call was interrupted in
 
     # ---- connections
 
@@ -73,10 +79,21 @@ class Communicator:
         """A gloo connection of all ranks, or of some, who all ask for it, in the order of ``ids``."""
         wanted = tuple(ids) or tuple(self.ids)
         if wanted not in self._groups:
-            if not self._groups:
+            everybody = tuple(self.ids)
+            if everybody not in self._groups:
                 self._come()
-            self._groups[wanted] = self._connect(wanted)
+                self._groups[everybody] = self._connect(everybody)
+            if not self._is_acquainted:
+                self._is_acquainted = True
+                places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
+                self._lives = Lives(places, self._waiting, self._hang_up, self._break_groups)
+            if wanted not in self._groups:
+                self._groups[wanted] = self._connect(wanted)
         return self._groups[wanted]
+
+    def _hang_up(self, rank: int) -> None:
+        for pairs in list(self._pairs.values()):
+            pairs.link.hang_up(rank)
 
     def pairs(self, ids: Sequence[int]) -> Pairs:
         """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
@@ -84,7 +101,7 @@ class Communicator:
         if wanted not in self._pairs:
             link: Link | None = meeting.meet(lambda mine: self._gather(mine, wanted), wanted, self.limit)
             if link is None:
-                link = Sockets(self.group(wanted), wanted)
+                link = Sockets(self.group(wanted), wanted, self._waiting)
             self._pairs[wanted] = Pairs(link, wanted.index(self.rank))
         return self._pairs[wanted]
 
@@ -99,21 +116,21 @@ class Communicator:
             store.set(f"here {self.rank}", "1")
             store.add("here", 1)
             while store.add("here", 0) < len(self.ids):
-                if store.add("notices", 0):
+                if store.add("notices", 0) or self._lives and self._lives.ended:
                     raise self._lost("all ranks to come")
                 if time.monotonic() - began > self.limit:
                     raise self._lost("all ranks to come", is_silent=True)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         except RuntimeError as error:  # the store's
-            raise self._lost("all ranks to come", error=error) from error
+            raise self._lost("all ranks to come", error) from error
 
     def _connect(self, ids: tuple[int, ...]) -> Any:
         store = _compat.prefixed(f"gloo {','.join(map(str, ids))}", self._generation_store())
         try:
             return _compat.gloo(store, ids.index(self.rank), len(ids), self.limit)
         except RuntimeError as error:
-            raise self._lost("the connections of all ranks", error=error) from error
+            raise self._lost("the connections of all ranks", error) from error
 
     def _generation_store(self) -> Any:
         return _compat.prefixed(f"generation {self.generation}", self._store)
@@ -122,11 +139,7 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, what: str) -> None:
         """``x`` becomes its maximum over all ranks.  Raises RankError; ``what`` says in it what was waited for."""
-        group, began = self.group(), time.monotonic()
-        try:
-            group.allreduce([x], _MAX).wait()
-        except RuntimeError as error:
-            raise self._lost(what, began, error) from error
+        self._wait(lambda group: group.allreduce([x], _MAX), what)
 
     def broadcast(self, made: Any, first: int, what: str) -> Any:
         """An object of rank ``first``, on every rank."""
@@ -139,13 +152,9 @@ class Communicator:
         return made if self.rank == first else pickle.loads(payload.numpy().tobytes())
 
     def _broadcast(self, x: Tensor, first: int, what: str) -> None:
-        group, began = self.group(), time.monotonic()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ids.index(first), 0
-        try:
-            group.broadcast([x], options).wait()
-        except RuntimeError as error:
-            raise self._lost(what, began, error) from error
+        self._wait(lambda group: group.broadcast([x], options), what)
 
     def all_gather(self, mine: Any, what: str) -> list[Any]:
         """Every rank's object, in ascending order of ranks."""
@@ -158,17 +167,20 @@ class Communicator:
         return [pickle.loads(x[: int(size)].numpy().tobytes()) for x, size in zip(found, sizes, strict=True)]
 
     def _all_gather(self, x: Tensor, what: str) -> list[Tensor]:
-        group, began = self.group(), time.monotonic()
         found = [torch.empty_like(x) for _ in self.ids]
-        try:
-            group.allgather([found], [x]).wait()
-        except RuntimeError as error:
-            raise self._lost(what, began, error) from error
+        self._wait(lambda group: group.allgather([found], [x]), what)
         return found
 
-    def _lost(
-        self, what: str, began: float | None = None, error: RuntimeError | None = None, is_silent: bool = False
-    ) -> RankError:
+    def _wait(self, begin: Callable[[Any], Any], what: str) -> None:
+        group = self.group()
+        self._waiting.begin(-1)
+        try:
+            begin(group).wait()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+        self._waiting.end()
+
+    def _lost(self, what: str, error: RuntimeError | None = None, is_silent: bool = False) -> RankError:
         """A wait for all has failed."""
         if error is not None:
             is_silent = "timed out" in str(error).lower() or "timeout after" in str(error).lower()
@@ -206,7 +218,10 @@ class Communicator:
     def _break(self) -> None:
         for pairs in self._pairs.values():
             pairs.link.close()
-        for group in self._groups.values():
+        self._break_groups()
+
+    def _break_groups(self) -> None:
+        for group in list(self._groups.values()):
             _compat.break_gloo(group)
 
     def _explain(self, error: RankError, board: Board) -> RankError:
@@ -250,11 +265,16 @@ class Communicator:
         return RankError(text, late, is_silent=True)
 
     def _gone(self) -> list[int]:
-        """Ranks whose connections are closed."""
-        found = set()
+        """Ranks whose connections are closed, of those of this host the ones that have really ended."""
+        closed = set()
         for ids, group in self._groups.items():
-            found |= {ids[i] for i in _compat.lost_by_gloo(group)}
-        return sorted(found)
+            closed |= {ids[i] for i in _compat.lost_by_gloo(group)}
+        if self._lives is None:
+            return sorted(closed)
+        deadline = time.monotonic() + _ENDING  # connections close before a process has ended
+        while closed & self._lives.known and not self._lives.ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return sorted(self._lives.ended | closed - self._lives.known)
 
 
 class _Lost(RankError):
@@ -274,6 +294,7 @@ _count: dict[tuple[int, ...], int] = {}
 
 def communicator(ids: Sequence[int]) -> Communicator:
     """The one of these ranks."""
+    check_own_process()
     key = tuple(sorted(ids))
     found = _known.get(key)
     if found is None or found[0] is not dist.group.WORLD:

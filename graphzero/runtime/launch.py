@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
+from graphzero.runtime.liveness import check_own_process
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
@@ -42,6 +43,7 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
     virtual placement of one rank: it needs no group and computes the same.
     Raises PlacementError where the ranks do not exist.
     """
+    check_own_process()
     if wanted is None:
         if not has_world() and not has_launcher():
             return placement(_device_type(1), range(1), virtual=True)
@@ -59,6 +61,7 @@ def located(wanted: Placement | DeviceMesh) -> Placement:
     found = as_placement(wanted)
     if found.virtual:
         return found
+    check_own_process()
     if not has_world() and not has_launcher():
         if found.size == 1:
             return placement(found.device_type, found.ranks, found.names, virtual=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.runtime import peer_memory
+from graphzero.runtime.liveness import close_in_children
 from graphzero.runtime.pairs import Link, Next, Pieces
 from graphzero.runtime.world import fold
 
@@ -131,6 +132,7 @@ class Neighbours(Link):
         self._room: Tensor | None = None
         for q, one in sockets.items():
             one.setblocking(False)
+            close_in_children(one)
             self._poll.register(one, select.POLLIN)
             self._by_file[one.fileno()] = q
             self._hangups[q] = select.poll()
@@ -184,6 +186,13 @@ class Neighbours(Link):
             f"rank {self.ranks[self.own]} waits for rank {other}, which has ended; its own output says why. Every rank "
             "must call a Graph equally often", [other],
         )  # fmt: skip
+
+    def hang_up(self, rank: int) -> None:
+        """That rank has ended, whoever still holds its end of the connection.  Another thread may say so."""
+        one = self.sockets.get(self.ranks.index(rank)) if rank in self.ranks else None
+        if one is not None:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for one in self.sockets.values():

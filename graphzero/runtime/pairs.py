@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphzero.errors import RankError
+from graphzero.runtime.liveness import Waiting
 from graphzero.runtime.world import Handle, fold, same_place
 
 SHORT = 1 << 15  # bytes up to which an all_reduce is one round
@@ -60,6 +61,10 @@ class Link(ABC):
     def all_reduce(self, buffer: Tensor, reduction: str) -> Handle | None:
         """The whole collective by a way of the link's own, where that sums in the order of ranks and is faster."""
         return None
+
+    def hang_up(self, rank: int) -> None:
+        """That rank has ended; called by another thread.  Where the kernel says so itself there is nothing to do."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -127,10 +132,13 @@ class _InPieces:
 class Sockets(Link):
     """Sends and receives of a gloo connection."""
 
-    def __init__(self, group: Any, ranks: Sequence[int]):
-        """``group``: of the ranks along the axis, in its order, as ``_compat.gloo`` makes it; ranks: global numbers."""
+    def __init__(self, group: Any, ranks: Sequence[int], waiting: Waiting | None = None):
+        """``group``: of the ranks along the axis, in its order, as ``_compat.gloo`` makes it; ranks: global numbers.
+
+        waiting: told for whom this rank waits.
+        """
         super().__init__(group.rank(), len(ranks))
-        self.group, self.ranks = group, list(ranks)
+        self.group, self.ranks, self.waiting = group, list(ranks), waiting or Waiting()
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
         works: list[tuple[Any, int]] = []
@@ -190,11 +198,14 @@ class _Works:
         self.link, self.works, self.buffers = link, works, buffers
 
     def wait(self) -> None:
+        waiting, ranks = self.link.waiting, self.link.ranks
         for work, q in self.works:
+            waiting.begin(ranks[q])
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self.link.lost(q, error) from error
+        waiting.end()
 
 
 class Then:

@@ -15,7 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.errors import ConfigError
+
 SWITCH = "GRAPHZERO_SHARE_HOST"  # environment variable: 0 sends between ranks of one host as between hosts
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
@@ -29,8 +32,26 @@ def host() -> str | None:
 
     None where this process can't take part, or shall not.
     """
-    if os.environ.get(SWITCH, "1") == "0" or sys.platform != "linux" or _call() is None:
+    if not is_on() or sys.platform != "linux" or _call() is None:
         return None
+    return namespace()
+
+
+def is_on() -> bool:
+    """What the environment says.  Raises ConfigError for a word that is neither yes nor no."""
+    word = os.environ.get(SWITCH, "1").strip().lower()
+    if word in _YES:
+        return True
+    if word in _NO:
+        return False
+    raise ConfigError(
+        f"the environment has {SWITCH}={os.environ[SWITCH]!r}, which is neither yes ({', '.join(_YES)}) nor no "
+        f"({', '.join(_NO)}); 1 or nothing: ranks of one host read each other's memory, 0: they send as between hosts"
+    )
+
+
+def namespace() -> str | None:
+    """The running kernel, the namespace of process ids and the user; None where the system does not say."""
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(_PIDS)} {os.geteuid()}"
     except OSError:

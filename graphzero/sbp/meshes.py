@@ -6,12 +6,15 @@ the world does not: a DTensor may speak of its mesh at any time.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from graphzero import _compat
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -64,7 +67,8 @@ def _group(line: tuple[int, ...]) -> dist.ProcessGroup:
         return everybody
     key = "group", line
     if key not in _made:
-        _made[key] = dist.new_group(list(line), use_local_synchronization=True)
+        timeout = timedelta(seconds=_compat.timeout_of(dist.group.WORLD))  # type: ignore[arg-type]
+        _made[key] = dist.new_group(list(line), timeout, use_local_synchronization=True)
     found: dist.ProcessGroup = _made[key]
     return found
 

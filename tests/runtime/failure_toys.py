@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ WAYS = ("memory", "sockets")
 Work = Callable[[int], Any]
 
 
-def run(work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, limit: float = 90.0) -> dict[int, Any]:
+def run(
+    work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, limit: float = 90.0,
+    stops: Sequence[int] = (),
+) -> dict[int, Any]:  # fmt: skip
     """What ``work`` returns on each rank that returns anything; limit: seconds for all of it.
 
-    timeout: the job's.  A rank that raises is told as {"raised": traceback}.  The job's store is held by this process,
-    as torchrun's agent does.
+    stops: ranks that are not waited for.  timeout: the job's.  A rank that raises is told as {"raised": traceback}.
+    The job's store is held by this process, as torchrun's agent does.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
@@ -39,7 +42,7 @@ def run(work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, l
     for one in started:
         one.start()
     try:
-        for one in started:
+        for one in (one for rank, one in enumerate(started) if rank not in stops):
             one.join(max(end - time.monotonic(), 0.1))
     finally:
         for one in started:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ class Train(gz.Graph):
         torch.manual_seed(0)
         self.table, self.layer = nn.Embedding(10, 6), nn.Linear(6, 6)
         self.add_optimizer(torch.optim.SGD([*self.table.parameters(), *self.layer.parameters()], lr=0.1))
-        self.config.enable_zero(stage=stage)
+        self.config.enable_zero(stage > 0, stage=stage or 2)
 
     def build(self, ids: torch.Tensor) -> torch.Tensor:
         loss = self.layer(self.table(ids)).square().mean()
@@ -110,3 +112,91 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path, way: str, how: A
     for (one,) in found.values():
         assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < 10, one
         assert "rank 1 has ended" in one["text"] or "rank 1, which has ended" in one["text"]
+
+
+def with_a_child(rank: int, how: Any) -> Any:
+    """Rank 1 leaves a process behind that it has forked when all were connected."""
+    graph = Train()
+    graph(batch(0, rank))
+    dist.barrier()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        how()
+    return [tried(lambda: graph(batch(1, rank)))]
+
+
+def killed_with_a_child(rank: int) -> Any:
+    return with_a_child(rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_whose_forked_child_lives_on_is_named(tmp_path: Path, way: str, ranks: int) -> None:
+    found = failure_toys.run(killed_with_a_child, ranks, tmp_path, way)
+    assert sorted(found) == [rank for rank in range(ranks) if rank != 1]
+    for (one,) in found.values():
+        assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < 10, one
+
+
+def a_forked_child_calls(rank: int) -> Any:
+    graph = Train()
+    graph(batch(0, rank))
+    read, write = os.pipe()
+    if os.fork() == 0:
+        found = [tried(lambda: graph(batch(1, rank))), tried(Train), tried(lambda: gz.to_global(
+            nn.Linear(2, 2), graph.placement, gz.sbp.B))]  # fmt: skip
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        in_child = json.loads(pipe.read())
+    return [*in_child, tried(lambda: graph(batch(1, rank)))]
+
+
+def test_a_forked_child_may_not_call_a_graph_and_disturbs_nobody(tmp_path: Path, way: str) -> None:
+    found = failure_toys.run(a_forked_child_calls, 2, tmp_path, way)
+    for rank in range(2):
+        *in_child, after = found[rank]
+        for one in in_child:
+            assert one["kind"] == "GraphZeroError" and f"forked from that of rank {rank}" in one["text"], one
+            assert one["seconds"] < 5
+        assert after["value"] == found[0][-1]["value"]
+
+
+def stopped_by_a_signal(rank: int) -> Any:
+    graph = Train()
+    graph(batch(0, rank))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return [tried(lambda: graph(batch(1, rank)))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stopped_process_is_named_after_the_jobs_timeout(tmp_path: Path, way: str, ranks: int) -> None:
+    found = failure_toys.run(stopped_by_a_signal, ranks, tmp_path, way, timeout=8.0, limit=40.0, stops=[1])
+    for rank in {0, 2} & set(range(ranks)):
+        (one,) = found[rank]
+        assert one["kind"] == "RankError" and one["ranks"] == [1] and 5 < one["seconds"] < 15, one
+        assert "has waited 8 s" in one["text"] and "rank 1" in one["text"] and "timeout" in one["text"]
+
+
+def two_threads(rank: int) -> Any:
+    graph = Train(0)
+    found: dict[int, list[float]] = {0: [], 1: []}
+
+    def work(which: int) -> None:
+        for step in range(20):
+            found[which].append(float(graph(batch(step, which))))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in found]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return [len(found[0]), len(found[1])]
+
+
+def test_calls_of_two_threads_run_one_after_the_other(tmp_path: Path, way: str) -> None:
+    found = failure_toys.run(two_threads, 2, tmp_path, way)
+    assert found == {0: [20, 20], 1: [20, 20]}

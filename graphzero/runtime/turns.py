@@ -1,0 +1,42 @@
+"""One Graph works at a time in a process: whole calls of all threads, one after the other.
+
+Graphs share modules, connections and the memory of temporaries, and ranks must meet in one order.  So a call waits
+until that of another thread is over.  Ranks whose threads come in another order are told so when they agree.  A call
+within a call of the same thread, from a signal handler, say, would find a step half done; it raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from graphzero.errors import ConfigError
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._lock, self._doing = threading.RLock(), ""
+
+    def take(self, doing: str) -> None:
+        """Begin, when nobody else is at work.  Raises ConfigError if this thread is."""
+        self._lock.acquire()
+        if self._doing:
+            self._lock.release()
+            raise ConfigError(
+                f"{doing} within {self._doing}, which is not over: a signal handler, hook or scheduler asks for it. "
+                "Let it set a flag, and do it between two calls"
+            )
+        self._doing = doing
+
+    def end(self) -> None:
+        self._doing = ""
+        self._lock.release()
+
+    def forget(self) -> None:
+        """In a forked process nobody is at work."""
+        self._lock, self._doing = threading.RLock(), ""
+
+
+TURNS = Turns()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=TURNS.forget)
