@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphzero.convert import to_global, to_local
     from graphzero.divergence import check as check
     from graphzero.errors import CaptureError as CaptureError
+    from graphzero.errors import CheckError as CheckError
     from graphzero.errors import CheckpointError as CheckpointError
     from graphzero.errors import ConfigError as ConfigError
     from graphzero.errors import GraphZeroError as GraphZeroError
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CaptureError": "errors",
+    "CheckError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "Graph": "graph",
@@ -68,6 +70,7 @@ _MODULES = ("errors", "nn", "passes", "sbp", "testing")
 
 __all__ = [
     "CaptureError",
+    "CheckError",
     "CheckpointError",
     "ConfigError",
     "Graph",

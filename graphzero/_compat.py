@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
@@ -209,6 +210,49 @@ def _counts_attributes() -> bool:
 
 # Whether what is assigned to attributes changes the number of an object's ``__dict__``; in Python 3.13.0 it does not.
 COUNTS_ATTRIBUTES = _counts_attributes()
+
+
+@contextmanager
+def small_constants(most: int) -> Iterator[None]:
+    """Fakes that follow from Python's numbers alone keep their values, up to ``most`` elements."""
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = most
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+def keep_constant(fake: Any, value: Tensor) -> None:
+    """Let ``fake`` be known to have ``value``, until it is written to with what is not known."""
+    fake.constant = value
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+
+
+def constant_of(x: Any) -> Tensor | None:
+    """The value of a fake tensor, where it is known."""
+    return getattr(x, "constant", None) if isinstance(x, FakeTensor) else None
+
+
+def no_modes() -> Any:
+    """Context manager: ops run for real, whatever is being traced."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Iterator[None]:
+    """``torch._check`` and all of its kind ask ``taken(error type, condition, message)`` first."""
+    original = torch._check_with
+
+    def check(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        if not taken(error_type, cond, message):
+            original(error_type, cond, message)
+
+    torch._check_with = check
+    try:
+        yield
+    finally:
+        torch._check_with = original
 
 
 def below_autograd() -> Any:

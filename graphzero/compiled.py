@@ -21,6 +21,7 @@ from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.key import Key
+from graphzero.ops import CHECK
 from graphzero.passes import NAMES, Bucket, Keep, Pass, Pin, Record, Zero, default_passes, pass_name
 from graphzero.plan import Plan
 from graphzero.runtime import cuda_graph
@@ -28,6 +29,7 @@ from graphzero.runtime.agree import digest
 from graphzero.runtime.executor import Executor
 from graphzero.runtime.garbage import collector_at_rest
 from graphzero.runtime.inputs import Inputs
+from graphzero.runtime.launch import has_fake_world
 from graphzero.runtime.replay import Replayed
 from graphzero.runtime.state import State
 from graphzero.runtime.world import World
@@ -57,7 +59,7 @@ class Compiled:
 
     def executor(self, world: World) -> Executor:
         if self._executor is None:
-            how = self.matmul, self.kind, self.arena
+            how = self.matmul, self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
             if self.cuda_graph:
                 self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
             else:
@@ -197,7 +199,10 @@ def make(
         captured = capture(step, [leaf_of(leaf) for leaf in inputs.leaves], inputs.spec)
         gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     placed = {**inputs.placed(), **state.placed(state.tensors(), captured.states)}
-    found = fit(captured.graph, lambda stage: passes_of(config, placed, stage), config, room)
+    graph = captured.graph
+    if not config.check_values:
+        leave_out_checks(graph)
+    found = fit(graph, lambda stage: passes_of(config, placed, stage), config, room)
     gc.collect(YOUNG)
     roles = {node.name: node.meta["role"] for node in found.graph.placeholders(*FED)}
     uses_seed = any(role.kind == "seed" for role in roles.values())
@@ -205,6 +210,15 @@ def make(
         captured, found.graph, found.history, found.plan, roles, uses_seed, config.matmul, config.executor, found.arena,
         config.cuda_graph,
     )  # fmt: skip
+
+
+def leave_out_checks(graph: StepGraph) -> None:
+    """Take the checks out of a captured step, and what only they read."""
+    aux = {name: node for name, node in graph.aux.items() if node.target is not CHECK}
+    graph.set_output(graph.outputs, aux, graph.updates)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.graph.erase_node(node)
 
 
 def leaf_of(leaf: Any) -> Any:

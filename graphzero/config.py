@@ -36,6 +36,7 @@ class GraphConfig:
         self._executor = "eager"
         self._matmul = "default"
         self._check_inputs = "always"
+        self._check_values = True
         self._bucket_bytes: int | None = None
         self._max_programs: int | None = MAX_PROGRAMS
         self._memory_budget: int | None = None
@@ -213,6 +214,19 @@ class GraphConfig:
         self._check_inputs = when
 
     @property
+    def check_values(self) -> bool:
+        """Whether conditions that build only raises on (assert, torch._check) are checked in every step; True.
+
+        A step whose check is not met raises CheckError on every rank, before it has changed anything.  A check is a
+        transfer of one truth between the ranks, and on a GPU a wait for it; False leaves all of them out.
+        """
+        return self._check_values
+
+    @check_values.setter
+    def check_values(self, mode: bool) -> None:
+        self._check_values = _yes_or_no(mode, "check_values")
+
+    @property
     def bucket_bytes(self) -> int | None:
         """Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own.
 
@@ -309,7 +323,8 @@ class GraphConfig:
         inputs = tuple(sorted((name, tuple(map(str, nd))) for name, nd in self._inputs.items()))
         passes = tuple((id(own), pass_name(own), after) for own, after in self._passes)
         memory = self._memory_budget, self._bucket_bytes, self._optimizer_in_backward, self._arena
-        return self._zero, memory, self._executor, self._cuda_graph, self._matmul, self._links, inputs, passes
+        checks = self._check_values
+        return self._zero, memory, checks, self._executor, self._cuda_graph, self._matmul, self._links, inputs, passes
 
     @property
     def description(self) -> str:
@@ -344,6 +359,7 @@ class GraphConfig:
             ("cuda_graph", self._cuda_graph, False),
             ("matmul", self._matmul, "default"),
             ("check_inputs", self._check_inputs, "always"),
+            ("check_values", self._check_values, True),
             ("bucket_bytes", self._bucket_bytes, None),
             ("max_programs", self._max_programs, MAX_PROGRAMS),
         ]

@@ -26,6 +26,10 @@ class CaptureError(GraphZeroError):
     """The user's step cannot be written down as one graph."""
 
 
+class CheckError(GraphZeroError, AssertionError):
+    """A check in build is not met: the step stopped before it changed anything."""
+
+
 class SbpError(GraphZeroError, ValueError):
     """An SBP that a value cannot have."""
 

@@ -179,7 +179,9 @@ class Graph:
                 self._untrue = self._why_untrue(error)
             raise
         if training:
-            self._grad_norms = {name: held[0].detach().clone() for name, held in results.aux.items()}
+            self._grad_norms = {
+                name: held[0].detach().clone() for name, held in results.aux.items() if name.startswith("grad_norm")
+            }
             self._step_schedulers()
         return call.outputs(results, self._world)
 

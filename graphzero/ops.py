@@ -9,6 +9,7 @@
   kernel.
 * ``grouped_mm``: products of matrices group by group; ``grouped`` has the kernel.
 * ``pin``: the identity; it marks a value whose SBP is fixed.
+* ``check``: whether a condition holds that the step must meet; a Graph's step raises where it does not.
 * ``as_local`` and ``as_global``: the two ends of per-rank code.  ``sbp`` says, per placement axis, what the ranks'
   tensors are of the global one (``SAME``: equal, and made by equal work), ``shape`` what comes out.  A rank that
   executes them hands on what it holds.
@@ -50,6 +51,7 @@ _lib.define(f"cross_entropy_backward({_SCORES}) -> Tensor")
 _lib.define(f"cross_entropy_backward.out({_SCORES}, *, Tensor(a!) out) -> Tensor(a!)")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor")
 _lib.define("pin(Tensor x, int id) -> Tensor")
+_lib.define("check(Tensor ok, str message) -> Tensor")
 _lib.define("as_local(Tensor x, str[] sbp, int[] shape) -> Tensor")
 _lib.define("as_global(Tensor x, str[] sbp, int[] shape) -> Tensor")
 _lib.define("rank_key(Tensor key, int[] at) -> Tensor")
@@ -65,6 +67,7 @@ ADAM_ = torch.ops.graphzero.adam_.default
 CROSS_ENTROPY_BACKWARD = torch.ops.graphzero.cross_entropy_backward.default
 GROUPED_MM = torch.ops.graphzero.grouped_mm.default
 PIN = torch.ops.graphzero.pin.default
+CHECK = torch.ops.graphzero.check.default
 AS_LOCAL = torch.ops.graphzero.as_local.default
 AS_GLOBAL = torch.ops.graphzero.as_global.default
 RANK_KEY = torch.ops.graphzero.rank_key.default
@@ -154,6 +157,7 @@ _lib.impl("cross_entropy_backward.out", lambda *args, out: out, "Meta")
 _lib.impl("grouped_mm", grouped.product, "CompositeExplicitAutograd")
 _lib.impl("grouped_mm", lambda a, b, ends: a.new_empty(grouped.shape(a, b, ends)), "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
+_lib.impl("check", lambda ok, message: ok.clone(), "CompositeExplicitAutograd")
 _lib.impl("rank_key", _rank_key, "CompositeExplicitAutograd")
 _lib.impl("rank_key", lambda key, at: torch.empty_like(key), "Meta")
 for _end in ("as_local", "as_global"):

@@ -293,6 +293,7 @@ class _Capture:
         slots = [copies[node] for node in traced.results["outputs"]]
         outputs = tuple(slots[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in traced.out)
         losses = [copies[node] for node in traced.results["losses"]]
+        self.aux |= {f"check.{i}": copies[node] for i, node in enumerate(traced.results["checks"])}
         graph.output((outputs, self.aux, self.updates, losses, self.ended))
         pick_rows(graph)
         canonicalise(graph)

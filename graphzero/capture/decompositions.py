@@ -47,6 +47,10 @@ def _sum(x: Tensor, dims: list[int], keepdim: bool = False, dtype: torch.dtype |
     return found
 
 
+TABLE[aten._is_all_true.default] = aten.all.default
+TABLE[aten._is_any_true.default] = aten.any.default
+
+
 # ---- means
 
 

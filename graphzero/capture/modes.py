@@ -8,7 +8,6 @@ marks each with phase and source, and refuses the ops whose result depends on da
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -20,31 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphzero import _compat
 from graphzero.capture.attention import attention
 from graphzero.capture.free_tensors import FreeTensors
-from graphzero.capture.problems import problem, problem_here
-from graphzero.capture.source import user_frame
+from graphzero.capture.looks import FACTORIES, Looks, read_problem
+from graphzero.capture.problems import problem_here
+from graphzero.capture.source import user_frame, user_frames
 from graphzero.capture.unchecked import STAND_INS
-from graphzero.errors import CaptureError
+from graphzero.ops import CHECK
 
 aten = torch.ops.aten
 
-_READS: dict[Any, str] = {
-    Tensor.item: ".item()",
-    Tensor.__bool__: "bool(tensor), as in `if tensor:`",
-    Tensor.__float__: "float(tensor)",
-    Tensor.__int__: "int(tensor)",
-    Tensor.__index__: "a tensor as an index or size",
-    Tensor.tolist: ".tolist()",
-    Tensor.numpy: ".numpy()",
-    Tensor.__array__: "numpy of a tensor",
-    Tensor.__repr__: "the text of a tensor (print, str, f-string)",
-    Tensor.__format__: "the text of a tensor (print, str, f-string)",
-    torch.equal: "torch.equal",
-    torch.allclose: "torch.allclose",
-}
-_READ_HINT = (
-    "A graph is written down before it runs, so build cannot look at values. Return the tensor from build and look "
-    "at it outside; for a branch use torch.where(condition, a, b)"
-)
 _SHAPE_HINT = (
     "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
     "or select outside of build and pass the result in"
@@ -84,27 +66,21 @@ _LENGTHS_HINT = (
 _DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gradient costs little"
 
 
-def read_problem(what: str, where: list[str] | None = None, build: CodeType | None = None) -> CaptureError:
-    """build needs the value of a tensor; ``where``: its lines, by default those that run now."""
-    text = f"build reads a value: {what}"
-    return problem_here(text, _READ_HINT, build) if where is None else problem(text, _READ_HINT, where)
-
-
 class UserCode(TorchFunctionMode):
     """Stands between build and torch.
 
     stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
-    device: the placement's device type.
+    looks: what becomes of values that build looks at.  device: the placement's device type.
     """
 
-    def __init__(self, stand_ins: dict[int, Tensor], free: FreeTensors, device: str, build: CodeType | None) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], free: FreeTensors, looks: Looks, device: str) -> None:
         super().__init__()
-        self.stand_ins, self.free, self.device, self.build = stand_ins, free, device, build
+        self.stand_ins, self.free, self.looks, self.device, self.build = stand_ins, free, looks, device, looks.build
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS and args and isinstance(args[0], _compat.FakeTensor):
-            raise read_problem(_READS[func], build=self.build)
+        if func in self.looks.handlers and args and isinstance(args[0], _compat.FakeTensor):
+            return self.looks(func, args, kwargs)
         args, kwargs = self._stay(func, args, kwargs)
         args = self._stood_in(args)
         if kwargs:
@@ -161,16 +137,16 @@ class Watch(TorchDispatchMode):
     line: the user's line whose gradient is being computed, while backward runs.
     """
 
-    def __init__(self, free: FreeTensors, build: CodeType | None) -> None:
+    def __init__(self, free: FreeTensors, looks: Looks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.free, self.build = "forward", free, build
+        self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
         self.line = self.backward_line = ""
         self.running = False  # whether autograd runs
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._refuse(func, args, kwargs)
-        source = user_frame()
+        source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
         if self.phase == "forward":
             self.lines[_compat.sequence_number()] = source
         elif self.line and source == self.backward_line:
@@ -178,6 +154,8 @@ class Watch(TorchDispatchMode):
         with _compat.annotate({"phase": self.phase, "source": source}):
             result = func(*args, **(kwargs or {}))
         self.free.made(func, args, result)
+        if func in FACTORIES:
+            self.looks.know(result, func, args, kwargs or {})
         return result
 
     def follow(self, loss: Tensor) -> list[Any]:
@@ -195,7 +173,7 @@ class Watch(TorchDispatchMode):
         return hooks
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
-        if func is aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
             raise read_problem("a number of a tensor on the host", build=self.build)
         if func in _LENGTHS:
             raise problem_here(

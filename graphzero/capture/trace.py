@@ -21,7 +21,9 @@ from graphzero import _compat
 from graphzero.capture import decompositions
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.functional import functional
-from graphzero.capture.modes import UserCode, Watch, read_problem
+from graphzero.capture.looks import CONSTANT, Looks, read_problem
+from graphzero.capture.modes import UserCode, Watch
+from graphzero.capture.number import Number
 from graphzero.capture.patches import patched
 from graphzero.capture.pins import Pinned, collecting
 from graphzero.capture.problems import first_line, none_swallowed, problem, problem_here
@@ -48,7 +50,7 @@ class Traced:
 
     module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
     results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
-        ("final"), both in the order of ``with_grad``, new "params" and new "buffers".
+        ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks".
     out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
     """
 
@@ -82,7 +84,9 @@ class BuildTrace:
         self.buffers = dict(root.named_buffers())
         self.code = getattr(step.build, "__code__", None)
         self.free = FreeTensors(self.mode, {**self.params, **self.buffers}, self.code)
-        self.watch = Watch(self.free, self.code)
+        self.looks = Looks(self.code)
+        self.watch = Watch(self.free, self.looks)
+        self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
         self.losses: list[Tensor] = []
         self.cleared: CaptureError | None = None  # zero_grad() behind the last backward()
         self.ended: dict[str, Tensor] = {}
@@ -159,9 +163,17 @@ class BuildTrace:
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
         versions = [fake._version for fake in batch]
-        user_code = UserCode(stand_ins, self.free, self.step.placement.device_type, self.code)
+        user_code = UserCode(stand_ins, self.free, self.looks, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
-            with self._own_backward(named_params), torch.enable_grad(), refusals(self.code), none_swallowed():
+            with (
+                self._own_backward(named_params),
+                _compat.small_constants(CONSTANT),
+                torch.enable_grad(),
+                refusals(self.code),
+                self.looks.watching(),
+                none_swallowed(),
+                _compat.is_compiling(),
+            ):
                 result = self.step.build(*args, **kwargs)
             now = dict(self.root.named_buffers())
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
@@ -194,6 +206,7 @@ class BuildTrace:
                 self.ended.setdefault(name, param.grad)
         final = [params[name].grad for name in self.ended]
         lists = [tensors, self.losses, list(self.ended.values()), final, list(params.values()), list(buffers.values())]
+        lists.append(self.looks.checks)
         self.counts = [len(items) for items in lists]
         return [item for items in lists for item in items]
 
@@ -311,7 +324,7 @@ class BuildTrace:
             module, self.out, self.out_spec, bool(self.losses), list(self.ended), self.env, dict(self.symbols)
         )
         flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
-        names = ("outputs", "losses", "ended", "final", "params", "buffers")
+        names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks")
         for name, count in zip(names, self.counts, strict=True):
             traced.results[name], flat = flat[:count], flat[count:]
         return traced
@@ -325,6 +338,8 @@ def _checked_literal(leaf: Any) -> Any:
     plain = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
     if isinstance(leaf, plain):
         return leaf
+    if isinstance(leaf, Number):
+        raise read_problem(".item(), returned by build", [])
     raise problem(
         f"build returns an object of type {type(leaf).__name__}, which may hold tensors that the graph cannot follow",
         "return tensors and plain values in dicts, lists, tuples and dataclasses, or register the type with "

@@ -18,7 +18,7 @@ from torch import fx
 from graphzero.ir import inplace, layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, PIN
 
 Storage = tuple[fx.Node, int]  # the node that makes it, and the number of the result
 
@@ -43,6 +43,11 @@ def is_view(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def last_check(graph: StepGraph) -> fx.Node | None:
+    """The last check of a program, if it has any: until then states stay as they were."""
+    return next((node for node in reversed(graph.graph.nodes) if node.target is CHECK), None)
 
 
 def storage_roots(graph: StepGraph) -> dict[fx.Node, tuple[Storage | None, ...]]:

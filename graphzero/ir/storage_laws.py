@@ -3,6 +3,7 @@
     assign(w, new)                 nobody reads the old w below it
     y = mul(x, 2.0, out=x)         mul can write over x, x has y's type and SBP, and nobody reads the old x below it
     y = _softmax(x, 1, False, out=x)      its kernel writes row by row, so x is known to lie row by row
+    c = check(ok, '...')           no state is written above it
     l = launch('...', 0, [v])      slot 0 is free until somebody waits for l; without a slot, what a reduction works in
                                    is nobody's to read until then, nor after
 
@@ -20,7 +21,7 @@ from torch import fx
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import Storage, storage_roots
+from graphzero.ir.memory import Storage, last_check, storage_roots
 from graphzero.ir.violation import violation
 
 Roots = dict[fx.Node, tuple[Storage | None, ...]]
@@ -43,6 +44,7 @@ class _Walk:
         self.held: dict[Storage | None, list[fx.Node]] = {}  # values by storage
         self.written: dict[Storage | None, fx.Node] = {}  # storage of a state -> what has assigned to it
         self.spent: dict[fx.Node, fx.Node] = {}  # value -> the result, or the reduction, that is put in its storage
+        self.unchecked = last_check(graph)  # that is still to come
         self.busy: dict[Any, fx.Node] = {}  # slot, or launch without one -> what is under way there
         self.orders = Orders()
 
@@ -51,10 +53,15 @@ class _Walk:
             self._check_read(node, operand, root)
         for root in self.roots.get(node, ()):
             self.held.setdefault(root, []).append(node)
+        if node is self.unchecked:
+            self.unchecked = None
+        if node.target is ops.assign:
+            self._check_write(node, node.args[0])  # type: ignore[arg-type]
         rooms = inplace.outs_of(node)
         reads = _Reads(node, self.roots) if any(room is not None for room in rooms) else None
         for i, room in enumerate(rooms):
             if room is not None and reads is not None:
+                self._check_write(node, room)
                 _check_room(self.graph, node, i, room, self.orders, self.where)
                 _check_overwrite(self.graph, node, room, reads, self.roots, self.where)
                 self._spend(self.roots[node][i], node)
@@ -82,6 +89,13 @@ class _Walk:
             writer = self.spent[operand]
             problem = f"'{node.name}' reads '{operand.name}', in whose storage '{writer.name}' writes"
             raise violation(node, self.where, problem, f"Put '{writer.name}' elsewhere, or make it later")
+
+    def _check_write(self, node: fx.Node, room: fx.Node) -> None:
+        """A step that a check stops has changed nothing."""
+        storage = self.roots[room][0]
+        if self.unchecked is not None and storage is not None and storage[0].op == "placeholder":
+            problem = f"'{node.name}' writes over '{storage[0].name}' before '{self.unchecked.name}' is checked"
+            raise violation(node, self.where, problem, f"Move '{self.unchecked.name}' above it, or the write below")
 
     def _spend(self, storage: Storage | None, writer: fx.Node) -> None:
         """What lives in ``storage`` is not to be read any more."""

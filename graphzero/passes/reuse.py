@@ -21,7 +21,7 @@ from torch import fx
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import SAME, Storage, reads_until_awaited, storage_roots
+from graphzero.ir.memory import SAME, Storage, last_check, reads_until_awaited, storage_roots
 from graphzero.passes.base import BuiltinPass
 
 aten = torch.ops.aten
@@ -69,6 +69,9 @@ class _Storages:
             for storage in results:
                 if storage is not None:
                     self.last[storage] = max(self.last.get(storage, -1), *readers, -1)
+        checked = self.position.get(last_check(graph), -1)  # type: ignore[arg-type]
+        for old in self.assigns:  # a step that a check stops has changed nothing
+            self.last[old, 0] = max(self.last[old, 0], checked)  # type: ignore[index]
 
     def of(self, node: fx.Node) -> Storage | None:
         """Where a tensor lives by now."""

@@ -7,7 +7,8 @@
   have been launched after them, at the latest when backward ends or a result is read; two of a kind may always be under
   way at a time.  What carries them on along a further placement axis is launched with the next bucket.
 * Where the optimizer steps in backward, each op of the update stands where what it needs is there (``step_early``).
-* ``assign`` writes a new state over the old right after the last reader of the old.
+* ``assign`` writes a new state over the old right after the last reader of the old, and after every check: a step that
+  one of them stops has changed nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import layout_of, local_shape
-from graphzero.ir.memory import Storage, storage_roots
+from graphzero.ir.memory import Storage, last_check, storage_roots
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.bucket import default_limit, is_early, made_by
 from graphzero.passes.step_early import step_early
@@ -235,15 +236,16 @@ def _clone(graph: StepGraph, node: fx.Node) -> fx.Node:
 
 
 def _assign(graph: StepGraph) -> None:
-    """Write each new state over the old, right after the last reader of the old."""
+    """Write each new state over the old, right after the last reader of the old and the last check."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
+    checked = position.get(last_check(graph), 0)  # type: ignore[arg-type]
     last_reader = _last_readers(nodes[:-1], storage_roots(graph))
     placeholders = {node.name: node for node in graph.placeholders()}
     updates = {}
     for name, new in graph.updates.items():
         old = placeholders[name]
-        after = max(position[new], last_reader.get((old, 0), 0), len(placeholders) - 1)
+        after = max(position[new], last_reader.get((old, 0), 0), checked, len(placeholders) - 1)
         with graph.graph.inserting_after(nodes[after]):
             updates[name] = graph.call(
                 ops.assign, (old, new), value.type_of(old), sbp=value.nd_of(old), phase="update", like=new

@@ -101,7 +101,7 @@ def describe_early(graph: StepGraph) -> str:
     line = f"optimizer in backward: {early} of {len(new)} parameters step before backward ends"
     if not late:
         return line
-    why = " (clip_grad_norm)" if graph.aux else ""
+    why = " (clip_grad_norm)" if any(name.startswith("grad_norm") for name in graph.aux) else ""
     return f"{line}; {late} wait until every gradient is there: their step needs those of others too{why}"
 
 

@@ -51,6 +51,7 @@ class Executor:
 
     ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
     ``kind`` is what ``GraphConfig.set_executor`` takes.  ``arena``: of this graph, for kind "eager" on a CPU.
+    ``checking``: whether a run raises CheckError at a check that is not met.
     Not reentrant: communication slots belong to the executor, and arena and collectives under way to the world, in
     which one program runs at a time.
 
@@ -68,8 +69,9 @@ class Executor:
     """
 
     def __init__(
-        self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None
-    ):
+        self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None,
+        checking: bool = False,
+    ):  # fmt: skip
         if graph.stated:
             verify(graph)
         calls = Calls(world) if kind == "inductor" else None
@@ -77,8 +79,8 @@ class Executor:
         if calls is not None:
             graph, of = join(graph, chosen)
             chosen = {of[node]: kernel for node, kernel in chosen.items()}
-        self.graph, self.world = graph, world
-        self.program: Program = compile_graph(graph, world, chosen, calls, arena)
+        self.graph, self.world, self.checking = graph, world, checking
+        self.program: Program = compile_graph(graph, world, chosen, calls, arena, checking)
         self.slots: dict[int, list[Tensor]] = {}
         self.meter: Meter | None = None
         self.stopped: int | None = None

@@ -18,7 +18,8 @@ from graphzero.ir.arena import Arena
 from graphzero.ir.dense import COPIES
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import SAME
-from graphzero.runtime import kernels
+from graphzero.ops import CHECK
+from graphzero.runtime import checks, kernels
 from graphzero.runtime.arena import Room, Rooms
 from graphzero.runtime.code import Code
 from graphzero.runtime.collectives import Exchange
@@ -66,24 +67,24 @@ class Program:
 
 def compile_graph(
     graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None,
-    arena: Arena | None = None,
+    arena: Arena | None = None, checking: bool = False,
 ) -> Program:  # fmt: skip
     """Compile a lowered graph for the ranks that live in this process.
 
     chosen: what to call for some nodes instead of the kernel of their op.  calls: what to call for regions, where the
-    graph has any.  arena: where results lie that do not find their own memory.
+    graph has any.  arena: where results lie that do not find their own memory.  checking: whether checks raise.
 
     Raises VerifyError for a box left in it.
     """
-    return _Compiler(graph, world, chosen, calls, arena).compile()
+    return _Compiler(graph, world, chosen, calls, arena, checking).compile()
 
 
 class _Compiler:
     def __init__(
         self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None,
-        arena: Arena | None,
+        arena: Arena | None, checking: bool,
     ):  # fmt: skip
-        self.graph, self.world, self.chosen, self.calls = graph, world, chosen, calls
+        self.graph, self.world, self.chosen, self.calls, self.checking = graph, world, chosen, calls, checking
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
@@ -127,6 +128,8 @@ class _Compiler:
         else:
             kernel = self.chosen.get(node) or kernels.kernel(target)
             self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
+        if target is CHECK and self.checking:
+            self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
 
     def _into(self, node: fx.Node, place: int) -> None:
         """A result that is put where the arena has room for it."""

@@ -9,8 +9,8 @@ leave slivers, for a backward launches a reduction wherever a bucket is full.  S
 * what does not read the region runs before it; but ``wait`` stays behind, where it waits less, and so does the update;
 * what reads the region, or something that stands behind it, runs behind it, and the region goes on with ops that read
   neither.  It ends with the first op that does.
-* It ends, too, when a launch that stands behind it has been kept for a ``LAG``-th of the program's work: a transfer
-  that begins late ends late.
+* It ends, too, at a check that stands behind it, for what follows may count on what is checked; and when a launch that
+  stands behind it has been kept for a ``LAG``-th of the program's work: a transfer that begins late ends late.
 
 Collectives keep their order, a storage is written after its readers, and results that the Reuse pass puts into the
 room of a temporary get rooms from the compiler.  Values that only the region reads are not made at all.
@@ -30,7 +30,7 @@ from torch import fx
 from graphzero.ir import inplace, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import SAME, Storage, is_view, storage_roots
-from graphzero.ops import CROSS_ENTROPY_BACKWARD
+from graphzero.ops import CHECK, CROSS_ENTROPY_BACKWARD
 from graphzero.runtime.steps import COMMUNICATING
 
 aten = torch.ops.aten
@@ -206,6 +206,8 @@ class _Former:
         self._open.behind[node] = None
         if node.target is ops.launch and self._open.lag is None:
             self._open.lag = 0.0
+        if node.target is CHECK:
+            self._close()
 
     def _is_late(self) -> bool:
         return self._open.lag is not None and self._open.lag > self._longest
@@ -281,6 +283,7 @@ def orders(
     readers: dict[Storage, list[fx.Node]] = {}
     before: dict[fx.Node, list[fx.Node]] = {}
     last: fx.Node | None = None
+    held = {root for node in graph.placeholders() for root in roots[node] if root is not None}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -291,7 +294,10 @@ def orders(
             if last is not None:
                 before.setdefault(node, []).append(last)
             last = node
-        for storage in {root for arg in node.all_input_nodes for root in roots[arg] if root is not None}:
+        read = {root for arg in node.all_input_nodes for root in roots[arg] if root is not None}
+        for storage in read | (
+            held if node.target is CHECK else set()
+        ):  # states stay as they were until all is checked
             readers.setdefault(storage, []).append(node)
     return before
 

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.runtime import checks
 from graphzero.runtime.executor import Executor, Results
 from graphzero.runtime.feeding import Cells, Fed, Feeding, constants
 from graphzero.runtime.steps import Meter
@@ -178,7 +179,8 @@ class Replayed(Executor):
         static = {name: buffers.get(name, held) for name, held in inputs.items()}
         self._cells.is_frozen = True
         try:
-            replay, results = self.recorder.record(lambda: self._run(static, numbers))
+            with checks.later():
+                replay, results = self.recorder.record(lambda: self._run(static, numbers))
         except Exception as error:  # noqa: BLE001 - whatever an op does that cannot be recorded
             self._refuse(f"recording it failed: {_reason(error)}")
         finally:
@@ -199,6 +201,8 @@ class Replayed(Executor):
         self.stopped = len(self.program.steps)  # where it fails, nobody knows how far it came
         found.replay()
         found.replays += 1
+        if self.checking:
+            checks.raise_of_replay(self.graph, found.results.aux)
         return self._handed_out(found.results, numbers)
 
     def _handed_out(self, results: Results, numbers: Mapping[int, Any]) -> Results:

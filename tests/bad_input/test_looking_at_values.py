@@ -15,13 +15,12 @@ HERE = "test_looking_at_values.py:"
 
 def swallowed(self, x):
     try:
-        return x.sum().item()
+        return float(x.sum())
     except Exception:
         return 1.0
 
 
 LOOKS = {
-    "item": lambda self, x: x.sum().item(),
     "float": lambda self, x: float(self.model.weight.sum()),
     "if": lambda self, x: 1 if x.sum() > 0 else 2,
     "assert": lambda self, x: all(torch.isfinite(x).all() for _ in range(1)),
@@ -31,12 +30,7 @@ LOOKS = {
     "in": lambda self, x: 1 in x,
     "numpy": lambda self, x: x.numpy(),
     "asarray": lambda self, x: np.asarray(x),
-    "tolist": lambda self, x: x.tolist(),
     "tensor of tensors": lambda self, x: torch.tensor([x.sum(), x.sum()]),
-    "print": lambda self, x: print(x),
-    "f-string": lambda self, x: f"{x.sum():.3f}",
-    "repr": lambda self, x: repr(self.model.weight),
-    "log": lambda self, x: logging.getLogger("graphzero.tests").warning("x is %s", x),
     "log of a number": lambda self, x: logging.getLogger("graphzero.tests").warning("x is %.3f", x.sum()),
     "caught by the user": swallowed,
     "one_hot": lambda self, x: F.one_hot(x[:, 0].long()),

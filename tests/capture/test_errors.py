@@ -15,16 +15,6 @@ def sgd(owner):
     return [torch.optim.SGD(owner.model.parameters(), lr=0.1)]
 
 
-def printing(self, x):
-    print(x)
-    return self.model(x).mean()
-
-
-def formatting(self, x):
-    assert f"{x.sum()}"
-    return self.model(x).mean()
-
-
 def stepping(self, x):
     self.optimizer.step()
     return self.model(x).mean()
@@ -36,14 +26,10 @@ def scheduling(self, x):
 
 
 REFUSED = {
-    "item": (lambda self, x: self.model(x).mean() * x.mean().item(), r"reads a value: \.item\(\)", "torch.where"),
     "float": (lambda self, x: self.model(x).mean() * float(x.sum()), r"reads a value: float", "outside"),
     "int": (lambda self, x: self.model(x)[int(x.sum())].mean(), r"reads a value: int", "outside"),
     "branch": (lambda self, x: self.model(x).mean() if x.sum() > 0 else x.sum(), "`if tensor:`", "torch.where"),
     "numpy": (lambda self, x: self.model(x).mean() + float(x.numpy().sum()), r"\.numpy\(\)", "outside"),
-    "list": (lambda self, x: self.model(x).mean() + x.tolist()[0][0], "reads a value", "outside"),
-    "print": (printing, "text of a tensor", "Return the tensor"),
-    "f-string": (formatting, "text of a tensor", "Return the tensor"),
     "mask": (lambda self, x: self.model(x)[x[:, 0] > 0].mean(), "boolean mask", "torch.where"),
     "nonzero": (lambda self, x: self.model(x)[(x[:, 0] > 0).nonzero()].mean(), "nonzero", "Keep shapes fixed"),
     "randperm": (lambda self, x: self.model(x)[torch.randperm(6)].mean(), "draws random numbers", "outside of build"),

@@ -384,3 +384,21 @@ def test_cuda_graphs_are_refused_where_there_is_no_gpu_to_record() -> None:
     graph(*batches(1)[0])
     with pytest.raises(gz.ConfigError, match="True or False"):
         graph.config.set_cuda_graph("yes")  # type: ignore[arg-type]
+
+
+def test_a_check_is_read_after_each_replay_and_says_that_the_update_has_been_made(tapes: Tapes) -> None:
+    class Checked(Train):
+        def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            assert (x < 100).all(), "x is large"
+            return super().build(x, y)
+
+    graph, (x, y) = Checked(nn.Linear(4, 3)), (torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    for _ in range(STEPS):
+        graph(x, y)
+    executor = graph._last.executor(graph._world)  # type: ignore[union-attr]
+    assert isinstance(executor, Replayed)
+    assert executor.recorded == 1
+    with pytest.raises(gz.CheckError, match="x is large[\\s\\S]*its update has been made"):
+        graph(x * 1e4, y)
+    with pytest.raises(gz.GraphZeroError, match="in the middle of its update"):
+        graph(x, y)

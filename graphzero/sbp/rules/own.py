@@ -11,6 +11,7 @@ from graphzero.sbp.rules._write import MOVE
 
 rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
 rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
+rule(torch.ops.graphzero.check.default, "~...->...")  # every rank knows, and all of them raise
 
 
 @rule(torch.ops.graphzero.adam.default)

@@ -1,0 +1,55 @@
+"""Checks of build: a step whose check is not met stops there, on every rank, before it has changed anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.errors import CheckError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ops import CHECK
+
+_STOPPED = "The step stopped here: parameters, optimizer states and buffers are as they were before the call"
+_REPLAYED = "The step was replayed from a recording, which runs to its end: its update has been made"
+_later: ContextVar[bool] = ContextVar("graphzero_checks_later", default=False)
+
+
+def met(node: fx.Node) -> Callable[[Tensor], None]:
+    """What to call with the result of a check."""
+
+    def look(ok: Tensor) -> None:
+        if not _later.get() and not ok:
+            raise _error(node, _STOPPED)
+
+    return look
+
+
+@contextmanager
+def later() -> Iterator[None]:
+    """While a step is recorded nothing may look at values: ``raise_of_replay`` does, after each replay."""
+    token = _later.set(True)
+    try:
+        yield
+    finally:
+        _later.reset(token)
+
+
+def raise_of_replay(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise CheckError for the first check that was not met in a replayed step."""
+    checks = {name: node for name, node in graph.aux.items() if node.target is CHECK}
+    if checks:
+        found = torch.stack([aux[name][0] for name in checks]).tolist()
+        failed = next((node for node, ok in zip(checks.values(), found, strict=True) if not ok), None)
+        if failed is not None:
+            raise _error(failed, _REPLAYED)
+
+
+def _error(node: fx.Node, then: str) -> CheckError:
+    message, source = str(node.args[1]), value.source_of(node)
+    where = f"\n\n  at {source}" if source else ""
+    return CheckError(f"build checks a value, and it does not hold: {message}{where}\n\n  {then}")

@@ -1,0 +1,338 @@
+"""What build only raises on is checked in every step: a step that is stopped has changed nothing, on any rank."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import graphzero as gz
+from graphzero.ir.verify import verify
+from graphzero.testing import fake_world, measure_step
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+LARGE = torch.cat([X[:7], X[7:] * 1e6])  # of the last rank's share alone
+
+
+class Train(gz.Graph):
+    """A step whose ``check`` looks at its input, its loss, and the modules."""
+
+    def __init__(self, check, ranks=2, stage=2, executor="eager", early=False, placement=None):
+        super().__init__(placement or gz.placement("cpu", range(ranks), virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.add_optimizer(self.optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(self.optimizer, 1))
+        self.config.enable_zero(stage > 0, stage=stage or 2)
+        self.config.set_executor(executor)
+        self.config.set_optimizer_in_backward(early)
+        self.check = check
+
+    def build(self, x, y):
+        loss = F.cross_entropy(self.model(x), y)
+        self.check(self, x, loss)
+        loss.backward()
+        return loss
+
+
+def asserts(self, x, loss):
+    assert (x.abs() < 1e3).all(), "x is large"
+
+
+def all_of(graph):
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(graph.full_state_dict())]
+
+
+def assert_same(before, after):
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def assert_stops(graph, *words, x=LARGE):
+    before = all_of(graph)
+    with pytest.raises(gz.CheckError) as caught:
+        graph(x, Y)
+    for word in words:
+        assert word in str(caught.value)
+    assert_same(before, all_of(graph))
+
+
+# ---- what a check is
+
+
+def item(self, x, loss):
+    if x.abs().max().item() > 1e3:
+        raise ValueError(f"{x.max().item()} is large")
+
+
+def count(self, x, loss):
+    large = (x.abs() > 1e3).sum().item()
+    assert large * 2 + 1 <= len(x) // 8, f"{large} rows"
+
+
+def torch_check(self, x, loss):
+    torch._check(x.abs().max().item() < 1e3, lambda: "x is large")
+
+
+def torch_check_all(self, x, loss):
+    torch._check_tensor_all(x.abs() < 1e3, lambda: f"{x} is large")
+
+
+def torch_assert(self, x, loss):
+    torch._assert(x.abs().max() < 1e3, "x is large")
+
+
+def torch_assert_async(self, x, loss):
+    torch._assert_async(x.abs().max() < 1e3, "x is large")
+
+
+def finite(self, x, loss):
+    assert math.isfinite(x.square().square().square().sum().item())
+
+
+def equal(self, x, loss):
+    assert torch.equal(x.clamp(-1e3, 1e3), x)
+
+
+def listed(self, x, loss):
+    for low, high in torch.stack(x.aminmax(dim=1), 1).tolist():
+        if high - low > 1e4:
+            raise ValueError("spread")
+
+
+CHECKS = {
+    "assert": (asserts, "AssertionError: x is large"),
+    "item": (item, "ValueError: {x.max().item()} is large"),
+    "count": (count, "AssertionError: {large} rows"),
+    "torch._check": (torch_check, "RuntimeError: x is large"),
+    "torch._check_tensor_all": (
+        torch_check_all,
+        "RuntimeError: tensor(..., size=(8, 4), dtype=torch.float32) is large",
+    ),
+    "torch._assert": (torch_assert, "AssertionError: x is large"),
+    "torch._assert_async": (torch_assert_async, "x is large"),
+    "isfinite": (finite, "AssertionError: math.isfinite"),
+    "equal": (equal, "AssertionError: torch.equal(x.clamp(-1000.0, 1000.0), x)"),
+    "tolist": (listed, "ValueError: spread"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_over_the_whole_batch_stops_the_step_with_its_words_and_line(name):
+    check, words = CHECKS[name]
+    graph = Train(check)
+    expected = F.cross_entropy(graph.model(X), Y).detach()
+    graph.model[1].reset_running_stats()
+    torch.testing.assert_close(graph(X, Y), expected)
+    x = LARGE * 1e6 if name == "isfinite" else LARGE
+    assert_stops(graph, words, "test_checks.py:", "as they were before the call", x=x)
+    graph(X, Y)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize(("stage", "early"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+def test_a_step_that_is_stopped_has_changed_nothing_at_any_stage(stage, early, executor):
+    def late(self, x, loss):
+        x = x.abs().max()
+        loss.register_hook(lambda grad: grad)
+        assert x < 1e3, "late"
+
+    graph = Train(late, ranks=4, stage=stage, executor=executor, early=early)
+    graph(X, Y)
+    assert_stops(graph, "late")
+    graph(X, Y)
+
+
+def test_a_check_of_gradients_comes_before_every_write_where_the_optimizer_steps_in_backward():
+    class Finite(Train):
+        def build(self, x, y):
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            for p in self.model.parameters():
+                assert torch.isfinite(p.grad).all(), "a gradient is not finite"
+            return loss
+
+    graph = Finite(None, ranks=4, stage=2, early=True)
+    graph(X, Y)
+    assert_stops(graph, "a gradient is not finite", x=X * float("nan"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_plan_counts_checks_and_what_waits_for_them(stage):
+    with fake_world(2):
+        graph = Train(asserts, stage=stage, placement=gz.placement("cpu", range(2)))
+        graph.config.set_arena(False)
+        graph(X[:4], Y[:4])
+        assert measure_step(graph, X[:4], Y[:4]).peak == graph.plan.memory.peak
+
+
+def test_what_recomputation_checks_again_is_one_check():
+    def checked(self, x, loss):
+        def part(h):
+            assert (h.abs() < 1e3).all(), "inside"
+            return h * 2
+
+        checkpoint(part, x.clone().requires_grad_(), use_reentrant=False)
+
+    graph = Train(checked)
+    assert str(graph.compile(X, Y).program).count("check(") == 1
+
+
+def test_checks_can_be_left_out_and_put_back_without_another_capture():
+    graph = Train(asserts)
+    graph(X, Y)
+    with_checks = str(graph.program)
+    graph.config.check_values = False
+    graph(LARGE, Y)
+    assert "check" not in str(graph.program)
+    graph.config.check_values = True
+    with pytest.raises(gz.CheckError):
+        graph(LARGE, Y)
+    assert str(graph.program) == with_checks
+    assert len(graph._programs.captures) == 1
+
+
+def test_check_values_takes_true_or_false():
+    graph = Train(asserts)
+    with pytest.raises(gz.ConfigError, match="True or False"):
+        graph.config.check_values = "sometimes"
+
+
+def test_a_program_with_checks_prints_and_parses_whatever_the_words():
+    def words(self, x, loss):
+        torch._assert((x < 1e9).all(), "a : b; c, 'd' \"e\" \\ [f] ; loss() = g\nh \N{SNOWMAN}")
+
+    text = str(Train(words).compile(X, Y).program)
+    assert str(gz.parse(text)) == text
+
+
+def test_a_program_that_writes_a_state_before_its_last_check_is_refused():
+    graph = Train(asserts).compile(X, Y).program.clone()
+    check = next(node for node in graph.nodes if "check" in str(node.target))
+    last = [node for node in graph.nodes if node.op == "call_function"][-1]
+    last.append(check)
+    with pytest.raises(gz.VerifyError, match="before 'check' is checked"):
+        verify(graph, "here")
+
+
+def test_a_fake_world_has_no_values_to_check():
+    with fake_world(2):
+        Train(asserts, placement=gz.placement("cpu", range(2)))(LARGE[4:], Y[4:])
+
+
+# ---- what is known while build is traced
+
+
+def known(self, x, loss):
+    assert torch.tensor(2).item() + int(torch.tensor([3])) == 5
+    assert torch.tensor([[1, 2], [3, 4]]).sum(0).tolist() == [4, 6]
+    assert (torch.arange(6).view(2, 3) * 2).amax().item() == 10
+    assert float(torch.zeros(2).sum()) == 0.0
+    assert x[: torch.tensor(3)].shape[0] == torch.tensor(3)
+    assert f"{torch.tensor(2)}" == "2"
+    assert range(torch.tensor(4)) == range(4)
+    shapes = torch.as_tensor([[2, 4], [1, 4]])
+    assert [h * w for h, w in shapes] == [8, 4]
+    assert torch.equal(shapes.prod(1), torch.tensor([8, 4]))
+    assert torch.compiler.is_compiling()
+
+
+def test_a_tensor_of_pythons_numbers_has_a_value_while_build_is_traced():
+    program = Train(known).compile(X, Y).program
+    assert "check" not in str(program)
+    assert not torch.compiler.is_compiling()
+
+
+def test_a_constant_that_a_value_was_written_into_is_known_no_more():
+    def writes(self, x, loss):
+        total = torch.zeros(())
+        total += x.sum()
+        return 1 if total.item() > 0 else 2
+
+    with pytest.raises(gz.CaptureError, match="reads a value"):
+        Train(writes)(X, Y)
+
+
+def test_the_text_of_a_tensor_says_its_form():
+    said = []
+
+    def tells(self, x, loss):
+        said.append(f"{x} {loss:.3f} {x.max().item():.2f} {[x.sum()]} {loss!r}")
+
+    Train(tells).compile(X, Y)
+    scalar = "tensor(..., size=(), dtype=torch.float32)"
+    number = "tensor(..., size=(), dtype=torch.float64).item()"
+    assert said == [f"tensor(..., size=(8, 4), dtype=torch.float32) {scalar} {number} [{scalar}] {scalar}"]
+
+
+# ---- numbers
+
+
+class Scaled(gz.Graph):
+    def __init__(self, scale):
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        self.scale = scale
+
+    def build(self, x):
+        return self.scale(x)
+
+
+NUMBERS = {
+    "times": lambda x: x * x.max().item(),
+    "in place": lambda x: x.clone().mul_(x.max().item()),
+    "augmented": lambda x: [y := x.clone(), (z := y), z.__iadd__(x.sum().item()), y][-1],
+    "integers": lambda x: x.long() * 3 + x.max().item(),
+    "halves": lambda x: x.half() * x.double().sum().item(),
+    "of python": lambda x: x + (3 - x.sum().item() / 4) % 5 - abs(-x.min().item()),
+    "of a count": lambda x: x / (x > 0).sum().item(),
+    "of counts": lambda x: x * ((x > 0).sum().item() // 2) + (x > 1).sum().item() / 2,
+    "of a function": lambda x: torch.where(x > x.mean().item(), x, torch.minimum(x, x.sum() * 0)),
+    "rounded": lambda x: x * round(x.sum().item(), 1),
+    "compared": lambda x: x + (16777217 + 0 * (x > 9).sum().item() > 16777216.5) * 1.0,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_a_tensor_computes_as_pythons_number_does(name):
+    expected, found = NUMBERS[name](X), Scaled(NUMBERS[name])(X)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_number_carries_no_gradient():
+    def scaled(self, x, loss):
+        loss *= 1.0 + 0.0 * loss.item()
+
+    plain, numbered = Train(lambda self, x, loss: None), Train(scaled)
+    plain(X, Y), numbered(X, Y)
+    assert_same(all_of(plain), all_of(numbered))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda n: 1 if n > 0 else 2,
+        lambda n: [1, 2][n],
+        lambda n: range(n),
+        lambda n: float(n),
+        lambda n: int(n),
+        lambda n: {n: 1},
+        lambda n: n in (1, 2),
+        lambda n: max(n, 1),
+        lambda n: f"{n > 0}" and n > 0 and 1,
+        lambda n: math.sqrt(n),
+        lambda n: f"{1.0:.2f} %.2f" % n,
+    ],
+)
+def test_what_must_know_the_number_is_refused_at_its_line(look):
+    with pytest.raises(gz.CaptureError, match=r"reads a value[\s\S]*test_checks.py:"):
+        Scaled(lambda x: look(x.long().sum().item()))(X)
+
+
+def test_a_number_is_no_result_of_build():
+    with pytest.raises(gz.CaptureError, match="reads a value"):
+        Scaled(lambda x: x.sum().item())(X)
