@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphzero import errors
-from graphzero.errors import CaptureError, GraphZeroError
+from graphzero.errors import CaptureError, CheckError, GraphZeroError
 from graphzero.runtime.communicator import Communicator, communicator
 from graphzero.runtime.launch import has_fake_world
 from graphzero.runtime.turns import TURNS
@@ -235,11 +235,21 @@ class Together:
         try:
             if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
                 return
-            raised = self._ranks.communicator.revoke(error)
+            raised = self._ranks.communicator.revoke(self._met_by_all(error))
             if raised is not error:
                 raise raised from error
         finally:
             TURNS.end()
+
+    def _met_by_all(self, error: BaseException) -> BaseException:
+        """A check is not met on all ranks, or on none: wait until all know, before what they still read is gone."""
+        if not isinstance(error, CheckError):
+            return error
+        try:
+            self._ranks.collect(None)
+        except Exception as other:  # noqa: BLE001 - whatever keeps a rank away
+            return other
+        return error
 
 
 def _by_value(ranks: list[int], values: list[str]) -> list[str]:

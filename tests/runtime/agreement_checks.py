@@ -18,6 +18,24 @@ from graphzero.runtime.steps import Barrier
 from graphzero.runtime.timer import AGREEING, AROUND
 
 
+def check_a_check_that_one_ranks_rows_do_not_meet_stops_both_ranks_and_changes_nothing():
+    class Checked(Train):
+        def build(self, x, y):
+            assert (x < 100).all(), "x is large"
+            return super().build(x, y)
+
+    model = make(0)
+    step = Checked(model, sgd(model), stage=2)
+    x, y = share(1)
+    first = step(x, y)
+    before = step.full_state_dict()["modules"]["model"]
+    with pytest.raises(gz.CheckError, match="x is large"):
+        step(x + 1000 * dist.get_rank(), y)
+    after = step.full_state_dict()["modules"]["model"]
+    assert all(torch.equal(after[name], held) for name, held in before.items())
+    assert step(x, y) < first
+
+
 def check_disagreement_raises_on_all_ranks_and_says_what_differs():
     rank = dist.get_rank()
     model = make(0)
@@ -379,21 +397,3 @@ def check_a_module_that_is_placed_otherwise_on_one_rank_raises_on_all():
         make(0), where, {"last.bias": gz.sbp.S(0) if rank else gz.sbp.B}))  # fmt: skip
     wrong = {"odd": gz.sbp.B} if rank else gz.sbp.B
     raises(gz.SbpError, "fits no parameter", lambda: gz.to_global(make(0), where, wrong))
-
-
-def check_a_check_that_one_ranks_rows_do_not_meet_stops_both_ranks_and_changes_nothing():
-    class Checked(Train):
-        def build(self, x, y):
-            assert (x < 100).all(), "x is large"
-            return super().build(x, y)
-
-    model = make(0)
-    step = Checked(model, sgd(model), stage=2)
-    x, y = share(1)
-    first = step(x, y)
-    before = step.full_state_dict()["modules"]["model"]
-    with pytest.raises(gz.CheckError, match="x is large"):
-        step(x + 1000 * dist.get_rank(), y)
-    after = step.full_state_dict()["modules"]["model"]
-    assert all(torch.equal(after[name], held) for name, held in before.items())
-    assert step(x, y) < first
