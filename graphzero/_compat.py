@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from operator import attrgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
@@ -66,7 +66,12 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
 
 
 def shape_env() -> ShapeEnv:
-    """A new, empty environment of symbolic numbers."""
+    """A new, empty environment of symbolic numbers.
+
+    torch keeps what methods of one have found in caches of the class, without bound and for good.  Here each
+    environment is of a class of its own, whose caches end with it.
+    """
+    from torch.fx.experimental import symbolic_shapes
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     class Env(ShapeEnv):
@@ -74,6 +79,10 @@ def shape_env() -> ShapeEnv:
             """Whom to name in torch's log.  torch would import half of Inductor and export to tell its files apart."""
             return inspect.currentframe()
 
+    cached: Any = getattr(symbolic_shapes, "_lru_cache", lru_cache)
+    for name, method in vars(ShapeEnv).items():
+        if hasattr(method, "cache_info"):
+            setattr(Env, name, cached(method.__wrapped__))
     return Env()
 
 

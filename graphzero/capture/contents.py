@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, MemberDescriptorType
 from typing import Any
 
 from torch import Tensor
 
-_MISSING: Any = object()
+MISSING: Any = object()
 
 
 class Contents:
@@ -72,14 +72,14 @@ class DictContents(Contents):
     def changed(self) -> list[tuple[Any, Any, Any]]:
         """(key, value before, value now) of what was added or set."""
         before, now = dict(self.items()), list(_dict_class(self.holder).items(self.holder))
-        return [(key, before.get(key), x) for key, x in now if before.get(key, _MISSING) is not x]
+        return [(key, before.get(key), x) for key, x in now if before.get(key, MISSING) is not x]
 
     def write(self) -> None:
         kind, holder, before = _dict_class(self.holder), self.holder, dict(self.items())
         for key in [key for key in kind.keys(holder) if key not in before]:
             kind.__delitem__(holder, key)
         for key, x in before.items():
-            if kind.get(holder, key, _MISSING) is not x:
+            if kind.get(holder, key, MISSING) is not x:
                 kind.__setitem__(holder, key, x)
         if not all(map(operator.is_, kind.keys(holder), before)):
             for key, x in before.items():  # to the end, one after another
@@ -141,8 +141,8 @@ class SlotContents(Contents):
 
     def write(self) -> None:
         for slot, x in zip(slots_of(type(self.holder)), self.content, strict=True):
-            if x is _MISSING:
-                if _of_slot(slot, self.holder) is not _MISSING:
+            if x is MISSING:
+                if _of_slot(slot, self.holder) is not MISSING:
                     slot.__delete__(self.holder)
             elif _of_slot(slot, self.holder) is not x:
                 slot.__set__(self.holder, x)
@@ -163,7 +163,7 @@ def _of_slot(slot: Any, holder: Any) -> Any:
     try:
         return slot.__get__(holder)
     except AttributeError:
-        return _MISSING
+        return MISSING
 
 
 class CellContents(Contents):
@@ -229,8 +229,6 @@ def contents_of(thing: Any, owner: tuple[Any, str]) -> Iterator[Contents]:
 
 
 def _attributes(thing: Any) -> dict[str, Any] | None:
-    if isinstance(thing, FunctionType):
-        return vars(thing) if vars(thing) else None
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:

@@ -34,6 +34,13 @@ def is_library(module: ModuleType | None) -> bool:
     return _is_ours(file)
 
 
+def is_project(name: str | None) -> bool:
+    """Whether a module of this name is the user's own: no library, installed or not."""
+    module = sys.modules.get(name or "")
+    file = getattr(module, "__file__", None) or ""
+    return module is not None and not is_library(module) and not any(package in file for package in _PACKAGES)
+
+
 def _is_ours(file: str) -> bool:
     library = file.startswith(_STDLIB) and not any(name in file for name in _PACKAGES)
     return library or file.startswith((_TORCH, _HERE, "<frozen"))

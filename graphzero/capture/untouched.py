@@ -1,7 +1,8 @@
 """Whatever build does to Python objects while it is written down, they are afterwards as they were.
 
 What is kept: attributes and containers (dicts, lists, sets, deques, one in another) of the Graph, its modules and the
-objects that hang off these; gradients and flags of their tensors; torch's random state.
+objects that hang off these; gradients and flags of their tensors; globals, shared variables and classes that build and
+the user's functions behind it name; torch's settings, and random streams.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero.capture.contents import Contents, DictContents, TensorContents, contents_of
 from graphzero.capture.hyper import differs
+from graphzero.capture.reached import FUNCTIONS, METHODS, Reached
+from graphzero.capture.settings import Streams, same_settings
 from graphzero.capture.source import is_library
 from graphzero.capture.spec import Step
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
-_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, Tensor, types.SimpleNamespace, functools.partial)
+_OPEN = (
+    nn.Module,
+    torch.optim.Optimizer,
+    LRScheduler,
+    Tensor,
+    types.SimpleNamespace,
+    *FUNCTIONS,
+    functools.partial,
+)
 _CLOSED = (type, types.ModuleType)
 _OF_THREADS = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing.context", "concurrent.futures.thread"}
@@ -35,8 +46,8 @@ _REGISTERS = ("_parameters", "_buffers")
 _MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
 
 
-def everything_in(roots: Iterable[Any]) -> list[Contents]:
-    """The contents of ``roots`` and of all that is reached from them through containers and attributes."""
+def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
+    """The contents of ``roots`` and of all that is reached from them through containers, attributes and functions."""
     found: list[Contents] = []
     seen: set[int] = set()
     todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
@@ -45,6 +56,11 @@ def everything_in(roots: Iterable[Any]) -> list[Contents]:
         if type(thing) in _ATOMS or id(thing) in seen or not _is_open(type(thing)):
             continue
         seen.add(id(thing))
+        if isinstance(thing, FUNCTIONS):
+            todo.extend((x, (None, "")) for x in reached.of(thing))
+        if isinstance(thing, METHODS):
+            todo.append((thing.__func__, owner))
+            continue
         if isinstance(thing, (tuple, frozenset)):
             todo.extend((x, owner) for x in thing)
             continue
@@ -84,16 +100,18 @@ def _is_of_threads(x: Any) -> bool:
 @contextmanager
 def untouched(step: Step, root: nn.Module) -> Iterator[None]:
     """Put back, whatever build does: see above."""
-    owner = getattr(step.build, "__self__", None)
-    kept = everything_in([*root.modules(), *([] if owner is None else [owner])])
-    random = torch.random.get_rng_state()
-    try:
-        yield
-        _warn_of_writes(kept)
-    finally:
-        for contents in kept:
-            contents.put_back()
-        torch.random.set_rng_state(random)
+    owner, reached = getattr(step.build, "__self__", None), Reached()
+    objects = [*root.modules(), owner]
+    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
+    kept = [*everything_in([*objects, step.build, *shared], reached), *reached.kept]
+    with same_settings() as streams:
+        try:
+            yield
+            _warn_of_writes(kept)
+            _warn_of_draws(streams)
+        finally:
+            for contents in kept:
+                contents.put_back()
 
 
 def _warn_of_writes(kept: list[Contents]) -> None:
@@ -104,6 +122,15 @@ def _warn_of_writes(kept: list[Contents]) -> None:
         warnings.warn(
             f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
             "value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )
+
+
+def _warn_of_draws(streams: Streams) -> None:
+    for name in streams.drawn():
+        warnings.warn(
+            f"build draws from Python's module {name}, once, when it is written down: every step has the same number. "
+            "Draw outside of build and pass the number in, or draw a tensor with torch.rand",
             stacklevel=2,
         )
 
@@ -120,4 +147,4 @@ def _written(contents: Contents) -> Iterator[str]:
         known = {key for key, _ in contents.items()}  # another tensor in a buffer's place is the step's update
         yield from (f"{type(owner).__name__}.{key}" for key, _, _ in contents.changed() if key not in known)
     elif any(isinstance(x, (int, float, Tensor)) for x in contents.news()) and not isinstance(contents, TensorContents):
-        yield f"{type(owner).__name__}.{name}"
+        yield name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
