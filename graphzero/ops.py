@@ -8,6 +8,8 @@
 * ``cross_entropy_backward``, and ``.out``: backward of nll_loss and log_softmax at once; ``cross_entropy`` has the
   kernel.
 * ``grouped_mm``: products of matrices group by group; ``grouped`` has the kernel.
+* ``bag``, ``bag_backward`` and ``bag_scales_backward``: ``embedding_bag`` of bags of one length; ``bags`` has the
+  kernels.
 * ``pin``: the identity; it marks a value whose SBP is fixed.
 * ``check``: whether a condition holds that the step must meet; a Graph's step raises where it does not.
 * ``as_local`` and ``as_global``: the two ends of per-rank code.  ``sbp`` says, per placement axis, what the ranks'
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero import attention, cross_entropy, fused, grouped, pieces
+from graphzero import attention, bags, cross_entropy, fused, grouped, pieces
 from graphzero.errors import SbpError
 
 _lib: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
@@ -50,6 +52,12 @@ _SCORES = (
 _lib.define(f"cross_entropy_backward({_SCORES}) -> Tensor")
 _lib.define(f"cross_entropy_backward.out({_SCORES}, *, Tensor(a!) out) -> Tensor(a!)")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor")
+_lib.define("bag(Tensor weight, Tensor indices, Tensor? scales, int mode, int padding) -> (Tensor, Tensor)")
+_lib.define(
+    "bag_backward(Tensor grad, Tensor indices, Tensor? scales, Tensor largest, int rows, int mode, int padding) "
+    "-> Tensor"
+)
+_lib.define("bag_scales_backward(Tensor grad, Tensor weight, Tensor indices, int padding) -> Tensor")
 _lib.define("pin(Tensor x, int id) -> Tensor")
 _lib.define("check(Tensor ok, str message) -> Tensor")
 _lib.define("as_local(Tensor x, str[] sbp, int[] shape) -> Tensor")
@@ -66,6 +74,9 @@ ADAM = torch.ops.graphzero.adam.default
 ADAM_ = torch.ops.graphzero.adam_.default
 CROSS_ENTROPY_BACKWARD = torch.ops.graphzero.cross_entropy_backward.default
 GROUPED_MM = torch.ops.graphzero.grouped_mm.default
+BAG = torch.ops.graphzero.bag.default
+BAG_BACKWARD = torch.ops.graphzero.bag_backward.default
+BAG_SCALES_BACKWARD = torch.ops.graphzero.bag_scales_backward.default
 PIN = torch.ops.graphzero.pin.default
 CHECK = torch.ops.graphzero.check.default
 AS_LOCAL = torch.ops.graphzero.as_local.default
@@ -156,6 +167,12 @@ for _device in ("CPU", "CUDA"):
 _lib.impl("cross_entropy_backward.out", lambda *args, out: out, "Meta")
 _lib.impl("grouped_mm", grouped.product, "CompositeExplicitAutograd")
 _lib.impl("grouped_mm", lambda a, b, ends: a.new_empty(grouped.shape(a, b, ends)), "Meta")
+_lib.impl("bag", bags.forward, "CompositeExplicitAutograd")
+_lib.impl("bag_backward", bags.backward, "CompositeExplicitAutograd")
+_lib.impl("bag_scales_backward", bags.scales_backward, "CompositeExplicitAutograd")
+_lib.impl("bag", bags.shapes, "Meta")
+_lib.impl("bag_backward", lambda grad, i, s, m, rows, *rest: grad.new_empty(rows, grad.shape[1]), "Meta")
+_lib.impl("bag_scales_backward", lambda grad, weight, indices, padding: grad.new_empty(indices.shape), "Meta")
 _lib.impl("pin", lambda x, id: x.clone(), "CompositeExplicitAutograd")
 _lib.impl("check", lambda ok, message: ok.clone(), "CompositeExplicitAutograd")
 _lib.impl("rank_key", _rank_key, "CompositeExplicitAutograd")
@@ -179,6 +196,23 @@ def _attention_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
 
 torch.library.register_autograd("graphzero::attention", _attention_grad, setup_context=_save_attention, lib=_lib)
 torch.library.register_autograd("graphzero::pin", lambda ctx, grad: (grad, None), lib=_lib)
+
+
+def _save_bag(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    weight, indices, scales, ctx.mode, ctx.padding = inputs
+    ctx.save_for_backward(weight, indices, scales, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _bag_grad(ctx, grad, _):  # type: ignore[no-untyped-def]
+    weight, indices, scales, largest = ctx.saved_tensors
+    of_weight, _, of_scales, *_ = ctx.needs_input_grad
+    dw = BAG_BACKWARD(grad, indices, scales, largest, weight.shape[0], ctx.mode, ctx.padding) if of_weight else None
+    ds = BAG_SCALES_BACKWARD(grad, weight, indices, ctx.padding) if of_scales else None
+    return dw, None, ds, None, None
+
+
+torch.library.register_autograd("graphzero::bag", _bag_grad, setup_context=_save_bag, lib=_lib)
 
 
 SAME = "="

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphzero.capture.bags import embedding_bag
+
 _batch_norm = nn.modules.batchnorm._BatchNorm.forward
 
 
@@ -70,4 +72,6 @@ def corrcoef(input: Tensor) -> Tensor:
     return (found / deviation[:, None] / deviation[None]).clamp(-1, 1)
 
 
-STAND_INS = {F.gaussian_nll_loss: gaussian_nll_loss, torch.cov: cov, torch.corrcoef: corrcoef}
+STAND_INS = {
+    F.gaussian_nll_loss: gaussian_nll_loss, torch.cov: cov, torch.corrcoef: corrcoef, F.embedding_bag: embedding_bag,
+}  # fmt: skip

@@ -23,6 +23,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.cuts import cut_for_readers
 from graphzero.passes.expand import expand_split
+from graphzero.passes.gathered_batch import warn_of_gathered_batch
 from graphzero.passes.reductions import place_reductions
 from graphzero.sbp.links import Costs, Links
 from graphzero.sbp.local import nests
@@ -53,6 +54,7 @@ def propagation(graph: StepGraph, links: Links = ()) -> tuple[StepGraph, list[Ax
         axes = _swept(graph, costs)
     for axis in axes:
         axis.finish()
+        warn_of_gathered_batch(axis)
     graph.level = "propagated"
     return graph, axes
 

@@ -5,7 +5,7 @@ from graphzero.sbp.call import SCALAR, Call
 from graphzero.sbp.dtensor import of
 from graphzero.sbp.local import LocalSize, LocalStart, chunk
 from graphzero.sbp.placement import Placement, as_placement, from_mesh, placement
-from graphzero.sbp.registry import NoRuleWarning, Offset, has_rule, local_args, rule, signatures
+from graphzero.sbp.registry import GatheredBatchWarning, NoRuleWarning, Offset, has_rule, local_args, rule, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, P, S, Sbp, parse_sbp, partial
 
@@ -14,7 +14,8 @@ split = S
 partial_sum = P
 
 __all__ = [
-    "SCALAR", "B", "Call", "LocalSize", "LocalStart", "Move", "Nd", "NoRuleWarning", "Offset", "P", "Placement",
-    "S", "Sbp", "Signature", "TensorMeta", "as_placement", "broadcast", "chunk", "cost", "from_mesh", "has_rule",
-    "local_args", "move", "of", "parse_sbp", "partial", "partial_sum", "placement", "rule", "signatures", "split",
+    "SCALAR", "B", "Call", "GatheredBatchWarning", "LocalSize", "LocalStart", "Move", "Nd", "NoRuleWarning", "Offset",
+    "P", "Placement", "S", "Sbp", "Signature", "TensorMeta", "as_placement", "broadcast", "chunk", "cost", "from_mesh",
+    "has_rule", "local_args", "move", "of", "parse_sbp", "partial", "partial_sum", "placement", "rule", "signatures",
+    "split",
 ]  # fmt: skip

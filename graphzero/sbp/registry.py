@@ -34,6 +34,10 @@ class NoRuleWarning(UserWarning):
     """An op has no rule, so every rank runs all of it."""
 
 
+class GatheredBatchWarning(UserWarning):
+    """An op gathers the batch, and behind it every rank computes the same gradient of a parameter."""
+
+
 Lines = tuple[str, ...]  # an op seen in several ways: what any of its lines allows
 Written = str | Lines | Factors | Sequence[Signature] | None  # None: nothing better than all-B
 Rule = str | Lines | Factors | Callable[[Call], Written]

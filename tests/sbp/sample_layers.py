@@ -85,6 +85,9 @@ def conv_pool() -> None:
     add(aten.convolution_backward.default, f(4, 6, 3), f(4, 4, 5), f(6, 4, 3), [6], [1], [0], [1], False, [0], 1,
         [False, True, True])  # fmt: skip
     add(aten.convolution.default, f(4, 4, 5), f(6, 4, 3), f(6), [1], [0], [1], False, [0], 1)
+    add(aten.conv_tbc.default, f(5, 4, 6), f(3, 6, 8), f(8))
+    add(aten.affine_grid_generator.default, f(4, 2, 3), [4, 3, 5, 2], True)
+    add(aten.affine_grid_generator.default, f(4, 3, 4), [4, 3, 5, 2, 3], False)
     for n in (2, 3):
         x, k, a = f(4, 3, *[4] * n), [2] * n, aten
         pool = getattr(a, f"max_pool{n}d_with_indices").default

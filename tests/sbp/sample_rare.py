@@ -16,6 +16,7 @@ def matrices() -> None:
     reflectors, scales = aten.geqrf.default(positive)
     add(aten.ormqr.default, reflectors, scales, f(4, 3, 2))
     add(aten.triangular_solve.default, f(4, 3, 2), positive)
+    add(aten._linalg_eigvals.default, positive)
     add(aten._linalg_solve_ex.default, positive, f(4, 3, 2))
     add(aten._linalg_solve_ex.default, positive, f(4, 3))
     factors, pivots, _ = aten.linalg_lu_factor_ex.default(positive)
@@ -61,6 +62,38 @@ def bags() -> None:
             add(aten._embedding_bag_dense_backward.default, f(3, 4), words, bag, sizes, largest, 7, False, mode, scales)
     _, bag, _, _ = aten._embedding_bag.default(f(7, 4), words, starts)
     add(aten._embedding_bag_per_sample_weights_backward.default, f(3, 4), f(7, 4), words, starts, bag, 0)
+
+
+def bags_of_one_length() -> None:
+    gz, words = torch.ops.graphzero, i(7, 6, 4)
+    for mode in (0, 1, 2):
+        for scales in (None, u(6, 4)) if mode == 0 else (None,):
+            for padding in (-1, 3):
+                add(gz.bag.default, f(7, 5), words, scales, mode, padding)
+                _, largest = gz.bag.default(f(7, 5), words, scales, mode, padding)
+                add(gz.bag_backward.default, f(6, 5), words, scales, largest, 7, mode, padding)
+    for padding in (-1, 3):
+        add(gz.bag_scales_backward.default, f(6, 5), f(7, 5), words, padding)
+
+
+def quantized() -> None:
+    zero = torch.tensor([0, 1, 2, 1, 0], dtype=torch.int32)
+    add(aten.fake_quantize_per_tensor_affine_cachemask.default, f(4, 5), 0.1, 1, 0, 255)
+    for scale, point in ((u(1), zero[:1]), (u(), zero[0])):
+        on = torch.ones(1, dtype=torch.int64)
+        by_tensors = aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default
+        add(by_tensors, f(4, 5), scale + 0.1, point, on, 0, 255)
+    add(
+        aten.fake_quantize_per_channel_affine_cachemask.default, f(4, 5, 3).float(), u(5).float() + 0.1, zero, 1, 0, 255
+    )
+
+
+def made_of_sizes() -> None:
+    for op in (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window, aten.kaiser_window):
+        add(op.default, 8)
+    add(aten.fft_fftfreq.default, 8)
+    add(aten.fft_rfftfreq.default, 8)
+    add(aten.range.default, 0, 5)
 
 
 def pooled() -> None:

@@ -85,6 +85,8 @@ def matmul() -> None:
             add(aten._cdist_forward.default, x, y, p, None)
             distances = aten._cdist_forward.default(x, y, p, None)
             add(aten._cdist_backward.default, f(*distances.shape), x, y, p, distances)
+    add(aten._euclidean_dist.default, f(4, 3), f(5, 3))
+    add(aten._euclidean_dist.default, f(2, 4, 3), f(2, 5, 3))
     add(aten._trilinear.default, f(4, 3), f(5, 3, 2), f(4, 2), [1, 3], [0], [1, 2], [2, 3])
     add(aten._trilinear.default, f(4, 5), f(5, 3, 2), f(4, 2), [2, 3], [0], [1, 2], [0, 1])
     add(aten.addr.default, f(4, 5), f(4), f(5))

@@ -114,6 +114,7 @@ def index() -> None:
     add(aten.scatter_add.default, f(4, 5), 0, i(4, 3, 5), f(3, 5))
     add(aten.scatter.reduce, f(4, 5), 1, twice, f(4, 3), reduce="multiply")
     add(aten.scatter_reduce.two, f(4, 5), 1, i(5, 4, 6), f(4, 6), "amax")
+    add(aten.scatter.value_reduce, f(4, 5), 1, twice, 2.0, reduce="multiply")
     add(aten.index_add.default, f(4, 5), 1, i(5, 6), f(4, 6), alpha=2)
     add(aten.index_add.default, f(4, 5), 0, i(4, 6), f(6, 5))
     add(aten.index_copy.default, f(4, 5), 1, torch.tensor([3, 0]), f(4, 2))

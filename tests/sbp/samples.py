@@ -27,7 +27,8 @@ LOCALIZED_ELSEWHERE = ("graphzero.uniform_like.default", "graphzero.rank_key.def
 PARTS = (
     pointwise.pointwise, reductions.reduce, reductions.matmul, shapes.view, shapes.slicing, shapes.index, layers.norm,
     layers.loss, layers.conv_pool, shapes.creation, layers.attention, reductions.linalg, rare.matrices,
-    rare.moved, rare.bags, rare.pooled, rare.whole,
+    rare.moved, rare.bags, rare.bags_of_one_length,
+    rare.quantized, rare.made_of_sizes, rare.pooled, rare.whole,
 )  # fmt: skip
 
 

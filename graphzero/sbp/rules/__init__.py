@@ -14,6 +14,7 @@ from graphzero.sbp.rules import (
     norm,
     own,
     pointwise,
+    quantize,
     rearrange,
     reduce,
     slicing,
@@ -23,5 +24,5 @@ from graphzero.sbp.rules import (
 
 __all__ = [
     "attention", "bags", "comparison", "conv_pool", "creation", "index", "linalg", "loss", "matmul", "moe", "norm",
-    "own", "pointwise", "rearrange", "reduce", "slicing", "view", "whole",
+    "own", "pointwise", "quantize", "rearrange", "reduce", "slicing", "view", "whole",
 ]  # fmt: skip

@@ -1,12 +1,15 @@
-"""Sums, means and maxima of rows of an embedding.  Bags are cut by offsets, so only the width may be split."""
+"""Sums, means and maxima of rows of an embedding.  Bags that are cut by offsets stay whole, and only the width may be
+split; bags of one length may be split as well."""
 
 from __future__ import annotations
 
+import torch
+
+import graphzero.ops  # noqa: F401
+from graphzero.bags import MAX
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import overloads
-
-MAX = 2  # the mode of ``embedding_bag``
 
 
 @rule(overloads("_embedding_bag", "_embedding_bag_forward_only"), nonempty=True)
@@ -32,3 +35,16 @@ def embedding_bag_dense_backward(call: Call) -> str:
 @rule(overloads("_embedding_bag_per_sample_weights_backward"), nonempty=True)
 def embedding_bag_weights_backward(call: Call) -> str:
     return "_e,_e,~_,~_,~_->_"
+
+
+@rule(torch.ops.graphzero.bag.default)
+def bag(call: Call) -> str:
+    return "~_e,~n_,~n_->ne,ne" if call["mode"] == MAX else "_e,~n_,n_->ne,_:"
+
+
+@rule(torch.ops.graphzero.bag_backward.default)
+def bag_backward(call: Call) -> str:
+    return f"ne,~n_,n_,~{'ne' if call['mode'] == MAX else '_'}->_e"
+
+
+rule(torch.ops.graphzero.bag_scales_backward.default, "ne,_e,~n_->n_")

@@ -34,6 +34,8 @@ def convolution_backward(call: Call) -> str:
     return f"{y},{x},{w}->{x}:02,{w}:01,{bias}:0"
 
 
+rule(overloads("conv_tbc"), "_nc,_co+o->_no", nonempty=True)
+
 # The number of spatial dims, and what they are called; {d} and {x} stand for them.
 POOLS = {
     "max_pool{d}d_with_indices adaptive_max_pool{d}d": "~...{x}->...{x},...{x}",
@@ -75,6 +77,17 @@ rule(overloads("fractional_max_pool3d_backward"), "...___,?...___,~...___->...__
 
 rule(overloads("max_unpool2d"), "...__,~...__->...__", nonempty=True)
 rule(overloads("max_unpool3d"), "...___,~...___->...___", nonempty=True)
+
+
+@rule(
+    overloads("affine_grid_generator"),
+    nonempty=True,
+    sizes={"size": lambda i, o: [o[0][0], 1, *o[0][1:-1]]},  # channels do not matter
+)
+def affine_grid(call: Call) -> str:
+    return f"n__->n{'_' * (len(call.out) - 1)}"
+
+
 rule(overloads("grid_sampler_2d"), "nc__,~nhw_->nchw", nonempty=True)
 rule(overloads("grid_sampler_3d"), "nc___,~ndhw_->ncdhw", nonempty=True)
 rule(overloads("grid_sampler_2d_backward"), "nchw,~nc__,~nhw_->nc__:02,nhw_:012", nonempty=True)

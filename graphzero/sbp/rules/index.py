@@ -121,6 +121,14 @@ def scatter_add(call: Call) -> str | None:
     return _added(call)
 
 
+@rule(overloads("scatter.value_reduce"))
+def scatter_value_reduce(call: Call) -> str | None:
+    if (found := _written(call)) is None:
+        return None
+    own, index = found
+    return f"~{own},~{index.replace('z', '_')}->{own}"
+
+
 @rule(overloads("scatter.reduce", "scatter_reduce.two"))
 def scatter_reduce(call: Call) -> str | None:
     if (found := _written(call)) is None:

@@ -17,6 +17,7 @@ MATRICES = {
     "linalg_matrix_exp cholesky_inverse cholesky": "~...__->...__",
     "geqrf": "~...__->...__,..._",
     "linalg_eig": "~...__->..._,...__",
+    "_linalg_eigvals": "~...__->..._",
     "linalg_lu": "~...__->...__,...__,...__",
     "linalg_ldl_factor_ex": "~...__->...__,..._,...",
     "linalg_ldl_solve": "~...__,~..._,...__->...__",

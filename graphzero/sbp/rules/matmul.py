@@ -26,6 +26,7 @@ for _name, _line in PRODUCTS.items():
 
 
 rule(overloads("_cdist_forward"), "~...m_,~...n_->...mn", nonempty=True)
+rule(overloads("_euclidean_dist"), "~...m_,~...n_->...mn", nonempty=True)
 rule(overloads("_cdist_backward"), "...mn,~...m_,~...n_,~...mn->...m_", nonempty=True)
 
 
