@@ -59,7 +59,7 @@ def _warn(state: AxisPropagation, parameter: str, op: fx.Node, operand: fx.Node)
     shape, where = list(value.tensor_type(operand).shape), f" ({source})" if source else ""
     name = op_name(op.target)  # type: ignore[arg-type]
     warnings.warn(
-        f"every rank of {axis} computes the whole gradient of {parameter}: {name}{where} gathers {operand.name}, since it "
+        f"every rank of {axis} computes the whole gradient of {parameter}: {name}{where} gathers {operand.name}: it "
         f"does not run on pieces of {shape} split {state.sbp(operand)}. Right, but slower: write it with ops that take "
         "each sample by itself, or say how the input is to lie, config.set_input(...)",
         GatheredBatchWarning,
