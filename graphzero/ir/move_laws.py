@@ -12,7 +12,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import op_name
 from graphzero.ir.violation import nd_text, violation
-from graphzero.sbp.local import sections_at
+from graphzero.sbp.local import alike, sections_at
 from graphzero.sbp.route import is_possible
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 
@@ -50,6 +50,7 @@ def _check_move(
         good = possible and _moves(move, args, *ends) if on_axis else src is dst
         if move is ops.relabel:
             good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
+            good = good or alike(have, made, graph.placement.hierarchy)
         if not good:
             problem = f"'{node.name}' takes {nd_text(have)} to {nd_text(made)}, which {move.__name__} does not"
             raise violation(node, where, problem, "Make boxes, and let `lower_boxing` choose what they become")

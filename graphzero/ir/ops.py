@@ -7,7 +7,7 @@ op                                    meaning
 ===================================== ==================================================================
 use(p)                                how one phase reads a parameter; the phase is the node's
 box(x)                                x, boxed to the SBP in the node's type
-relabel(x)                            x itself, where both SBPs mean the same (an axis of one rank)
+relabel(x)                            x itself, where both SBPs mean the same (one rank, or ``alike``)
 slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view
 all_gather(x, dim, axis)              the pieces of all ranks, joined along dim
 reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values

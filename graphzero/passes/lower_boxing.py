@@ -90,7 +90,7 @@ def _written(
     name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
     after = (*nd[:axis], step.dst, *nd[axis + 1 :])
     parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
-    if hierarchy[axis] == 1 or not any(parts):
+    if hierarchy[axis] == 1 or step.kind == "same" or not any(parts):
         return [(op, arguments(step.src, step.dst, name), type_, after)]
     if nd != cutting(nd, hierarchy):
         nd = cutting(nd, hierarchy)

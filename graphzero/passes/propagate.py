@@ -26,7 +26,7 @@ from graphzero.passes.expand import expand_split
 from graphzero.passes.gathered_batch import warn_of_gathered_batch
 from graphzero.passes.reductions import place_reductions
 from graphzero.sbp.links import Costs, Links
-from graphzero.sbp.local import nests
+from graphzero.sbp.local import alike, nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
 
@@ -156,7 +156,15 @@ class AxisPropagation:
         key = _moved(node, have, want)
         if have is want or key in self.boxed or self.before.get(key, set()) - {reader}:
             return 0.0
+        if have.is_split and want.is_split and self._alike(node, have, want):
+            return 0.0
         return self.costs.box(have, want, self.nbytes(node), self.axis)
+
+    def _alike(self, node: fx.Node, have: Sbp, want: Sbp) -> bool:
+        """Whether both are the same cut within those of the axes that have been swept."""
+        nd = [axis.sbp(node) if node in axis.found else B for axis in self.axes]
+        outside, inside = nd[: self.axis], nd[self.axis + 1 :]
+        return alike((*outside, have, *inside), (*outside, want, *inside), self.graph.placement.hierarchy)
 
     # ---- sweep 1
 

@@ -45,6 +45,12 @@ def cuts(nd: Nd, hierarchy: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
+def alike(a: Nd, b: Nd, hierarchy: Sequence[int]) -> bool:
+    """Whether every rank holds the same values under both: ``(S(0), S(0, 2))`` on 2 x 2 is ``(S(0), S(0))``."""
+    plain = [[B if sbp.is_split else sbp for sbp in cutting(nd, hierarchy)] for nd in (a, b)]
+    return plain[0] == plain[1] and cuts(a, hierarchy) == cuts(b, hierarchy)
+
+
 def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
     """In how many sections a rank holds what ``axis`` splits, after all other axes' cuts."""
     mine = nd[axis]

@@ -8,8 +8,9 @@ outside have cut it, so a split of a dim may come or go on an axis only while no
     (B, S(0)) -> (S(0), S(0))  is no cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
     (B, S(0)) -> (S(0, 2), S(0))  is one: it comes within what the inner axis has cut
 
-Partial values complete inside first where the axes combine by different reductions.  An axis of one rank cuts
-nothing and completes nothing, whatever it says.
+Cuts of two names may be one, as ``(S(0), S(0, 2))`` and ``(S(0), S(0))`` on 2 x 2 are: then nothing moves.  Partial
+values complete inside first where the axes combine by different reductions.  An axis of one rank cuts nothing and
+completes nothing, whatever it says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from math import prod
 
 from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
 from graphzero.sbp.links import Costs, Links
-from graphzero.sbp.local import nests
+from graphzero.sbp.local import alike, nests
 from graphzero.sbp.types import B, Nd, S, Sbp
 
 Step = tuple[int, Move]  # placement axis, and what happens on it
@@ -46,6 +47,8 @@ def route(
     """
     checked = tuple(shape) if any(sbp.sections > 1 for sbp in (*src, *dst)) else None
     changed = [axis for axis, (a, b) in enumerate(zip(src, dst, strict=True)) if a is not b]
+    if len(changed) == 1 and alike(src, dst, hierarchy):
+        return ((changed[0], Move("same", src[changed[0]], dst[changed[0]])),)
     if len(changed) == 1 and hierarchy[changed[0]] > 1:
         steps = tuple((changed[0], step) for step in move(src[changed[0]], dst[changed[0]]).steps)
         if all(is_possible(src, axis, step.src, step.dst, hierarchy) for axis, step in steps):

@@ -1,0 +1,60 @@
+"""Layouts of two names that are one: found by ``alike`` only where every rank holds the same values, and boxed free."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import graphzero as gz
+from graphzero.sbp import B, P, S
+from graphzero.sbp.local import alike, cut, nests
+from graphzero.sbp.route import route
+from graphzero.sbp.types import Nd
+
+OPTIONS = (B, P, S(0), S(0, 2), S(0, 4), S(1))
+SHAPE = (48, 48)
+
+
+def pieces(nd: Nd, hierarchy: tuple[int, ...]) -> list[list[float]]:
+    whole = torch.arange(48.0 * 48).reshape(SHAPE)
+    at = itertools.product(*map(range, hierarchy))
+    return [cut(whole, nd, hierarchy, place).flatten().tolist() for place in at]
+
+
+@pytest.mark.parametrize("hierarchy", [(2, 2), (2, 3), (4, 2), (1, 2), (2, 1, 2)])
+def test_alike_is_where_every_rank_holds_the_same(hierarchy: tuple[int, ...]) -> None:
+    options = OPTIONS if len(hierarchy) == 2 else (B, S(0), S(0, 2), S(0, 4))
+    nds = [nd for nd in itertools.product(options, repeat=len(hierarchy)) if nests(SHAPE, nd, hierarchy)]
+    held = {nd: pieces(nd, hierarchy) for nd in nds}
+    found = 0
+    for a, b in itertools.combinations(nds, 2):
+        partial = [[sbp.is_partial for sbp in nd] for nd in (a, b)]
+        if alike(a, b, hierarchy):
+            assert held[a] == held[b] and partial[0] == partial[1], (a, b)
+            found += 1
+    assert found
+
+
+def test_a_box_between_two_names_of_one_layout_moves_nothing() -> None:
+    for src, dst in (((S(0), S(0)), (S(0), S(0, 2))), ((S(0), S(0, 2)), (S(0), S(0)))):
+        (step,) = route(src, dst, (2, 2), (8, 8))
+        assert step[0] == 1 and step[1].kind == "same"
+
+
+def test_a_step_between_two_names_of_one_layout_sends_nothing() -> None:
+    where = gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True)
+
+    class Pinned(gz.Graph):
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            h = gz.to_global(x, sbp=(S(0), S(0)))
+            return gz.to_global(h * 2, sbp=(S(0), S(0, 2))) + 1
+
+    graph = Pinned(where)
+    graph.config.set_input("x", sbp=(S(0), S(0)))
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(graph(x), x * 2 + 1)
+    before_the_output = [entry for entry in graph.plan.collectives if "output" not in str(entry.what_for)]
+    assert len(before_the_output) <= 1, graph.program  # the output is gathered along tp
+    assert str(gz.parse(str(graph.program))) == str(graph.program)
