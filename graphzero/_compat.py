@@ -65,6 +65,11 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
 
+def forget_fakes() -> None:
+    """Let go of what torch remembers of ops on fake tensors, by shapes, for as long as the process lives."""
+    FakeTensorMode.cache_clear()
+
+
 def shape_env() -> ShapeEnv:
     """A new, empty environment of symbolic numbers.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphzero import _compat
 from graphzero.attributes import Attributes
 from graphzero.capture import Captured, FloatLeaf, Step, TensorLeaf, capture
 from graphzero.config import GraphConfig
@@ -157,6 +158,7 @@ class Programs:
             self.attributes.forget(captured)
         self.captures = _those(self.captures, lambda captured: id(captured) in left)
         self.hashes = {key: hash_ for key, hash_ in self.hashes.items() if key in self.programs}
+        _compat.forget_fakes()  # who has had so many shapes will have more
         gc.collect()  # graphs are cycles, and hold constants
 
     def _warn(self, key: Key, program: Compiled) -> None:

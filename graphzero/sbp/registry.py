@@ -82,7 +82,7 @@ class _Entry:
 
 _entries: dict[Op, _Entry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
-_CACHED = 2**16  # calls whose signatures are kept
+_CACHED = 2**13  # calls whose signatures are kept: some 2 KB each
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
 _state = {"loaded": False, "loading": False}
