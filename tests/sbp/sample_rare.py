@@ -91,9 +91,14 @@ def quantized() -> None:
 def made_of_sizes() -> None:
     for op in (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window, aten.kaiser_window):
         add(op.default, 8)
+        add(op.periodic, 8, False)
+    add(aten.hamming_window.periodic_alpha, 8, True, 0.5)
+    add(aten.hamming_window.periodic_alpha_beta, 8, True, 0.5, 0.5)
+    add(aten.kaiser_window.beta, 8, True, 10.0)
     add(aten.fft_fftfreq.default, 8)
     add(aten.fft_rfftfreq.default, 8)
     add(aten.range.default, 0, 5)
+    add(aten.range.step, 0, 6, 2)
 
 
 def pooled() -> None:
