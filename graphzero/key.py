@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from graphzero.config import GraphConfig
@@ -24,6 +23,7 @@ from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.inputs import Inputs
 from graphzero.runtime.modules import Found, walk
 from graphzero.runtime.state import State
+from graphzero.runtime.tensor_ref import TensorRef
 from graphzero.runtime.watch import same_tensors
 
 
@@ -53,7 +53,7 @@ class Keys:
     def __init__(self) -> None:
         self._counters: tuple[Any, ...] = ()  # see ``State.counter_layout``
         self._of: Any = None
-        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._known: dict[int, TensorRef] = {}
         self._paths: dict[int, str] = {}
         self._parts: tuple[tuple[str, Any], ...] = ()
         self._last: Key | None = None
@@ -88,7 +88,8 @@ class Keys:
             names = tree.names(found)
             for i, optimizer in enumerate(state.optimizers):
                 self._check_current(optimizer, i, names, found)
-            self._known.update({id(entry.tensor): entry.tensor for entry in found.values()})
+            self._known = {key: known for key, known in self._known.items() if known.is_alive}
+            self._known.update({id(entry.tensor): TensorRef(entry.tensor) for entry in found.values()})
             self._paths = {key: path for key, path in self._paths.items() if key in self._known} | names
             tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
             modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
@@ -104,12 +105,12 @@ class Keys:
         """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
         for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
             former = self._known.get(id(param))
-            if former is not None and former is param:
+            if former is not None and former.is_of(param):
                 path = self._paths[id(param)]
                 now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
                 raise ConfigError(
                     f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
-                    f"{tensor_text(former)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
+                    f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
                     "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
                 )
 

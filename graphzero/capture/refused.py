@@ -67,9 +67,11 @@ def refusals(build: CodeType | None) -> Iterator[None]:
 
 
 def _converting(apply: Callable[..., Any], build: CodeType | None) -> Callable[..., Any]:
-    def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def converted(self: nn.Module, function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return apply(self, *args, **kwargs)
+            if all(function(x) is x for x in (*self.parameters(), *self.buffers())):
+                return self  # all is so already
+            return apply(self, function, *args, **kwargs)
         except CaptureError:
             raise
         except Exception as error:

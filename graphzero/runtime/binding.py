@@ -6,7 +6,6 @@ out is ``storage``'s; what is known of the user's tensors between calls is ``sta
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -23,6 +22,7 @@ from graphzero.runtime.bound import Bound, Counter, Spec
 from graphzero.runtime.modules import Found
 from graphzero.runtime.state import Moved, State
 from graphzero.runtime.storage import Laid, check_real, filled, lay_out
+from graphzero.runtime.tensor_ref import TensorRef
 
 
 def bind(
@@ -88,7 +88,7 @@ class _Binder:
         laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
         if laid.kept is not entry.tensor:
             tree.replace(entry, laid.kept, self.optimizers)
-        state.moved[entry.path] = Moved(weakref.ref(entry.tensor), was_plain, before, value.nd_of(node))
+        state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
         return self._ranks(laid)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:

@@ -5,7 +5,6 @@ After it each rank has its own, and that they stay equal is checked in every cal
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graphzero.runtime import modules as tree
+from graphzero.runtime.tensor_ref import TensorRef
 from graphzero.runtime.world import World
 
 Held = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> dtype, shape, whether it is a DTensor
@@ -26,15 +26,15 @@ class FirstValues:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._taken: dict[str, weakref.ref[Tensor] | None] = {}
+        self._taken: dict[str, TensorRef | None] = {}
 
     def take(self, tensor: Tensor, what: str) -> None:
         """Move a plain tensor to the device; the first time it is seen, take the first rank's values."""
         tree.to_device(tensor, self.world.device)
         known = self._taken.get(what)
-        if known is None or known() is not tensor:
+        if known is None or not known.is_of(tensor):
             tree.from_first_rank(tensor, self.world.placement)
-            self._taken[what] = weakref.ref(tensor)
+            self._taken[what] = TensorRef(tensor)
 
     def take_count(self, tensor: Tensor, what: str) -> None:
         """The same for a count of steps, which is made anew in each binding; the first one counts."""

@@ -7,7 +7,6 @@ runs is the Graph's.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from graphzero.runtime.placed import check_held
 from graphzero.runtime.seed import Stream
 from graphzero.runtime.storage import check_real
 from graphzero.runtime.submesh import nd_on
+from graphzero.runtime.tensor_ref import TensorRef
 from graphzero.runtime.watch import ModulesWatch, StatesWatch
 from graphzero.runtime.world import World, check_device
 from graphzero.sbp.dtensor import annotation, annotation_count
@@ -43,7 +43,7 @@ class Moved:
     Until then it lay as ``before`` says, in a plain tensor if ``was_plain``.
     """
 
-    tensor: weakref.ref[Tensor]
+    tensor: TensorRef
     was_plain: bool
     before: Nd
     after: Nd
@@ -115,7 +115,7 @@ class State:
         """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
         check_held(entry, self.placement)
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
-        return moved.before if moved is not None and moved.tensor() is entry.tensor and moved.after == nd else nd
+        return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
 
     def nds(self, found: Mapping[str, Found]) -> tuple[Nd, ...]:
         """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""

@@ -94,3 +94,14 @@ def test_compiled_and_parametrized_modules_work(wrap):
     graph = make(model=model, lr=0.5)
     first, later = graph(X, Y), [graph(X, Y) for _ in range(3)][-1]
     assert later < first
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_conversion_that_changes_nothing_is_no_part_of_the_step(stage):
+    def build(self, x, y):
+        self.model.to("cpu", x.dtype).float()
+        return train(self, x, y)
+
+    graph = make(build, stage=stage)
+    expected = torch.nn.functional.cross_entropy(graph.model(X), Y).detach()
+    torch.testing.assert_close(graph(X, Y), expected)

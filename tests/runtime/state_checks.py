@@ -263,3 +263,27 @@ def check_a_full_state_dict_is_a_snapshot_at_every_stage():
         assert weights["first.weight"].data_ptr() == weights["second.weight"].data_ptr()  # a tie takes no memory twice
         graph.load_state_dict(best)
         torch.testing.assert_close(graph(*share(5)), expected)
+
+
+def check_modules_are_converted_between_calls_and_train_on_at_every_stage():
+    found = []
+    for stage in (0, 3):
+        model = make(0).float()
+        optimizer = torch.optim.AdamW(model.parameters())
+        graph = Train(model, optimizer, stage)
+        x, y = share(0)
+        graph(x.float(), y.float())
+        before = model.last.weight
+        model.to("cpu").float()
+        assert model.last.weight is before
+        graph(x.float(), y.float())
+        model.double()
+        graph(x, y)
+        assert optimizer.param_groups[0]["params"][-2] is model.last.weight
+        full = graph.full_state_dict()
+        found.append(
+            [*full["modules"]["model"].values(), *full["optimizers"][0]["state"]["model.last.weight"].values()]
+        )
+        assert full["modules"]["model"]["last.weight"].dtype == torch.float64
+    for plain, split in zip(*found, strict=True):
+        torch.testing.assert_close(split, plain)

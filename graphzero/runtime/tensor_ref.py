@@ -1,0 +1,29 @@
+"""A weak reference to a tensor that lets its module be converted.
+
+``Module.to`` swaps what a DTensor parameter holds, which torch refuses while Python holds a weak reference to it.  Here
+the storage is referred to: a parameter that was converted for real has another one, and counts as another tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphzero import _compat
+
+
+class TensorRef:
+    """Of one tensor's memory, on this rank."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, x: Tensor) -> None:
+        self._storage = StorageWeakRef(_compat.local_tensor(x).untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._storage.expired()  # type: ignore[no-untyped-call]
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether ``x`` is what was referred to, in the memory that it had."""
+        return self.is_alive and self._storage.cdata == _compat.storage_id(_compat.local_tensor(x))
