@@ -5,8 +5,11 @@ What changes between versions is met here; the rest of the package imports from 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -444,6 +447,38 @@ def inductor_lacks(device_type: str) -> str:
     return ""
 
 
+@contextmanager
+def _compiled_for_this_cpu() -> Iterator[None]:
+    """Inductor keeps what it compiles here in a folder for CPUs of this kind, within the one that it would take.
+
+    Its keys leave out the CPU: code written for vectors of one width is read again where it is compiled for another,
+    and then computes part of the values; what ``-march=native`` was compiled to may hold instructions that others lack.
+    """
+    from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
+
+    folder = cache_dir()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, f"cpu-{_kind_of_cpu()}")
+    try:
+        yield
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+@cache
+def _kind_of_cpu() -> str:
+    """The instructions that kernels of this process use, and those that its CPU has."""
+    known = {"flags": "", "Features": "", "model name": platform.processor()}
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            name, _, text = line.partition(":")
+            if name.strip() in known:
+                known[name.strip()] = text.strip()
+            elif not line.strip():  # one CPU stands for all
+                break
+    digest = hashlib.sha256(repr((platform.machine(), known)).encode()).hexdigest()
+    return f"{torch.backends.cpu.get_cpu_capability().lower()}-{digest[:12]}"
+
+
 def inductor_compile(module: torch.fx.GraphModule, inputs: list[Any], settings: dict[str, Any]) -> Callable[..., Any]:
     """Compile a module of ATen ops, free of writes, for inputs of these layouts; ``settings`` are Inductor's.
 
@@ -460,7 +495,7 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: list[Any], settings: 
         return made[-1]
 
     options = {"inner_compile": inner, "config_patches": settings}
-    with without_modes(), functorch.patch(enable_autograd_cache=False):
+    with without_modes(), functorch.patch(enable_autograd_cache=False), _compiled_for_this_cpu():
         torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options=options)
     (compiled,) = made
     found: Callable[..., Any] = compiled.current_callable

@@ -1,8 +1,8 @@
 """What runs a region: a function that Inductor compiles when the region first runs, or its ops as they are.
 
 A region is compiled for the layouts that its operands have when it runs; regions of one text and one set of layouts,
-a transformer's blocks, share a function.  Compiled code is kept on disk by Inductor (``TORCHINDUCTOR_CACHE_DIR``), so
-that a new process only reads it.
+a transformer's blocks, share a function.  Compiled code is kept on disk by Inductor (``TORCHINDUCTOR_CACHE_DIR``, a
+folder for each kind of CPU), so that a new process only reads it.
 
 The functions are boxed: they take a list of operands and empty it, so that each dies after its last use.
 """
