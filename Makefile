@@ -11,12 +11,12 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-fast test-slow test-cuda test-torch lint bench clean
+.PHONY: train test test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
 
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
 
-test: lint test-fast test-slow
+test: lint test-fast test-slow test-rounding
 
 # Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
@@ -31,6 +31,15 @@ test-fast: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest $(SPREAD) -m slow
+
+# Steps beside plain PyTorch once more, with the last bits that an unlike CPU might give: tests/other_kernels.py.
+test-rounding: $(READY)
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow" --other-kernels tests/test_graph_nd.py tests/test_build.py \
+		tests/optimizers/test_torch_optimizers.py
+
+# All tests under every kind of CPU that this one can stand for: hours.
+test-cpus: $(READY)
+	$(BIN)/python tests/on_cpus.py
 
 # On a machine with a GPU, in any environment that has graphzero's requirements and pytest: PYTHON=... chooses it.
 test-cuda:

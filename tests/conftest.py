@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--other-kernels", action="store_true", help="round as an unlike CPU would; see other_kernels.py")
+
+
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _same_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test draws the same random numbers, alone or among others."""
     torch.manual_seed(0)
+    if not request.config.getoption("--other-kernels"):
+        yield
+        return
+    from other_kernels import other_kernels
+
+    with other_kernels():
+        yield
