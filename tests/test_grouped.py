@@ -5,6 +5,7 @@ import torch
 
 import graphzero as gz
 from graphzero import grouped
+from graphzero.divergence.wide import Wide
 from graphzero.sbp import B, S
 from graphzero.sbp.law import check_rule
 
@@ -81,3 +82,16 @@ def test_a_rule_splits_the_inner_dim_and_the_columns_but_no_group():
     found = check_rule(torch.ops.graphzero.grouped_mm.default, (*operands("rows", torch.float64), ENDS))
     splits = {tuple(s.inputs[:2]) for s in found if any(x.is_split for x in s.inputs)}
     assert splits == {(S(1), S(1)), (B, S(2))}
+
+
+def test_products_of_groups_are_computed_in_float64_where_a_step_is_checked():
+    a, b = torch.randn(8, 4, dtype=torch.float64), torch.randn(2, 4, 6, dtype=torch.float64)
+    a.requires_grad_(), b.requires_grad_()
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    expected = torch.cat([a[:3] @ b[0], a[3:] @ b[1]])
+    wanted = torch.autograd.grad(expected.square().sum(), (a, b))
+    with Wide():
+        found = torch.nn.functional.grouped_mm(a, b, offs=ends)
+        gradients = torch.autograd.grad(found.square().sum(), (a, b))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, wanted)

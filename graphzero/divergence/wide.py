@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import UNIFORM_LIKE
+from graphzero.ops import GROUPED_MM, UNIFORM_LIKE
 
 _WIDE = {
     torch.float32: torch.float64,
@@ -54,10 +54,15 @@ def _dtype(x: Any) -> Any:
 
 
 class Wide(TorchDispatchMode):
-    """Every op that is told a dtype is told the wide one, so that ``x.float()`` does not narrow."""
+    """Every op that is told a dtype is told the wide one, so that ``x.float()`` does not narrow.
+
+    Products of groups, for which torch has no kernel in float64, are ours.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64 and len(args) == 3:
+            return GROUPED_MM(*args)
         return func(*tree_map(_dtype, args), **tree_map(_dtype, kwargs or {}))
