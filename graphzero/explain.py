@@ -17,7 +17,7 @@ from graphzero.graph import Graph
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text import print_line
-from graphzero.ir.verify import verify
+from graphzero.ir.verify import examine
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
 from graphzero.passes.propagate import AxisPropagation, Option, propagation
 from graphzero.sbp import boxing, registry
@@ -108,8 +108,7 @@ def _given(graph: Graph | StepGraph) -> StepGraph:
             f"explain: graph {graph.name} is {graph.level}, so its SBPs are chosen already; give the Graph itself, or "
             "the graph that propagate was given: next(r for r in graph.history if r.name == 'propagate').before"
         )
-    if graph.stated:
-        verify(graph)
+    examine(graph)
     return graph.clone()
 
 

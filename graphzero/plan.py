@@ -16,7 +16,7 @@ from torch import fx
 from graphzero.ir import layout, memory, ops, value
 from graphzero.ir.arena import Arena
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.verify import verify
+from graphzero.ir.verify import examine
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.links import Links
 from graphzero.sbp.types import B
@@ -172,8 +172,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena:
     links: what communication costs on each placement axis, for seconds; () for none.  arena: where the executor is
     told to put large temporaries.
     """
-    if graph.stated:
-        verify(graph)
+    examine(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
     entries = list(_collectives(graph, links))
     return Plan(

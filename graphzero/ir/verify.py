@@ -43,9 +43,7 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
     level = LEVELS.index(graph.level)
     _check_order(graph, where)
     _check_updates(graph, where)
-    if graph.stated:
-        check_stated(graph, where)
-        graph.stated = False
+    examine(graph, where)
     if level >= LEVELS.index("propagated"):
         _check_known(graph, where)
         _check_ops(graph, where, boxed=level >= LEVELS.index("boxed"))
@@ -55,6 +53,17 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
         check_moves(graph, where)
         check_storage(graph, where)
     return graph
+
+
+def examine(graph: StepGraph, where: str = "") -> None:
+    """Compute what a text has stated of a graph that was read, once; what runs or counts it relies on no more.
+
+    Raises VerifyError for the first value that is not what its line says.
+    """
+    if graph.stated:
+        _check_order(graph, where)
+        check_stated(graph, where)
+        graph.stated = False
 
 
 def _check_order(graph: StepGraph, where: str) -> None:

@@ -24,7 +24,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.ir.memory import slot_bytes
 from graphzero.ir.text import print_line
-from graphzero.ir.verify import verify
+from graphzero.ir.verify import examine
 from graphzero.runtime.inductor import Calls
 from graphzero.runtime.joined import RegionOp, join
 from graphzero.runtime.notices import note_source
@@ -72,8 +72,7 @@ class Executor:
         self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None,
         checking: bool = False,
     ):  # fmt: skip
-        if graph.stated:
-            verify(graph)
+        examine(graph)
         calls = Calls(world) if kind == "inductor" else None
         chosen = kernels_of(graph, world, matmul)
         if calls is not None:
