@@ -10,6 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from graphzero import _compat
@@ -81,7 +82,7 @@ class Compiled:
         """The program's text by line, for showing where two ranks' programs differ."""
         return {f"program line {i}": line.strip() for i, line in enumerate(str(self.graph).splitlines(), 1)}
 
-    @property
+    @cached_property
     def hash(self) -> int:
         """Of the program's text and every collective, the same in every process."""
         return digest(str(self.graph), *map(repr, self.plan.collectives))

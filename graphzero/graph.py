@@ -301,6 +301,7 @@ class Graph:
             f"{self.name}({self.placement!r})",
             repr(self.config),
             *(self._last.decisions if self._last else ()),
+            *(f"along {axis} {way}" for axis, way in (self._lazy_world.ways if self._lazy_world else {}).items()),
             "parameters:",
             *_parameter_lines(found, nds),
         ]

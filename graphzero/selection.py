@@ -138,6 +138,8 @@ class Selection:
         program = self._programs.find(key, numbers, state.has_state, self.bound)
         if program is None:
             program = self._compile(key, inputs, numbers, state)
+        elif not is_talking and not state.world.knows_sizes:
+            self._ranks.agree(PROGRAM, program.hash, program.lines)
         return Prepared(program, inputs, key, numbers, state)
 
     def bind(self, call: Prepared) -> None:

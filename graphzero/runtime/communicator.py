@@ -25,6 +25,7 @@ must do.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -36,14 +37,14 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import RankError
-from graphzero.runtime import meeting
+from graphzero.runtime import meeting, peer_memory
 from graphzero.runtime.launch import before_tear_down
 from graphzero.runtime.liveness import Lives, Waiting, check_own_process, whereabouts
 from graphzero.runtime.notices import Board, Notice, describe
 from graphzero.runtime.pairs import Link, Pairs, Sockets
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
-_ENDING = 0.5  # seconds that a process may take to end
+_ENDING = 1.0  # seconds for others to write a notice
 _UNSURE = 3.0  # seconds for others to find out why a connection is closed
 
 
@@ -99,10 +100,15 @@ class Communicator:
         """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
         wanted = tuple(ids)
         if wanted not in self._pairs:
+            obstacles = self._gather(peer_memory.obstacle(), wanted)
             link: Link | None = meeting.meet(lambda mine: self._gather(mine, wanted), wanted, self.limit)
+            about = f"{_ranks(wanted)} read each other's memory"
             if link is None:
                 link = Sockets(self.group(wanted), wanted, self._waiting)
-            self._pairs[wanted] = Pairs(link, wanted.index(self.rank))
+                why = next((f"rank {q}: {text}" for q, text in zip(wanted, obstacles, strict=True) if text), _APART)
+                about = f"{_ranks(wanted)} send through sockets ({why})"
+            _LOG.info("rank %d: %s", self.rank, about)
+            self._pairs[wanted] = Pairs(link, wanted.index(self.rank), about)
         return self._pairs[wanted]
 
     def _gather(self, mine: Any, ids: Sequence[int]) -> list[Any]:
@@ -232,12 +238,14 @@ class Communicator:
             return RankError(found.told(self.number), found.ranks, found.kind == "silent")
         if error.is_silent:
             return self._silent(error, board)
-        gone = self._gone()
-        found = board.await_first(_UNSURE if not gone else 0.0)
+        gone, began = self._gone(0.0), time.monotonic()
+        while (found := board.first()) is None and not gone:  # who is gone is looked at before each look at the board
+            if time.monotonic() - began > _UNSURE:
+                return error
+            time.sleep(_LONGEST_PAUSE)
+            gone = self._gone(time.monotonic() - began)
         if found is not None:
             return RankError(found.told(self.number), found.ranks, found.kind == "silent")
-        if not gone:
-            return error
         what = f"waited for {error.what}, and" if isinstance(error, _Lost) else f"waits for {_ranks(gone)}, which"
         whose = f"{_ranks(gone)} " if isinstance(error, _Lost) else ""
         text = (
@@ -264,17 +272,14 @@ class Communicator:
         board.write(Notice("silent", late, self.label, self.number, text))
         return RankError(text, late, is_silent=True)
 
-    def _gone(self) -> list[int]:
-        """Ranks whose connections are closed, of those of this host the ones that have really ended."""
-        closed = set()
-        for ids, group in self._groups.items():
-            closed |= {ids[i] for i in _compat.lost_by_gloo(group)}
-        if self._lives is None:
-            return sorted(closed)
-        deadline = time.monotonic() + _ENDING  # connections close before a process has ended
-        while closed & self._lives.known and not self._lives.ended and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return sorted(self._lives.ended | closed - self._lives.known)
+    def _gone(self, seconds: float) -> list[int]:
+        """Ranks that have ended.  seconds: since a connection was found closed.  Of a rank of another host that is all
+        one can see; it counts when nobody has said why for a while."""
+        ended, known = (self._lives.ended, self._lives.known) if self._lives is not None else (set(), frozenset())
+        if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
+            return sorted(ended)
+        closed = {ids[i] for ids, group in self._groups.items() for i in _compat.lost_by_gloo(group)}
+        return sorted(closed - known)
 
 
 class _Lost(RankError):
@@ -285,6 +290,8 @@ class _Lost(RankError):
         self.what = what
 
 
+_LOG = logging.getLogger("graphzero")
+_APART = "they are on different hosts, in different containers, or the kernel lets no process read another"
 _MAX: Any = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp.MAX
 

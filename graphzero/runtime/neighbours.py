@@ -28,10 +28,15 @@ from graphzero.runtime.liveness import close_in_children
 from graphzero.runtime.pairs import Link, Next, Pieces
 from graphzero.runtime.world import fold
 
-_NOTE = struct.Struct("<qQ")  # (number, address): the piece of exchange ``number`` lies there; (~number, 0): I read it
+# (number, address, bytes): the piece of exchange ``number`` lies there; (~number, 0, 0): I read it
+_NOTE = struct.Struct("<qQQ")
 _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # of a connection; notes may still be in it
 _LONGEST = 2e6  # seconds that a poll can wait
 _PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
+
+
+def nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 class Exchange:
@@ -48,6 +53,10 @@ class Exchange:
         """Rank q's piece lies at ``address``."""
         raise NotImplementedError
 
+    def bytes_from(self, q: int) -> int:
+        """How large rank q's piece is."""
+        raise NotImplementedError
+
     def wait(self) -> None:
         """Until everything has arrived, and everybody has read what is sent."""
         while self.to_read or self.unread:
@@ -60,6 +69,9 @@ class _Copy(Exchange):
     def __init__(self, link: Neighbours, number: int, sends: Pieces, receives: Pieces):
         super().__init__(link, number, sends, {q for q in link.others if receives[q].numel()})
         self.receives = receives
+
+    def bytes_from(self, q: int) -> int:
+        return nbytes(self.receives[q])
 
     def offered(self, q: int, address: int) -> None:
         self.link.read(q, address, self.receives[q])
@@ -84,6 +96,9 @@ class _Reduction(Exchange):
         super().__init__(link, number, sends, set(link.others) if own.numel() else set(), then)
         self.own, self.out, self.reduction = own, out, reduction
         self.addresses: dict[int, int] = {}
+
+    def bytes_from(self, q: int) -> int:
+        return nbytes(self.own)
 
     def offered(self, q: int, address: int) -> None:
         self.addresses[q] = address
@@ -123,7 +138,8 @@ class Neighbours(Link):
         self.ranks, self.own, self.processes, self.sockets = list(ranks), own, list(processes), sockets
         self.limit = min(limit, _LONGEST)
         self._under_way: dict[int, Exchange] = {}
-        self._offers: dict[tuple[int, int], int] = {}  # (rank, number) -> address, of what has not begun here
+        # (rank, number) -> address and bytes, of what has not begun here
+        self._offers: dict[tuple[int, int], tuple[int, int]] = {}
         self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")
         self._gone: set[int] = set()
         self._poll = select.poll()
@@ -150,11 +166,11 @@ class Neighbours(Link):
         number = made.number
         self._under_way[number] = made
         for q in made.unread:
-            self.tell(q, number, made.sends[q].data_ptr())
-        for q in list(made.to_read):
-            address = self._offers.pop((q, number), None)
-            if address is not None:
-                made.offered(q, address)
+            self.tell(q, number, made.sends[q].data_ptr(), nbytes(made.sends[q]))
+        for q in self.others:
+            offer = self._offers.pop((q, number), None) if self._offers else None
+            if offer is not None:
+                self._offered(made, q, *offer)
         self._end(made)
         self._listen(0)
         return made
@@ -226,17 +242,27 @@ class Neighbours(Link):
         told = self._partial[q] + told
         whole = len(told) - len(told) % _NOTE.size
         self._partial[q] = told[whole:]
-        for number, address in _NOTE.iter_unpack(told[:whole]):
+        for number, address, size in _NOTE.iter_unpack(told[:whole]):
             if number < 0:
                 made = self._under_way[~number]
                 made.unread.discard(q)
                 self._forget(made)
             elif number in self._under_way:
                 made = self._under_way[number]
-                made.offered(q, address)
+                self._offered(made, q, address, size)
                 self._end(made)
             else:
-                self._offers[q, number] = address
+                self._offers[q, number] = address, size
+
+    def _offered(self, made: Exchange, q: int, address: int, size: int) -> None:
+        expected = made.bytes_from(q) if q in made.to_read else 0
+        if size != expected:
+            raise GraphZeroError(
+                f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
+                "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
+                '(drop_last=True); config.check_inputs = "always" says what differs before the step'
+            )
+        made.offered(q, address)
 
     def read(self, q: int, address: int, into: Tensor) -> None:
         """Fill ``into`` from ``address`` on in rank q."""
@@ -255,9 +281,9 @@ class Neighbours(Link):
         if q in self._gone or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
             raise self._ended(q)
 
-    def tell(self, q: int, number: int, address: int = 0) -> None:
+    def tell(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
         """A note to rank q."""
-        note = memoryview(_NOTE.pack(number, address))
+        note = memoryview(_NOTE.pack(number, address, size))
         while note:
             try:
                 note = note[self.sockets[q].send(note) :]

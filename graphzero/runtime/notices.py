@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import CodeType
@@ -69,16 +68,6 @@ class Board:
             return None
 
         return within(PATIENCE, read)
-
-    def await_first(self, seconds: float, until: Callable[[], bool] = lambda: False) -> Notice | None:
-        """The first one that comes within so many seconds, or before ``until`` holds."""
-        deadline = time.monotonic() + seconds
-        while True:
-            over = until() or time.monotonic() > deadline  # looked at before, so that none is missed
-            found = self.first()
-            if found is not None or over:
-                return found
-            time.sleep(0.02)
 
     def mark(self, rank: int) -> None:
         """This rank has waited in vain."""

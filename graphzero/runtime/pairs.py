@@ -74,8 +74,9 @@ class Link(ABC):
 class Pairs:
     """Numbers the collectives, which every rank begins in the same order, so that pieces never cross."""
 
-    def __init__(self, link: Link, own: int):
-        """``own``: this rank's number along the axis."""
+    def __init__(self, link: Link, own: int, about: str = ""):
+        """``own``: this rank's number along the axis.  about: how tensors move, for people."""
+        self.about = about
         self.link, self.rank, self.ranks = link, own, len(link.others) + 1
         self.number = 0
 

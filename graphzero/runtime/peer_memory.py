@@ -32,9 +32,16 @@ def host() -> str | None:
 
     None where this process can't take part, or shall not.
     """
-    if not is_on() or sys.platform != "linux" or _call() is None:
-        return None
-    return namespace()
+    return None if obstacle() else namespace()
+
+
+def obstacle() -> str:
+    """Why this process can't take part, or shall not; "" where it may."""
+    if not is_on():
+        return f"{SWITCH}={os.environ[SWITCH]}"
+    if sys.platform != "linux" or _call() is None:
+        return "this system has no process_vm_readv"
+    return "" if namespace() is not None else "/proc does not say in which namespace it is"
 
 
 def is_on() -> bool:

@@ -82,6 +82,16 @@ class World(ABC):
             self.pending.popitem()[1].wait()
 
     @property
+    def ways(self) -> dict[str, str]:
+        """How tensors of this process move along each axis, for people; of those that have been used."""
+        return {}
+
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether ranks that give one collective other sizes are told so, and not given anything else."""
+        return True
+
+    @property
     def under_way(self) -> str:
         """What a stopped run has left for the next one to await, and which must therefore be equal on all ranks."""
         return ", ".join(map(str, sorted(self.pending)))

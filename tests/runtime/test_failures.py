@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import failure_toys  # noqa: E402
 
 import graphzero as gz  # noqa: E402
+from graphzero.runtime import peer_memory  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -200,3 +201,51 @@ def two_threads(rank: int) -> Any:
 def test_calls_of_two_threads_run_one_after_the_other(tmp_path: Path, way: str) -> None:
     found = failure_toys.run(two_threads, 2, tmp_path, way)
     assert found == {0: [20, 20], 1: [20, 20]}
+
+
+def other_shapes_in_first_mode(rank: int) -> Any:
+    """Both shapes have a program already, so no rank compiles, and in this mode no call begins with a comparison."""
+    graph = Train()
+    graph.config.check_inputs = "first"
+    for rows in (8, 4):
+        graph(batch(0, rank)[:rows])
+    found = tried(lambda: graph(batch(0, rank)[: 4 if rank else 8]))
+    graph(batch(0, rank))
+    return [found]
+
+
+def test_batches_that_differ_by_rank_raise_on_all_also_where_calls_compare_nothing(tmp_path: Path, way: str) -> None:
+    found = failure_toys.run(other_shapes_in_first_mode, 2, tmp_path, way)
+    texts = [found[rank][0]["text"] for rank in range(2)]
+    if way == "memory":
+        assert all("sends" in text and "bytes where rank" in text for text in texts), texts
+    else:
+        assert all("the ranks do not agree on the compiled program" in text for text in texts), texts
+
+
+def many_collectives(rank: int) -> Any:
+    graph = Train()
+    before = float(graph(batch(0, rank)))
+    for pairs in graph._world._pairs.values():
+        pairs.number = 2**31 - 20
+    values = [float(graph(batch(0, rank))) for _ in range(20)]
+    shown = [line for line in repr(graph).splitlines() if line.startswith("along dp")]
+    return [before > values[0] > values[-1], shown]
+
+
+def test_collectives_are_counted_beyond_the_tags_that_gloo_has_and_repr_says_the_way(tmp_path: Path, way: str) -> None:
+    said = {"memory": "read each other's memory", "sockets": "send through sockets (rank 0: GRAPHZERO_SHARE_HOST=0)"}
+    found = failure_toys.run(many_collectives, 2, tmp_path, way)
+    assert found == {rank: [True, [f"along dp ranks 0, 1 {said[way]}"]] for rank in range(2)}
+
+
+@pytest.mark.parametrize("word", ["false", "No", "off", "0"])
+def test_reading_is_turned_off_by_any_word_for_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peer_memory.SWITCH, word)
+    assert peer_memory.host() is None and word in peer_memory.obstacle()
+
+
+def test_a_switch_that_is_neither_yes_nor_no_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peer_memory.SWITCH, "maybe")
+    with pytest.raises(gz.ConfigError, match="GRAPHZERO_SHARE_HOST='maybe', which is neither yes"):
+        peer_memory.host()

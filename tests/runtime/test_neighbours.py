@@ -92,7 +92,7 @@ def test_notes_that_come_in_parts_are_put_together() -> None:
     link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     x, into = numbers(3), torch.zeros(6)
     handle = link.exchange(8, [NOTHING] * 2, [NOTHING, into])
-    note = neighbours._NOTE.pack(8, x.data_ptr())
+    note = neighbours._NOTE.pack(8, x.data_ptr(), 24)
     b.send(note[:5])
     link._listen(0)
     assert handle.to_read == {1}
@@ -113,9 +113,27 @@ def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> N
     a, b = socket.socketpair()
     link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     handle = link.exchange(1, [NOTHING] * 2, [NOTHING, torch.zeros(6)])
-    b.send(neighbours._NOTE.pack(1, 8))
+    b.send(neighbours._NOTE.pack(1, 8, 24))
     with pytest.raises(GraphZeroError, match=f"could not read what rank 1 holds for it: .*\n?.*{peer_memory.SWITCH}=0"):
         handle.wait()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
+def test_pieces_of_other_sizes_are_an_error_that_says_both(first: int, sizes: tuple[int, int]) -> None:
+    links, (sent, expected) = pair(), sizes
+
+    def begin(rank: int) -> None:
+        if rank == 0:
+            links[0].exchange(3, [numbers(0, sent)] * 2, [NOTHING, NOTHING])
+        else:
+            links[1].exchange(3, [NOTHING] * 2, [torch.zeros(expected), NOTHING])
+            links[1]._listen(0)
+
+    with pytest.raises(GraphZeroError, match=f"rank 4 sends {4 * sent} bytes where rank 7 expects {4 * expected}"):
+        for rank in (first, 1 - first):
+            begin(rank)
+        links[1].exchange(5, [NOTHING] * 2, [torch.zeros(1), NOTHING]).wait()
 
 
 def test_many_exchanges_may_begin_before_the_other_rank_listens() -> None:
