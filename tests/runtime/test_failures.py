@@ -203,9 +203,19 @@ def test_calls_of_two_threads_run_one_after_the_other(tmp_path: Path, way: str) 
     assert found == {0: [20, 20], 1: [20, 20]}
 
 
+class Gathers(Train):
+    """What moves is as large as the batch."""
+
+    def build(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = gz.to_global(self.layer(self.table(ids)), sbp=gz.sbp.B)
+        loss = hidden.softmax(0).square().mean()
+        loss.backward()
+        return loss
+
+
 def other_shapes_in_first_mode(rank: int) -> Any:
     """Both shapes have a program already, so no rank compiles, and in this mode no call begins with a comparison."""
-    graph = Train()
+    graph = Gathers()
     graph.config.check_inputs = "first"
     for rows in (8, 4):
         graph(batch(0, rank)[:rows])
