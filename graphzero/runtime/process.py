@@ -23,7 +23,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.communicator import communicator
-from graphzero.runtime.launch import before_tear_down
+from graphzero.runtime.launch import before_tear_down, has_fake_world
 from graphzero.runtime.neighbours import Neighbours
 from graphzero.runtime.pairs import OPS, Pairs, Then
 from graphzero.runtime.world import Handle, World, device_of
@@ -97,7 +97,7 @@ class ProcessWorld(World):
 
     def _pair(self, axis: str) -> Pairs | None:
         """What moves tensors along an axis, None where that is the backend's."""
-        if self._made_in != self._communicator.generation:
+        if self._made_in != self._communicator.generation and not has_fake_world():
             self._connect()
         return self._pairs.get(axis)
 
