@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from random_forms import Case, Train
+from random_forms import loss as plain_loss
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.ir import arena
 
 
 class Over(gz.Graph):
@@ -60,3 +63,26 @@ def test_losses_over_turned_values_are_those_of_plain_pytorch(case: str, ranks: 
         wanted.backward()
         stepped.step()
         assert torch.allclose(graph(x, y), wanted.detach(), rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_models_over_values_that_lie_in_every_way_train_as_in_plain_pytorch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "LEAST", 1)  # small values have room in the arena too
+    monkeypatch.setattr(arena, "COST", 1)
+    case = Case(seed)
+    plain, model = case.model(), case.model()
+    optimizer, graph = case.optimizer(plain), Train(case, model)
+    for number in range(3):
+        x, y = case.batch(number)
+        optimizer.zero_grad()
+        wanted, out = plain_loss(plain, x, y)
+        wanted.backward()
+        optimizer.step()
+        found = graph(x, y)
+        assert torch.allclose(found[0], wanted.detach(), rtol=1e-8), case
+        assert torch.allclose(found[1], out.detach(), rtol=1e-7, atol=1e-9), case
+    state = graph.full_state_dict()["modules"]["model"]
+    for name, p in plain.state_dict().items():
+        assert torch.allclose(state[name], p, rtol=1e-7, atol=1e-9), f"{name} of {case}"

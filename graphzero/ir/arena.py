@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from graphzero.ir import dense, inplace, memory, ops, value
+from graphzero.ir import dense, kernel_forms, memory, ops, value
 from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import Life, Storage
@@ -78,7 +78,7 @@ def eligible(graph: StepGraph, alive: Sequence[Life], without: Collection[Any] =
 def _can_be_told(node: fx.Node, orders: Orders) -> bool:
     if ops.is_direct(node):
         return True
-    told = inplace.writing(node.target) is not None or node.target in dense.COPIES
+    told = kernel_forms.writing(node.target) is not None or node.target in dense.COPIES
     return told and value.is_tensor(node) and orders.is_row_major(node)
 
 

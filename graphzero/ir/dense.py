@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graphzero import ops as own
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import inplace, kernel_forms, ops, value
 from graphzero.ir.memory import SAME, UNMARKED_VIEWS, is_view
 
 Order = tuple[int, ...] | None  # dims from the outermost in memory to the innermost; None: not known
@@ -80,10 +80,10 @@ class Orders:
 
         Element by element, torch follows the first operand in which all dims of the result can be told apart.
         """
-        if inplace.writing(node.target) is None:
+        if not kernel_forms.makes_rows(node.target):
             return False
         operands = value.tensor_operands(node)
-        if inplace.is_pointwise(node.target):
+        if kernel_forms.follows_first(node.target):
             shape = value.tensor_type(node).shape
             whole = next((i for i, x in enumerate(operands) if value.tensor_type(x).shape == shape), len(operands))
             operands = operands[: whole + 1]

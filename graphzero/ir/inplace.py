@@ -7,17 +7,18 @@ may one that works row by row, over the operand whose rows it reads; that is a p
 from __future__ import annotations
 
 import operator
-from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from graphzero import _compat
-from graphzero.ir import layout, ops, value
+from graphzero.ir import kernel_forms, layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import ADAM, ADAM_, CROSS_ENTROPY_BACKWARD
+
+if TYPE_CHECKING:
+    from graphzero.ir.dense import Orders
 
 OUT = "out"  # the keyword, in a graph, of the value whose storage a result takes
 aten = torch.ops.aten
@@ -31,11 +32,8 @@ ROW_BY_ROW = {
     aten._softmax_backward_data.default: 0,
     CROSS_ENTROPY_BACKWARD: 1,
 }
-# Ops whose ``out`` kernels write row by row, whatever the strides of the tensor that they are given.
-WRITES_ROWS = (
-    aten._log_softmax.default, aten._log_softmax_backward_data.default, aten._softmax.default,
-    aten._softmax_backward_data.default,
-)  # fmt: skip
+# Views of the whole of a value in its order; of what does not lie row by row they may turn out to be copies.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 ON_ANY_DEVICE = (CROSS_ENTROPY_BACKWARD,)  # ours: it writes a row when it has read it
 
 
@@ -77,71 +75,27 @@ def may_overwrite(node: fx.Node, operand: fx.Node, device_type: str) -> bool:
     target = node.target
     if target in OVER_OPERANDS:
         return value.flat_nodes(node.args).count(operand) == 1
-    if target in ROW_BY_ROW:
-        at = ROW_BY_ROW[target]
-        rest = (*node.args[:at], *node.args[at + 1 :])
-        fits = device_type == "cpu" or target in ON_ANY_DEVICE
-        return fits and node.args[at] is operand and operand not in rest
-    return is_pointwise(target)
-
-
-def is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and bool(torch.Tag.pointwise in target.tags)
-
-
-@cache
-def writing(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
-    """The overload of ``target`` that writes its one result into a given tensor, and that argument's keyword.
-
-    None where there is none, or where torch makes it up from the functional op and a copy.
-    """
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    wanted, found = _arguments(target), []
-    for name in target.overloadpacket.overloads():
-        other = getattr(target.overloadpacket, name)
-        outs = [a.name for a in other._schema.arguments if a.kwarg_only and _is_written(a)]
-        if len(outs) == 1 and _takes(other, _arguments(other), wanted) and _compat.has_own_kernel(other):
-            found.append((other, outs[0]))
-    return min(found, key=lambda one: _arguments(one[0]) != wanted, default=None)
-
-
-@cache
-def over_first(target: Any) -> torch._ops.OpOverload | None:
-    """The overload that writes its result over its first operand (``mul_`` of ``mul``), or None."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    packet = getattr(getattr(torch.ops, target.namespace), target._opname + "_", None)
-    for name in packet.overloads() if packet is not None else ():
-        other: torch._ops.OpOverload = getattr(packet, name)
-        first, *rest = other._schema.arguments
-        same = _takes(other, [_described(a) for a in rest], _arguments(target)[1:])
-        if _is_written(first) and same and _compat.has_own_kernel(other):
-            return other
-    return None
-
-
-def _takes(op: torch._ops.OpOverload, given: list[Any], wanted: list[Any]) -> bool:
-    """Whether arguments stand for arguments: the same, or a tensor where a number is wanted and ``op`` makes it one."""
-    if len(given) != len(wanted):
+    places = [i for i, arg in enumerate(node.args) if arg is operand]
+    if target in ROW_BY_ROW and len(places) > 1:
         return False
-    makes = _compat.makes_tensors_of_numbers(op)
-    pairs = zip(given, wanted, strict=True)
-    return all(
-        a == b or (makes and (a[0], a[2]) == (b[0], b[2]) and (a[1], b[1]) == ("Tensor", "number")) for a, b in pairs
-    )
+    return operand not in plain_kwargs(node).values() and all(works_over(target, at, device_type) for at in places)
 
 
-def _arguments(op: torch._ops.OpOverload) -> list[tuple[str, str, bool]]:
-    return [_described(a) for a in op._schema.arguments if not _is_written(a)]
+def works_over(target: Any, at: int, device_type: str) -> bool:
+    """Whether an op may write over its argument ``at`` while it reads it."""
+    if target in ROW_BY_ROW:
+        return at == ROW_BY_ROW[target] and (device_type == "cpu" or target in ON_ANY_DEVICE)
+    return kernel_forms.is_pointwise(target) and not kernel_forms.is_read_late(target, at)
 
 
-def _described(argument: Any) -> tuple[str, str, bool]:
-    return argument.name, str(argument.type), argument.kwarg_only
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def has_kernel(node: fx.Node, room: fx.Node, orders: Orders, device_type: str) -> bool:
+    """Whether ``node`` has a kernel that puts its result where ``room`` lies, as it lies there."""
+    target = node.target
+    if node.args and node.args[0] is room and kernel_forms.over_first(target, device_type) is not None:
+        return True
+    if kernel_forms.writing(target, device_type) is None:
+        return False
+    return not kernel_forms.writes_rows(target) or orders.is_row_major(room)
 
 
 def arrives_dense(graph: StepGraph, launch: fx.Node) -> bool:

@@ -86,6 +86,22 @@ def _direct_root(node: fx.Node, roots: dict[fx.Node, tuple[Storage | None, ...]]
     return roots[node.args[2][0]][0] if in_place else (node, 0)  # type: ignore[index]
 
 
+def reaches(node: fx.Node, state: fx.Node) -> bool:
+    """Whether what is written where ``node`` lives is written into ``state``, however that lies.
+
+    Not if it lives there by a view in other sizes, which of some strides is a copy.
+    """
+    while node is not state:
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source.target is ops.wait:  # a gather, which is settled where it belongs
+            return True
+        room = inplace.room_of(node)
+        if room is None and node.target not in (*SAME, ops.slice_shard, operator.getitem):
+            return False
+        node = room if room is not None else source  # type: ignore[assignment]
+    return True
+
+
 @dataclass(frozen=True)
 class Life:
     """One storage: positions in the program between which it is alive, its bytes, and what it is for.

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import inplace, kernel_forms, ops, value
 from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import Storage, last_check, storage_roots
+from graphzero.ir.memory import Storage, last_check, reaches, storage_roots
 from graphzero.ir.violation import violation
 
 Roots = dict[fx.Node, tuple[Storage | None, ...]]
@@ -74,6 +74,13 @@ class _Walk:
             self.busy = {slot: launch for slot, launch in self.busy.items() if launch is not node.args[0]}
 
     def end(self) -> None:
+        placeholders = {node.name: node for node in self.graph.placeholders()}
+        for name, new in self.graph.updates.items():
+            state = placeholders[name]
+            is_there = new.target is not ops.assign and self.roots[new] == ((state, 0),) and new is not state
+            if is_there and not reaches(new, state):
+                problem = f"'{new.name}', the new '{name}', lives in a view of it, which may turn out to be a copy"
+                raise violation(new, self.where, problem, f"Say assign({name}, {new.name}), or put it elsewhere")
         for launch in self.busy.values():
             raise violation(
                 launch, self.where, f"nobody waits for '{launch.name}'", "Add the wait, or drop the launch too"
@@ -122,6 +129,7 @@ def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage 
 
 def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: Orders, where: str) -> None:
     """Result ``i`` may be put over a value of its form, by an op that can put it there."""
+    device = graph.placement.device_type
     if node.target is ops.launch:
         dense = ops.is_direct(node) and node.args[0] == ops.bucket_all_gather.__name__
         good = dense and inplace.arrives_dense(graph, node) and value.type_of(node) == (value.type_of(room),)
@@ -129,12 +137,13 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: 
         same = (value.type_of(node)[i], value.sbp_of(node)[i]) == (value.type_of(room), value.sbp_of(room))
         good = same and inplace.over_operands(node)[i] is room
     else:
-        kernel = inplace.writing(node.target) or inplace.over_first(node.target)
+        kernel = kernel_forms.writing(node.target, device) or kernel_forms.over_first(node.target, device)
         good = kernel is not None and inplace.same_form(node, room)
     if not good:
         problem = f"'{node.name}' cannot be put in the storage of '{room.name}'"
         raise violation(node, where, problem, "out= takes a value of the same type and SBP, and an op with an out form")
-    if node.target in inplace.WRITES_ROWS and not orders.is_row_major(room):
+    is_plain = node.target is not ops.launch and node.target not in inplace.OVER_OPERANDS
+    if is_plain and not inplace.has_kernel(node, room, orders, device):
         problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
         raise violation(node, where, problem, "Take out= off it, or make its room by an op that lays it out so")
 

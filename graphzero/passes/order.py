@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import inplace, kernel_forms, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import Storage, lives, storage_roots
 from graphzero.passes.base import BuiltinPass
@@ -153,8 +153,10 @@ def _rooms(graph: StepGraph, node: fx.Node) -> Iterator[fx.Node]:
     """The operand in whose storage the result of ``node`` may be put, if nobody reads it again."""
     if node.target is ops.all_reduce:
         yield node.args[0]  # type: ignore[misc]
-    elif node.op == "call_function" and (inplace.writing(node.target) or inplace.over_first(node.target)):
+    elif node.op == "call_function" and value.is_tensor(node):
         device = graph.placement.device_type
-        operands = value.tensor_operands(node) if value.is_tensor(node) else []
+        if kernel_forms.writing(node.target, device) is None and kernel_forms.over_first(node.target, device) is None:
+            return
+        operands = value.tensor_operands(node)
         fitting = (x for x in operands if inplace.same_form(node, x) and inplace.may_overwrite(node, x, device))
         yield from islice(fitting, 1)

@@ -15,18 +15,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import inplace, kernel_forms, ops, value
 from graphzero.ir.dense import Orders
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import SAME, Storage, last_check, reads_until_awaited, storage_roots
+from graphzero.ir.memory import SAME, Storage, last_check, reaches, reads_until_awaited, storage_roots
 from graphzero.passes.base import BuiltinPass
-
-aten = torch.ops.aten
-# A view of these kinds covers the whole of what it views, in its order.
-COVERING = (*SAME, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class _Storages:
     """Who reads which storage last, while results move in with others.  dropped: assigns in vain -> their values."""
 
     def __init__(self, graph: StepGraph):
-        self.graph = graph
+        self.graph, self.device = graph, graph.placement.device_type
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.roots = storage_roots(graph)
         self.orders = Orders()
@@ -81,7 +76,8 @@ class _Storages:
     def can_be_told(self, node: fx.Node) -> bool:
         """Whether the op has a form that writes its result where it is told."""
         makes = value.is_tensor(node) and self.roots[node] == ((node, 0),) and bool(value.tensor_type(node).shape)
-        return makes and (inplace.writing(node.target) or inplace.over_first(node.target)) is not None
+        kernel = kernel_forms.writing(node.target, self.device) or kernel_forms.over_first(node.target, self.device)
+        return makes and kernel is not None
 
     def write_over_one(self, node: fx.Node) -> None:
         """Put the result over the state that it replaces, else over an operand."""
@@ -121,18 +117,19 @@ class _Storages:
             is_new = storage[0] in self.replaced[made] and self._is_kept(made)
             if assign is None or not (is_new or self.last[own] < self.position[assign]):
                 return False
+            if is_new and not reaches(room, storage[0]):
+                return False
         return self._covers(room, storage)
 
     def _covers(self, operand: fx.Node, storage: Storage) -> bool:
         """Whether a value is all of its storage, or this rank's piece of a state, which stays whatever lives in it."""
+        through = (*SAME, *inplace.RESHAPES)
         stays = storage[0].op == "placeholder"
         while operand is not storage[0]:
             room = inplace.room_of(operand)
             if room is not None:
                 operand = room
-            elif (
-                operand.target in COVERING or _picks(operand, storage) or (stays and operand.target is ops.slice_shard)
-            ):
+            elif operand.target in through or _picks(operand, storage) or (stays and operand.target is ops.slice_shard):
                 operand = operand.args[0]  # type: ignore[assignment]
             else:
                 return False
@@ -148,12 +145,9 @@ class _Storages:
         reads = room in value.tensor_operands(node)
         if not self._reads_alone(node, room):
             return False
-        if reads and not inplace.may_overwrite(node, room, self.graph.placement.device_type):
+        if reads and not inplace.may_overwrite(node, room, self.device):
             return False
-        if node.target in inplace.WRITES_ROWS and not self.orders.is_row_major(room):
-            return False
-        first = bool(node.args) and node.args[0] is room
-        return (first and inplace.over_first(node.target) is not None) or inplace.writing(node.target) is not None
+        return inplace.has_kernel(node, room, self.orders, self.device)
 
     def _move(self, own: Storage, made: fx.Node, room: fx.Node) -> None:
         """``made`` lives in the storage of ``room`` from now on."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import kernel_forms, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
 from graphzero.runtime.world import World
@@ -87,7 +87,7 @@ def _with_dense(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[.
 
 def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str, fx.Node]]:
     """What to call for a node whose result is put into ``room``, and the keyword that says so."""
-    over_first = inplace.over_first(node.target) if node.args and node.args[0] is room else None
+    over_first = kernel_forms.over_first(node.target) if node.args and node.args[0] is room else None
     if over_first is not None:
         return _compat.direct(over_first), {}
     call, keyword = into(node)
@@ -96,10 +96,12 @@ def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str,
 
 def into(node: fx.Node) -> tuple[Callable[..., Any], str]:
     """What to call for a node whose result is put into a given tensor, and the keyword of that."""
-    found = inplace.writing(node.target)
+    found = kernel_forms.writing(node.target)
     assert found is not None
     call, keyword = _compat.direct(found[0]), found[1]
-    return _into_rows(call, keyword) if node.target in inplace.WRITES_ROWS else call, keyword
+    if node.target in DENSE:
+        call = _with_dense(call, DENSE[node.target])
+    return _into_rows(call, keyword) if kernel_forms.writes_rows(node.target) else call, keyword
 
 
 def _into_rows(call: Callable[..., Any], keyword: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import torch
 from toys import STAGES, inputs_of, lower, on_ranks, random_step, run, step
 
 from graphzero.errors import VerifyError
-from graphzero.ir import inplace, memory
+from graphzero.ir import inplace, kernel_forms, memory
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.ir.verify import verify
@@ -279,10 +279,10 @@ def _told(op: torch._ops.OpOverload, args: tuple[object, ...], at: int) -> list[
     """The op's results by each form that writes over operand ``at``, each on copies."""
     made = []
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-    form = inplace.writing(op)
+    form = kernel_forms.writing(op)
     if form is not None:
         made.append(form[0](*copies, **{form[1]: copies[at]}))
-    over = inplace.over_first(op)
+    over = kernel_forms.over_first(op)
     if over is not None and at == 0:
         copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         over(*copies)
@@ -303,7 +303,7 @@ def test_an_op_over_its_operand_gives_the_bits_of_the_op_beside_it(shape: tuple[
     calls += [(aten.threshold_backward.default, (x, y, 0.5), at) for at in (0, 1)]
     calls += [(aten.where.self, (x > 0.5, x, y), at) for at in (1, 2)]
     for op, args, at in calls:
-        assert inplace.is_pointwise(op)
+        assert kernel_forms.is_pointwise(op)
         wanted = op(*args)
         for found in _told(op, args, at):
             assert torch.equal(found, wanted), op
@@ -331,5 +331,5 @@ def test_an_op_on_rows_over_the_rows_it_reads_gives_the_bits_of_the_op_beside_it
 
 
 def test_a_form_that_torch_makes_up_from_a_copy_is_not_taken() -> None:
-    assert inplace.writing(aten.native_dropout.default) is None
-    assert inplace.writing(aten.relu.default) is None and inplace.over_first(aten.relu.default) is not None
+    assert kernel_forms.writing(aten.native_dropout.default) is None
+    assert kernel_forms.writing(aten.relu.default) is None and kernel_forms.over_first(aten.relu.default) is not None

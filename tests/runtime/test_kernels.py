@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphzero.ir import inplace
+from graphzero.ir import kernel_forms
 from graphzero.runtime import kernels
 from graphzero.runtime.kernels import kernel
 from graphzero.sbp.call import op_name
@@ -48,17 +48,6 @@ def run(call: Callable[..., Any], leaves: list[Any], spec: Any) -> list[Tensor]:
     return [x for x in tree_flatten(call(*args, **kwargs))[0] if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("op", inplace.WRITES_ROWS, ids=op_name)
-def test_a_kernel_that_writes_row_by_row_writes_right_where_rows_do_not_lie(op: Any) -> None:
-    graph = fx.Graph()
-    node, x = graph.call_function(op), torch.rand(5, 6, 7)
-    call, keyword = kernels.into(node)
-    args = (x, 1, False) if "backward" not in str(op) else (x, x.flip(0), 1, torch.float32)
-    for room in (torch.empty(5, 6, 7), turned(torch.empty(5, 6, 7)), cut(torch.empty(5, 6, 7))):
-        assert call(*args, **{keyword: room}) is room
-        assert torch.equal(room, op(*args))
-
-
 OPS = [
     (op, group)
     for op, group in by_op()
@@ -84,3 +73,25 @@ def test_every_op_computes_the_same_of_operands_that_are_not_dense() -> None:
                 if not all(torch.allclose(a, b, atol=1e-9, equal_nan=True) for a, b in zip(whole, found, strict=True)):
                     wrong.add(f"{op_name(op)}, argument {i}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_op_that_is_told_where_to_write_writes_the_same_into_tensors_of_any_strides() -> None:
+    wrong, told = set(), set()
+    for op, group in OPS:
+        if kernel_forms.writing(op) is None:
+            continue
+        call, keyword = kernels.into(fx.Graph().call_function(op))
+        for sample in group:
+            leaves, spec = tree_flatten((sample.args, sample.kwargs))
+            (whole,) = run(kernel(op), leaves, spec)
+            rooms = [moved(torch.full_like(whole, 3)) for moved in (torch.clone, turned, cut) if whole.dim() > 1]
+            for room, given in itertools.product(rooms, [leaves, *(given for _, given in odd(leaves))]):
+                torch.manual_seed(0)
+                args, kwargs = tree_unflatten(given, spec)
+                call(*args, **kwargs, **{keyword: room})
+                told.add(op)
+                if not torch.allclose(room, whole, atol=1e-9, equal_nan=True):
+                    wrong.add(f"{op_name(op)} into strides {room.stride()}")
+    assert not wrong, "\n".join(sorted(wrong))
+    assert len(told) > 150

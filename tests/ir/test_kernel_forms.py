@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphzero.ir import inplace
+from graphzero.ir import kernel_forms
 
 aten = torch.ops.aten
 WITH_NUMBERS = [
@@ -18,13 +18,13 @@ def test_a_form_takes_a_number_where_the_op_does(op):
     integral = "bitwise" in str(op)
     x = torch.arange(1, 7) if integral else torch.rand(6) + 0.5
     wanted = op(x, 2)
-    found = inplace.writing(op)
+    found = kernel_forms.writing(op)
     if found is not None:
         call, keyword = found
         room = torch.empty_like(wanted)
         call(x, 2, **{keyword: room})
         assert torch.equal(room, wanted)
-    over = inplace.over_first(op)
+    over = kernel_forms.over_first(op)
     if over is not None and wanted.dtype == x.dtype:
         over(x, 2)
         assert torch.equal(x, wanted)
@@ -32,5 +32,5 @@ def test_a_form_takes_a_number_where_the_op_does(op):
 
 def test_frequent_ops_have_a_form():
     assert all(
-        inplace.writing(op) for op in (aten.add.Tensor, aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.mm.default)
+        kernel_forms.writing(op) for op in (aten.add.Tensor, aten.mul.Tensor, aten.pow.Tensor_Scalar, aten.mm.default)
     )
