@@ -144,7 +144,10 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: 
         raise violation(node, where, problem, "out= takes a value of the same type and SBP, and an op with an out form")
     is_plain = node.target is not ops.launch and node.target not in inplace.OVER_OPERANDS
     if is_plain and not inplace.has_kernel(node, room, orders, device):
-        problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
+        if kernel_forms.writing(node.target, device) is None:
+            problem = f"'{node.name}' can only write over its first operand, which '{room.name}' is not"
+        else:
+            problem = f"'{node.name}' writes row by row, which '{room.name}' is not known to lie"
         raise violation(node, where, problem, "Take out= off it, or make its room by an op that lays it out so")
 
 

@@ -245,6 +245,36 @@ def test_an_op_that_writes_row_by_row_is_refused_where_rows_are_not_known_to_lie
         verify(parse(text("exp(x)")))
 
 
+def test_an_op_that_is_not_known_to_write_right_is_given_no_room() -> None:
+    text = LOCAL.format(", out=a", "c = huber_loss(b, b, 0, 1.0, out=b) : f32[4]  B", "")
+    with pytest.raises(VerifyError, match="'c' cannot be put in the storage of 'b'"):
+        verify(parse(text))
+
+
+def test_an_op_without_an_out_form_writes_over_its_first_operand_alone() -> None:
+    verify(parse(LOCAL.format("", "c = relu(b, out=b) : f32[4]  B", "")))
+    with pytest.raises(VerifyError, match="'c' can only write over its first operand, which 'a' is not"):
+        verify(parse(LOCAL.format("", "c = relu(b, out=a) : f32[4]  B", "")))
+
+
+def test_a_new_state_is_not_written_through_a_view_in_other_sizes() -> None:
+    def text(*lines: str) -> str:
+        body = "\n  ".join(lines)
+        return f"""
+graph g(dp=1) local
+  x = batch()     : f32[4, 4]  B
+  m = state(w, m) : f32[4, 4]  B
+forward:
+  {body}
+  return x; update(m=n)
+"""
+
+    verify(parse(text("n = add(m, x, out=m) : f32[4, 4]  B")))
+    flat = ("f = view(m, [16]) : f32[16]  B", "g = neg(f, out=f) : f32[16]  B", "v = view(g, [4, 4]) : f32[4, 4]  B")
+    with pytest.raises(VerifyError, match="'n', the new 'm', lives in a view of it"):
+        verify(parse(text(*flat, "n = neg(v, out=v) : f32[4, 4]  B")))
+
+
 def test_a_write_into_a_state_is_its_new_value() -> None:
     graph = parse(
         LOCAL.format(", out=a", "c = neg(b) : f32[4]  B\n  d = add(b, m, out=m) : f32[4]  B", "; update(m=d)")
