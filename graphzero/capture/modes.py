@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture.attention import attention
+from graphzero.capture.folding import by_mask, folding
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.looks import FACTORIES, Looks, read_problem
 from graphzero.capture.problems import problem_here
@@ -145,14 +146,16 @@ class Watch(TorchDispatchMode):
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._refuse(func, args, kwargs)
+        fold = folding(func, args, kwargs or {}) if _sized_by_values(func, args) else None
+        if fold is None:
+            self._refuse(func, args, kwargs)
         source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
         if self.phase == "forward":
             self.lines[_compat.sequence_number()] = source
         elif self.line and source == self.backward_line:
             source = self.line
         with _compat.annotate({"phase": self.phase, "source": source}):
-            result = func(*args, **(kwargs or {}))
+            result = fold() if fold else func(*args, **(kwargs or {}))
         self.free.made(func, args, result)
         if func in FACTORIES:
             self.looks.know(result, func, args, kwargs or {})
@@ -179,7 +182,7 @@ class Watch(TorchDispatchMode):
             raise problem_here(
                 f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
             )
-        if torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or _by_mask(args[1])):
+        if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
             raise problem_here(f"the shape of a result depends on data: {name}", _SHAPE_HINT, self.build)
         if func in _PRODUCTS:
@@ -203,5 +206,6 @@ class Watch(TorchDispatchMode):
             raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT, self.build)
 
 
-def _by_mask(indices: Any) -> bool:
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def _sized_by_values(func: Any, args: Any) -> bool:
+    """Whether the shape of the result depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or by_mask(args[1]))

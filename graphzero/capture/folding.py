@@ -1,0 +1,61 @@
+"""Ops whose results have as many elements as values say, where build knows these values while it is traced.
+
+Sizes of images in a batch that is always alike, a mask made of numbers: ``repeat_interleave`` by them, ``nonzero`` of
+them or indexing by them then has a shape, and the program holds what it gives as a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+
+aten = torch.ops.aten
+
+
+def by_mask(indices: Any) -> bool:
+    """Whether one of ``indices`` is a mask, so that they pick as many elements as it has ones."""
+    return any(map(_is_mask, indices))
+
+
+def folding(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """What makes ``func``'s result, or None where the size of it depends on values that are not known."""
+    if func is aten.index.Tensor and all(map(_known, filter(_is_mask, args[1]))):
+        return lambda: func(args[0], _places(args[1]))
+    tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+    return (lambda: _made(func, args, kwargs)) if tensors and all(map(_known, tensors)) else None
+
+
+def _known(x: Tensor) -> bool:
+    return _compat.constant_of(x) is not None
+
+
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    known_args, known_kwargs = pytree.tree_map_only(Tensor, _compat.constant_of, (args, kwargs))
+    with _compat.no_modes():
+        found = func(*known_args, **known_kwargs)
+    return pytree.tree_map_only(Tensor, aten.lift_fresh_copy.default, found)
+
+
+def _places(indices: Any) -> list[Tensor | None]:
+    """``indices`` with the places of a mask's ones in its stead."""
+    made: list[Tensor | None] = []
+    for index in indices:
+        if not _is_mask(index):
+            made.append(index)
+            continue
+        known = _compat.constant_of(index)
+        assert known is not None
+        with _compat.no_modes():
+            places = [x.contiguous() for x in known.nonzero().unbind(1)]
+        made += map(aten.lift_fresh_copy.default, places)
+    return made
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
