@@ -3,7 +3,7 @@
     python bench/zoo.py --save RESULTS.jsonl              # goes on where it was
     python bench/zoo.py --only 'transformers/llama' --save RESULTS.jsonl
     python bench/zoo.py --again refused,crashed,wrong --save RESULTS.jsonl
-    python bench/zoo.py --summary --save RESULTS.jsonl    # the tables of docs/models.md
+    python bench/zoo.py --summary --save RESULTS.jsonl    # the tables; with --page they are put in docs/models.md
 
 Packages are those of the extra ``zoo``; what is not installed is left out.  Outcomes: equal; skipped, where plain
 PyTorch does not run the tiny model; refused, by a GraphZeroError; crashed, by any other error or a limit; wrong.
@@ -13,6 +13,7 @@ One process a model, forked from one that has loaded the packages, with limits o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -43,13 +44,18 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=1, help="every n-th model only")
     parser.add_argument("--phases", default="graph,export", help="of graph, eager, export, compile")
     parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
+    parser.add_argument("--page", action="store_true", help="write the tables of what is kept into docs/models.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = Path(options.save)
     if options.summary:
         print(zoo_tables.summary(list(kept(path).values())))
         return 0
+    if options.page:
+        zoo_tables.write(list(kept(path).values()))
+        return 0
     zoo_packages.load()
+    gc.freeze()  # what is loaded is not looked through in every child
     found = kept(path)
     again = set(filter(None, options.again.split(",")))
     phases = options.phases.split(",")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from zoo_trial import Trial
 
-PARTS = ("zoo_recipes", "zoo_images", "zoo_diffusers", "zoo_peft", "zoo_transformers")
+PARTS = ("zoo_recipes", "zoo_peft", "zoo_diffusers", "zoo_transformers", "zoo_images")
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Tiny configurations of transformers' architectures, made from each configuration's own defaults.
 
-A configuration is its default as a dict, with every number that makes a model large made small by its name (``RULES``):
+A configuration is its default as a dict, with every number that makes a model large made small by its name:
 widths are all divided by one factor, so that sums, products and lists of widths go on fitting together; layers are cut
 to a few, and kinds of layers are all kept.  What drops at random is set to 0.  ``OVERRIDES`` has what an architecture
 needs beside that.
@@ -33,32 +33,54 @@ def same(value: int, factor: float) -> int:
     return value
 
 
-RULES: tuple[tuple[str, Small], ...] = (  # the first pattern that the whole name matches
+Rules = tuple[tuple[re.Pattern[str], Small], ...]
+
+
+def rules(*pairs: tuple[str, Small]) -> Rules:
+    return tuple((re.compile(pattern), small) for pattern, small in pairs)
+
+
+# By the whole name of a number; the first pattern that matches counts.
+STAYS = rules(
     (r"((num|in|input|audio|mask_input|out)_)?channels|in_chans", same),
     (r"mel_dim|input_dim|type_vocab_size|num_feat_extract_layers|.*conv_kernel\w*|max_2d_position_embeddings", same),
     (r"num_input_channels|sampling_rate|hop_length", same),
-    (r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)),
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|n_kv_heads?|kv_heads|multi_query_group_num|num_key_value_groups)",
+)
+WORDS = rules((r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)))
+HEADS = rules(
+    (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_kv_heads?|kv_heads|multi_query_group_num|num_key_value_groups)",
      at_most(2)),
     (r"(\w*_)?((num|n)_)?(attention_|query_|self_attention_)?heads?(_per_stage)?|\w*n_heads?", at_most(4)),
     (r"(\w*_)?(head_dim|rotary_dim|dim_head|kv_channels|head_size|qk_dim)", at_most(HEAD)),
-    (r"(\w*_)?(layers|n_layers?|depths?|num_blocks|n_blocks)|num_\w*(layers|blocks|stacks)", at_most(LAYERS)),
+)  # fmt: skip
+LAYERED = rules(
+    (r"(\w*_)?(layers|n_layers?|depths?|num_blocks|n_blocks)|num_\w*(layers|blocks|stacks)", at_most(LAYERS))
+)
+EXPERTS = rules(
     (r"(moe_)?(num|n)_((local|routed|moe)_)?experts", at_most(4)),
-    (r"\w*(experts_per_tok|top_?k|topk)", at_most(2)),
+    (r"n_group|num_expert_groups?|topk_group|top_k_groups?", at_most(1)),
+    (r"\w*(experts_per_tok(en)?|top_?k|topk)|moe_k", at_most(2)),
+)
+LENGTHS = rules(
     (r"(\w*_)?(image|crop|input|img)_size", at_most(IMAGE)),
     (r"patch_size", at_most(8)),
     (r"(\w*_)?(max_\w*positions?(_embeddings)?|n_positions|n_ctx|context_length|max_seq_len\w*|seq_length|seqlen"
      r"|sequence_length)", at_most(POSITIONS)),
     (r"\w*window(_size)?|attention_window|local_attention|block_size|chunk_size\w*", at_most(8)),
+    (r"base_channels", at_most(32)),
     (r"num_queries\w*|num_query_tokens|num_latents", at_most(8)),
+)  # fmt: skip
+WIDTHS = rules(
     (r"(\w*_)?(hidden|embed\w*|embedding|intermediate|ffn?|mlp|inner|proj\w*|model|projector|bottleneck)"
      r"_(size|dim|dims|width|sizes)", width),
-    (r"d_model|n_embd|n_inner|d_ff|ffn_dim|dim|width|hidden_sizes?|embed_dims?|embed_dim_per_stage|d_inner", width),
-    (r"d_kv", width),
+    (r"d_(model|ff|inner|kv)|n_(embd|inner)|ffn_dim|dim|width|hidden_sizes?|embed_dims?|embed_dim_per_stage", width),
     (r"\w*_(width|channels|dim|rank|hidden_size\w*|feature_size|channel_list)|n_embed|num_filters|lora_rank\w*", width),
 )  # fmt: skip
-_RULES = tuple((re.compile(pattern), small) for pattern, small in RULES)
-_HEADS, _DEPTHS = re.compile(RULES[5][0]), re.compile(RULES[7][0])
+LEVELS = (
+    STAYS + WORDS + HEADS + LAYERED + EXPERTS + LENGTHS + WIDTHS,
+    STAYS + WORDS + LAYERED + EXPERTS + LENGTHS,
+    WORDS + LAYERED + EXPERTS,
+)
 _DROP = re.compile(r"drop|jitter|^mask_(time|feature)_prob$|noise|mask_ratio")
 _IDS = re.compile(r"(token_ids?|token_index|_start_id|_end_id|_token|_pad_id|index_?id|_ids?)$")
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "embedding_size", "width")
@@ -68,10 +90,14 @@ _LEFT_OUT = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "i
 _AS_THEY_ARE = ("rope_parameters", "rope_scaling", "attribute_map")
 
 
-def tiny(config_class: Any) -> Any:
-    """The architecture's configuration, small enough to train in a second on one core."""
+def tiny(config_class: Any, level: int = 0) -> Any:
+    """The architecture's configuration, small enough to train in a second on one core.
+
+    level: 0 is smallest; 1 leaves widths and heads as they are, which not every architecture derives from one another;
+        2 leaves sizes of images and windows too.
+    """
     kind = config_class.model_type
-    shrunk = _shrink(config_class(**STARTS.get(kind, {})).to_dict(), {})
+    shrunk = _shrink(config_class(**STARTS.get(kind, {})).to_dict(), {}, LEVELS[level])
     for pattern, changes in OVERRIDES.items():
         if re.fullmatch(pattern, kind):
             _merge(shrunk, changes)
@@ -86,11 +112,11 @@ def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             values[key] = change
 
 
-def _shrink(values: Mapping[Any, Any], ids: dict[int, int]) -> dict[str, Any]:
+def _shrink(values: Mapping[Any, Any], ids: dict[int, int], using: Rules) -> dict[str, Any]:
     """``values`` made small; ``ids`` maps special tokens of the default to those here, alike in all parts."""
     old = {str(key): value for key, value in values.items() if key not in _LEFT_OUT}
     factor = _factor(old)
-    made = {key: _small(key, value, factor, ids) for key, value in old.items()}
+    made = {key: _small(key, value, factor, ids, using) for key, value in old.items()}
     _layer_lists(old, made)
     _agree(old, made)
     return made
@@ -107,35 +133,35 @@ def _factor(values: Mapping[str, Any]) -> float:
     return 16
 
 
-def _small(key: str, value: Any, factor: float, ids: dict[int, int]) -> Any:
+def _small(key: str, value: Any, factor: float, ids: dict[int, int], using: Rules) -> Any:
     if isinstance(value, dict):
         if key.endswith("per_layer_config"):
             return {str(LAYERS - 1): next(iter(value.values()))} if value else value
-        return value if key in _AS_THEY_ARE else _shrink(value, ids)
+        return value if key in _AS_THEY_ARE else _shrink(value, ids, using)
     if isinstance(value, list | tuple):
-        return _small_list(key, list(value), factor, ids)
+        return _small_list(key, list(value), factor, ids, using)
     if isinstance(value, bool):
         return value and key not in ("use_cache", "apply_spec_augment")
     if isinstance(value, int | float) and _DROP.search(key):
         return type(value)(0) if value <= 1 else value
-    return _small_number(key, value, factor, ids) if isinstance(value, int) else value
+    return _small_number(key, value, factor, ids, using) if isinstance(value, int) else value
 
 
-def _small_list(key: str, values: list[Any], factor: float, ids: dict[int, int]) -> list[Any]:
+def _small_list(key: str, values: list[Any], factor: float, ids: dict[int, int], using: Rules) -> list[Any]:
     if all(isinstance(x, int) and not isinstance(x, bool) for x in values):
-        if _HEADS.fullmatch(key):
+        if using is LEVELS[0] and HEADS[1][0].fullmatch(key):
             return [min(x, 2) for x in values]
-        if _DEPTHS.fullmatch(key):
+        if LAYERED[0][0].fullmatch(key):
             return [1 for _ in values]
-    return [_small(key, x, factor, ids) for x in values]
+    return [_small(key, x, factor, ids, using) for x in values]
 
 
-def _small_number(key: str, value: int, factor: float, ids: dict[int, int]) -> int:
+def _small_number(key: str, value: int, factor: float, ids: dict[int, int], using: Rules) -> int:
     if value < 0:
         return value
     if _IDS.search(key):
         return value if value < PLAIN_IDS else ids.setdefault(value, PLAIN_IDS + len(ids))
-    small = next((small for pattern, small in _RULES if pattern.fullmatch(key)), same)
+    small = next((small for pattern, small in using if pattern.fullmatch(key)), same)
     return small(value, factor)
 
 
@@ -159,8 +185,12 @@ def _agree(old: Mapping[str, Any], made: dict[str, Any]) -> None:
         made["num_key_value_heads"] = heads
     if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= made.keys():
         made["qk_head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
-    if made.get("head_dim", 0) is None:
-        made["head_dim"] = HEAD
+    if made.get("num_key_value_heads", 0) is None and isinstance(heads, int):
+        made["num_key_value_heads"] = heads
+    if made.get("head_dim", 0) is None and isinstance(heads, int) and isinstance(made.get("hidden_size"), int):
+        made["head_dim"] = made["hidden_size"] // heads
+    for rope in ("rope_parameters", "rope_scaling"):
+        _sections(made.get(rope), made)
     if isinstance(made.get("d_head"), int) and isinstance(made.get("n_head"), int):
         made["d_head"] = made["d_model"] // made["n_head"]
     if "mamba_d_head" in made:
@@ -169,10 +199,31 @@ def _agree(old: Mapping[str, Any], made: dict[str, Any]) -> None:
         made["vision_feature_layer"] = [-1 - i for i in range(len(made["vision_feature_layer"]))]
     if "mm_tokens_per_image" in made:
         made["mm_tokens_per_image"] = 4
-    if "stage_names" in made or "out_features" in made:
-        for key in ("out_features", "out_indices", "stage_names"):
-            made.pop(key, None)
+    if isinstance(old.get("out_features"), list | tuple):
+        _stages(len(old["out_features"]), made)
     _parts_agree(made)
+
+
+def _stages(outputs: int, made: dict[str, Any]) -> None:
+    """A backbone that hands out layers, each a stage, hands out its last ones."""
+    count = next((key for key in _COUNTS if isinstance(made.get(key), int)), None)
+    if count is not None and "depths" not in made:
+        made[count] = max(made[count], outputs)
+        made["out_indices"] = list(range(made[count] - outputs + 1, made[count] + 1))
+        made.pop("out_features", None)
+        made.pop("stage_names", None)
+
+
+def _sections(rope: Any, made: Mapping[str, Any]) -> None:
+    """The pairs of a head's dims that turn by time, height and width are all that there are."""
+    if not isinstance(rope, dict):
+        return
+    for part in rope.values():
+        _sections(part, made)
+    if "mrope_section" in rope:
+        head = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
+        pairs = int(head * (rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1)) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def _parts_agree(made: dict[str, Any]) -> None:

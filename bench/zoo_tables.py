@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from _run import markdown
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+END = "<!-- up to here -->\n"
 Record = dict[str, Any]
 OUTCOMES = ("equal", "refused", "crashed", "wrong", "skipped")
 
@@ -19,8 +22,18 @@ def line(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Counts by family, what was not equal by cause, what the peers take, and the slowest captures."""
-    return "\n\n".join([families(records), shares(records), causes(records), skipped(records), slowest(records)])
+    """Counts by family, what the peers take, what was not equal by cause, and the slowest captures."""
+    return "\n\n".join(table(records) for table in TABLES.values())
+
+
+def write(records: Sequence[Record], page: Path = PAGE) -> None:
+    """Put each table between its two lines of the page."""
+    text = page.read_text()
+    for name, table in TABLES.items():
+        begin = f"<!-- bench/zoo.py writes: {name} -->\n"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{table(records)}\n{rest[rest.index(END) :]}"
+    page.write_text(text)
 
 
 def families(records: Sequence[Record]) -> str:
@@ -93,3 +106,6 @@ def _cell(text: str) -> str:
 def _names(members: Sequence[Record], limit: int = 6) -> str:
     names = [member["name"].removeprefix("transformers/") for member in members]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+TABLES = {"families": families, "shares": shares, "causes": causes, "slowest": slowest, "skipped": skipped}

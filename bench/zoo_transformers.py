@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from zoo_inputs import Batch, Losses
-from zoo_shrink import tiny
-from zoo_trial import Skip, Trial
+from zoo_shrink import LEVELS, tiny
+from zoo_trial import Skip, Trial, seed
 
 FAMILIES = (  # an architecture is taken with the first head that it has here
-    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "CTC",
+    "IMAGE_TEXT_TO_TEXT", "TEXT_TO_WAVEFORM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM",
+    "SPEECH_SEQ_2_SEQ", "CTC",
     "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION",
     "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION", "OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "DEPTH_ESTIMATION",
     "AUDIO_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION", "TIME_SERIES_PREDICTION", "MULTIMODAL_LM",
-    "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "MASK_GENERATION",
+    "TEXT_TO_SPECTROGRAM", "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "MASK_GENERATION",
     "RNNT", "TDT", "DECISION", "IMAGE_TO_IMAGE", "IMAGE_MATTING", "NORMAL_ESTIMATION", "POINTMAP_ESTIMATION",
     "POSE_ESTIMATION", "RETRIEVAL", "PRETRAINING", "TEXT_ENCODING", "BASE",
 )  # fmt: skip
@@ -28,6 +28,8 @@ ALSO = (  # heads that many architectures share: a few of each
     "TABLE_RECOGNITION", "TIME_SERIES_CLASSIFICATION", "TIME_SERIES_REGRESSION", "MASKED_LM", "PRETRAINING",
 )  # fmt: skip
 EACH = 8
+TRIES = 6
+LARGEST = 20_000_000  # parameters
 
 
 def cases() -> dict[str, tuple[str, Callable[[], Trial]]]:
@@ -68,29 +70,50 @@ def trial(kind: str, name: str) -> Trial:
         model_class = getattr(transformers, name)
     except Exception as error:
         raise Skip(f"the package has no {kind}: {error}") from error
-    config = tiny(config_class)
+    first: Exception | None = None
+    for level in range(len(LEVELS)):
+        try:
+            return fitted(model_class, name, tiny(config_class, level))
+        except Exception as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def fitted(model_class: Any, name: str, config: Any) -> Trial:
+    """The model of this configuration, with inputs that it takes."""
     config._attn_implementation = "sdpa"
-    try:
-        model = model_class(config)
-    except ValueError as error:
-        if "scaled_dot_product" not in str(error):
-            raise
-        config._attn_implementation = "eager"
-        model = model_class(config)
+    with torch.device("meta"):
+        try:
+            size = model_class(config).num_parameters()
+        except ValueError as error:
+            if "scaled_dot_product" not in str(error):
+                raise
+            config._attn_implementation = "eager"
+            size = model_class(config).num_parameters()
+    if size > LARGEST:
+        raise Skip(f"{size / 1e6:.0f} million parameters")
+    model = model_class(config)
     batch = Batch(name, model, config)
     module = Losses(model, batch.constants)
-    for _ in range(3):
-        try:
-            with torch.no_grad():
-                model.eval()(
-                    **{k: x.to(model.dtype) if x.is_floating_point() else x for k, x in batch(0).items()},
-                    **module.made(),
-                )
+    first: Exception | None = None
+    for _ in range(TRIES):
+        error = tried(module, batch)
+        if error is None:
+            return Trial(module, batch)
+        first = first or error
+        if not batch.fit(error) and not batch.words_only():
             break
-        except ValueError as error:
-            found = re.search(r"tokens: (\d+),? features:? (\d+)", str(error))
-            if not found or not batch.place_images(int(found.group(2))):
-                break
-        except Exception:
-            break
-    return Trial(module, batch)
+    assert first is not None
+    raise first
+
+
+def tried(module: Losses, batch: Batch) -> Exception | None:
+    """What the model says to the batch."""
+    seed(0)
+    drawn = {name: x.to(torch.get_default_dtype()) if x.is_floating_point() else x for name, x in batch(0).items()}
+    try:
+        module.train()(**drawn)
+    except Exception as error:
+        return error
+    return None
