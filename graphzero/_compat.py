@@ -286,6 +286,11 @@ def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
 local_of_dtensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
+def is_saved(module: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter or buffer ``name`` of a module is in its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
 def storage_id(x: Tensor) -> int:
     """A number that tensors share if, and only if, they share storage; fakes have one too."""
     return int(x.untyped_storage()._cdata)

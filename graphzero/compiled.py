@@ -32,6 +32,7 @@ from graphzero.runtime.executor import Executor
 from graphzero.runtime.garbage import collector_at_rest
 from graphzero.runtime.inputs import Inputs
 from graphzero.runtime.launch import has_fake_world
+from graphzero.runtime.repeated import repeated
 from graphzero.runtime.replay import Replayed
 from graphzero.runtime.state import State
 from graphzero.runtime.world import World
@@ -67,6 +68,12 @@ class Compiled:
             else:
                 self._executor = Executor(self.graph, world, *how)
         return self._executor
+
+    @cached_property
+    def repeated(self) -> str:
+        """An op that each rank computes for itself though all need the same bits, and its line; or nothing."""
+        node = repeated(self.graph)
+        return "" if node is None else f"'{node.name}' ({value.source_of(node) or node.target})"
 
     @property
     def decisions(self) -> tuple[str, ...]:

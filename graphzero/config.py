@@ -22,7 +22,7 @@ from graphzero.sbp.types import Nd, Sbp
 from graphzero.zero_config import ALL, ZeroConfig, axes_to_split, check_stage, choices, names_to_keep
 
 EXECUTORS = ("eager", "inductor")
-CHECKS = ("always", "first")
+CHECKS = ("always", "first", "values")
 MAX_PROGRAMS = 64
 MATMULS = ("default", "onednn", "fastest")
 
@@ -204,7 +204,12 @@ class GraphConfig:
 
     @property
     def check_inputs(self) -> str:
-        """When ranks agree on the program: "always", before every call, or "first", before calls that compile."""
+        """When ranks agree on the program: "always", before every call, or "first", before calls that compile or bind.
+
+        Inputs that several ranks are said to be given alike (0-d tensors, those that are B, a batch along the axes that
+        do not split it) are compared too: up to 16 elements on the CPU whenever ranks agree, larger ones in the first
+        two calls of a program, and in every call under "values", which reads them all, and waits for a GPU.
+        """
         return self._check_inputs
 
     @check_inputs.setter

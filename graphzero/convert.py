@@ -21,7 +21,7 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
-from graphzero.runtime.agree import PLACE, Ranks, digest
+from graphzero.runtime.agree import PLACE, Ranks
 from graphzero.runtime.launch import located
 from graphzero.runtime.modules import Found
 from graphzero.runtime.placed import check_kept
@@ -181,13 +181,9 @@ def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
 
 def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
     held = list(tree.tensors({"": module}).values())
-    nds: list[Nd] = []
-    failure = None
-    try:
-        nds = _checked_nds(module, held, placement, sbp)
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
-        failure = error
-    _agree(module, held, nds, placement, failure)
+    nds = Ranks(placement, type(module).__name__).agree_on(
+        PLACE, lambda: _checked_nds(module, held, placement, sbp), lambda nds: _facts(held, nds, placement)
+    )
     for found, nd in zip(held, nds, strict=True):
         _put(found, placement, nd if found.tensor.dim() else (B,) * len(nd))  # a count of batches has nothing to split
     return module
@@ -249,14 +245,9 @@ def _by_name(
     ]
 
 
-def _agree(
-    module: nn.Module, held: Sequence[Found], nds: Sequence[Nd], placement: Placement, failure: Exception | None
-) -> None:
-    """Raise, on every rank, where one cannot place the module, or ranks would place other tensors, or elsewhere, or one
-    has no values (meta device), or holds a tensor otherwise than another one."""
-    facts = {
+def _facts(held: Sequence[Found], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
+    """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
+    return {
         found.path: f"{standing(found.tensor, placement)} to {', '.join(map(str, nd))}"
-        for found, nd in zip(held, nds, strict=failure is None)
+        for found, nd in zip(held, nds, strict=True)
     }
-    ranks = Ranks(placement, type(module).__name__)
-    ranks.agree(PLACE, digest(*facts, *facts.values()), lambda: facts, failure)

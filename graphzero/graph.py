@@ -30,12 +30,14 @@ from graphzero.checks import (
 from graphzero.compiled import Compiled, Programs
 from graphzero.config import GraphConfig
 from graphzero.errors import CaptureError, ConfigError
+from graphzero.expected import StatesToCome
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Record
 from graphzero.plan import Plan
-from graphzero.runtime import checkpoint, launch, modules
-from graphzero.runtime.agree import FULL, SAVE, Matter, Ranks, digest, identity, tensor_text
+from graphzero.runtime import checked, checkpoint, launch, loading, modules, prospect
+from graphzero.runtime.agree import BIND, FULL, LOAD, SAVE, Ranks, identity, tensor_text
 from graphzero.runtime.binding import bind
+from graphzero.runtime.checked import Checked
 from graphzero.runtime.inputs import Reader
 from graphzero.runtime.modules import Found
 from graphzero.runtime.state import State
@@ -80,7 +82,6 @@ class Graph:
         self._lazy_state: State | None = None
         self._last: Compiled | None = None  # used or compiled last
         self._grad_norms: dict[str, Tensor] = {}
-        self._untrue = ""  # why states are no longer those of a whole number of steps
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step: written for one device and the whole batch."""
@@ -148,7 +149,7 @@ class Graph:
         return self
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> Prepared:
-        call = self._selection.prepare(args, kwargs, self._schedulers, running, self._untrue)
+        call = self._selection.prepare(args, kwargs, self._schedulers, running)
         self._last = call.program
         return call
 
@@ -156,9 +157,14 @@ class Graph:
         program, state = call.program, call.state
         if program is self._selection.bound:
             return
-        found = state.tensors()
+        captured, found = program.captured, state.tensors()
+        self._ranks.agree_on(
+            BIND,
+            lambda: prospect.check(state, program.graph, captured.states, found),
+            lambda _: prospect.facts(state, captured.states, captured.constants, found, program.repeated),
+        )
         executor = program.executor(self._world)
-        executor.bind(bind(state, program.graph, program.captured.states, program.captured.constants, found))
+        executor.bind(bind(state, program.graph, captured.states, captured.constants, found))
         state.settle()
         self._selection.bind(call)
 
@@ -176,7 +182,9 @@ class Graph:
             executor.finish()
         except BaseException as error:
             if executor.has_written:
-                self._untrue = self._why_untrue(error)
+                written = program.graph.updates
+                held = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
+                state.tear(self._why_torn(error), {node.meta["role"].of for node in held})
             raise
         if training:
             self._grad_norms = {
@@ -185,11 +193,11 @@ class Graph:
             self._step_schedulers()
         return call.outputs(results, self._world)
 
-    def _why_untrue(self, error: BaseException) -> str:
+    def _why_torn(self, error: BaseException) -> str:
         return (
-            f"the last call of {self.name} ended in the middle of its update ({type(error).__name__}: {error}), so "
-            "parameters and optimizer states are partly those of before it and partly those of after it; load a "
-            "checkpoint, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
+            f"a call of {self.name} ended in the middle of its update ({type(error).__name__}: {error}), so parameters "
+            "and optimizer states are partly those of before it and partly those of after it; load a checkpoint of all "
+            "of them, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
         )
 
     def _step_schedulers(self) -> None:
@@ -249,11 +257,9 @@ class Graph:
         It is live: its tensors are those that the next step writes to, as in torch.  To keep them as they are now,
         take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
         """
-        outline, failure = self._outline()
-        if failure is not None:
-            raise failure
+        outline = self._outline()
         if any(checkpoint.is_sectioned(x) for _, x in checkpoint.tensors_in(outline)):
-            self._agree_on_outline(SAVE, outline, None)
+            self._ranks.agree_on(SAVE, lambda: outline, checkpoint.facts)
         made: dict[str, Any] = checkpoint.saveable(outline)
         return made
 
@@ -261,36 +267,46 @@ class Graph:
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
         with self._ranks.together(f"full_state_dict() of {self.name}"):
-            outline, failure = self._outline()
-            self._agree_on_outline(FULL, outline, failure)
-            made: dict[str, Any] = checkpoint.full(outline)
+            outline = self._ranks.agree_on(FULL, self._outline, checkpoint.facts)
+            made: dict[str, Any] = checkpoint.full(outline, self._state.why_torn())
         return made
 
-    def _outline(self) -> tuple[dict[str, Any], Exception | None]:
-        """What there is to save, or why it cannot be listed."""
+    def _outline(self) -> dict[str, Any]:
+        """What there is to save."""
         self._not_in_build("saved")
-        if self._untrue:
-            warnings.warn(self._untrue, stacklevel=3)
-        program = () if self._last is None else (self._last.graph, self._last.captured.states)
-        try:
-            return checkpoint.outline(self._state, self._schedulers, *(program or (None, ()))), None
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
-            return {}, error
-
-    def _agree_on_outline(self, matter: Matter, outline: dict[str, Any], failure: Exception | None) -> None:
-        if self._ranks.active or failure is not None:
-            facts = checkpoint.facts(outline)
-            self._ranks.agree(matter, digest(*facts, *facts.values()), lambda: facts, failure)
+        torn = self._state.why_torn()
+        if torn:
+            warnings.warn(torn, stacklevel=4)
+        program = (None, ()) if self._last is None else (self._last.graph, self._last.captured.states)
+        return checkpoint.outline(self._state, self._schedulers, *program)
 
     @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
 
-        Raises CheckpointError, before anything is written, for missing or unexpected keys and wrong shapes.
+        Once the Graph has been called or compiled, or where tensors are split, every rank calls it, with the same
+        checkpoint: whole tensors and numbers are compared.  Before that the first call takes what rank 0 has.
+
+        Raises CheckpointError, before anything is written, on every rank, for what is no state dict, for missing or
+        unexpected keys, and for shapes and kinds of values that do not fit.
         """
-        nds = {} if self._last is None else self._last.state_nds()
-        checkpoint.load(sd, self._state, self._schedulers, strict, nds)
-        self._selection.bound, self._selection.taken, self._untrue = None, 0, ""
+        self._not_in_build("loaded")
+        state, schedulers = self._state, self._schedulers
+        program = self._last
+        nds = {} if program is None else program.state_nds()
+
+        def check() -> Checked:
+            return checked.check(sd, state, schedulers, strict, StatesToCome(self._optimizers, state, program))
+
+        if program is None and not checked.is_split(sd, state):
+            loading.load(check(), state, schedulers, strict, nds)
+        else:
+            with self._ranks.together(f"load_state_dict() of {self.name}"):
+                fitting = self._ranks.agree_on(LOAD, check, checked.contents)
+                loading.load(fitting, state, schedulers, strict, nds)
+                if fitting.is_complete:
+                    self._selection.taken = 0
+        self._selection.bound = None
 
     @_compat.cpu_by_default
     def __repr__(self) -> str:
@@ -313,6 +329,12 @@ class Graph:
                 f"the Graph {self.name} is {what} inside of a build; a step is one graph. Call its modules or its "
                 "build there (self.other.build(x)), and Graphs one after another"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            f"the Graph {self.name} cannot be pickled or copied: it holds programs and connections of this process. "
+            "Save graph.state_dict() (or full_state_dict()), make the Graph anew, and load it: load_state_dict(...)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise missing_attribute(type(self), name, "_programs" in vars(self))

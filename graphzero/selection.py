@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -25,6 +26,7 @@ from graphzero.ir.value import Role
 from graphzero.key import Key, Keys, describe, placed_of
 from graphzero.runtime import device_memory
 from graphzero.runtime.agree import CALL, COMPILE, PROGRAM, Ranks, digest
+from graphzero.runtime.equal_inputs import FIRST, Shared
 from graphzero.runtime.executor import Results
 from graphzero.runtime.inputs import Inputs, Reader, check_values, output_value, rank_values
 from graphzero.runtime.seed import Stream
@@ -95,14 +97,16 @@ class Selection:
         self._optimizers, self._step, self._now, self._make_reader = optimizers, step, state, reader
         self._reader: Reader | None = None
         self._keys, self._groups = Keys(), Groups()
+        self._shared: dict[Key, Shared] = {}
+        self._repeats = False  # whether the program bound last has what each rank computes by itself
         self._stateless: str | None = None  # names of parameters without optimizer state, None: look
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], schedulers: Sequence[Any], running: bool, refusal: str
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], schedulers: Sequence[Any], running: bool
     ) -> Prepared:
         """The program for these arguments, agreed on by all ranks, and the numbers that this call feeds it.
 
-        running: for a call, not for ``compile``.  refusal: why this rank cannot run, or nothing.
+        running: for a call, not for ``compile``.
         """
         failure: Exception | None = None
         state: State | None = None
@@ -111,19 +115,26 @@ class Selection:
         parts: Callable[[], Mapping[str, str]] = _nothing
         hash_, restart = 0, False
         try:
-            if running and refusal:
-                raise GraphZeroError(refusal)
             state = self._now()
+            if running and (torn := state.why_torn()):
+                raise GraphZeroError(torn)
             inputs, key = self._read(args, kwargs, state)
             self._check_runnable(inputs, running, state)
-            hash_, parts = self._hash(key, inputs, state)
+            hash_, parts = self._hash(key, inputs, state, running)
             restart = state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         is_new = not self._programs.programs if key is None else key not in self._programs.programs
-        is_talking = is_new or self._config.check_inputs == "always" or self._ranks.must_talk
+        is_unbound = running and self.bound is None
+        is_talking = is_new or is_unbound or self._config.check_inputs != "first" or self._ranks.must_talk
         if is_talking:
-            restart = self._ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart).first
+            needs = is_unbound, running and self._compares(key)  # what one rank has to do, all do
+            agreed = self._ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart, needs)
+            restart = agreed.wish
+            if agreed.needs[0]:
+                self.bound = None
+            if agreed.needs[1] and self._ranks.active and inputs is not None and key is not None:
+                self._shared[key].check(inputs, self._ranks)
         elif failure is not None:
             raise failure
         assert state is not None and inputs is not None and key is not None
@@ -142,9 +153,17 @@ class Selection:
             self._ranks.agree(PROGRAM, program.hash, program.lines)
         return Prepared(program, inputs, key, numbers, state)
 
+    def _compares(self, key: Key | None) -> bool:
+        """Whether this call is one of those that compare the larger inputs that ranks are given alike."""
+        shared = None if key is None else self._shared.get(key)
+        if shared is None or not shared.all:
+            return False
+        return shared.calls < FIRST or self._config.check_inputs == "values"
+
     def bind(self, call: Prepared) -> None:
         """The program of ``call`` is bound: the same call, made again, finds it though parameters are split now."""
         self.bound, self._stateless = call.program, None
+        self._repeats = bool(call.program.repeated)
         placed = placed_of(call.inputs, call.state, call.state.tensors())
         self._programs.alias(replace(call.key, placed=placed), call.program)
 
@@ -169,26 +188,38 @@ class Selection:
     def _numbers(self, inputs: Inputs) -> dict[Role, float]:
         return {**self._groups.numbers, **inputs.scalars()}
 
-    def _hash(self, key: Key, inputs: Inputs, state: State) -> tuple[int, Callable[[], Mapping[str, str]]]:
+    def _hash(
+        self, key: Key, inputs: Inputs, state: State, running: bool
+    ) -> tuple[int, Callable[[], Mapping[str, str]]]:
         """A hash of what must be equal on all ranks before this call, and its parts for a message."""
         if not self._ranks.active:
             return 0, _nothing
         numbers = self._numbers(inputs) if state.is_started else inputs.scalars()
         if self._stateless is None and state.is_started:  # the first call takes what rank 0 has
             self._stateless = state.stateless()
-        stateless = self._stateless or ""
+        stateless, random = self._stateless or "", state.random
+        draws = f"seed {random.seed}, step {random.step}" if state.is_started else "not begun"
+        shared = self._shared.get(key)
+        if shared is None:
+            if len(self._shared) > 2 * len(self._programs.programs) + 64:
+                self._shared.clear()
+            shared = self._shared[key] = Shared(inputs, state.placement)
+        threads = torch.get_num_threads() if self._repeats else 0
         is_known = key in self._programs.programs  # else this rank compiles, which needs all ranks
 
         def parts() -> dict[str, str]:
             found = describe(key, inputs, state, self._config)
             found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
+            found |= shared.describe(inputs) if running else {}
+            found |= {"random draws": draws, "check_inputs": self._config.check_inputs, "threads": str(threads)}
             found[_TAKEN] = str(self.taken)
             found["collectives that a stopped step has left"] = state.under_way
             found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
             return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
         known = self._programs.hash_of(key, lambda: describe(key, inputs, state, self._config))
-        facts = (stateless, str(self.taken), state.under_way, str(is_known), *self._attributes.texts)
+        facts = [stateless, draws, self._config.check_inputs, str(self.taken), state.under_way, str(is_known)]
+        facts += [str(threads), *self._attributes.texts, *(shared.values(inputs) if running else ())]
         return digest(str(known), *facts, *map(repr, numbers.values())), parts
 
     def _compile(self, key: Key, inputs: Inputs, numbers: dict[Role, float], state: State) -> Compiled:

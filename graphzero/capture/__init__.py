@@ -7,6 +7,7 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 from graphzero.capture.assemble import capture
 from graphzero.capture.hyper import baked_of_group
 from graphzero.capture.hyper import of_group as hypers_of_group
+from graphzero.capture.initial_state import initial_fill
 from graphzero.capture.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.reads import Written, frozen
 from graphzero.capture.regions import region_runs
@@ -24,6 +25,7 @@ __all__ = [
     "capture",
     "frozen",
     "hypers_of_group",
+    "initial_fill",
     "is_capturing",
     "pin_value",
     "placement_of_capture",

@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,15 @@ from torch import Tensor
 from graphzero import errors
 from graphzero.errors import CaptureError, CheckError, GraphZeroError
 from graphzero.runtime.communicator import Communicator, communicator
-from graphzero.runtime.launch import has_fake_world
+from graphzero.runtime.launch import before_tear_down, has_fake_world
 from graphzero.runtime.turns import TURNS
 from graphzero.sbp.placement import Placement
 
+T = TypeVar("T")
 _made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
+before_tear_down(_made.clear)
 _SHOWN = 8
+_NO_NEEDS = (False, False)
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,29 @@ _ALIKE = (
 _SAME = "Every rank must hold the same modules, optimizers and states"
 CALL = Matter("a call of {}", "the program of this call", _ALIKE)
 COMPILE = Matter("compile() of {}", "the program of compile()", _ALIKE)
+INPUTS = Matter("a call of {} with inputs that ranks share", "the inputs that ranks share", _ALIKE)
 PROGRAM = Matter("compiling {}", "the compiled program", _ALIKE)
+BIND = Matter(
+    "a call of {} that binds tensors",
+    "the tensors of this call",
+    "Replace parameters, buffers and optimizer states on every rank alike; their values are then taken from rank 0. "
+    "What ranks compute for themselves they must compute alike, or replicas drift apart in the last bits: "
+    "torch.set_num_threads(n) before the call, ATEN_CPU_CAPABILITY on unlike processors, or split more: enable_zero()",
+)
 SAVE = Matter("state_dict() of {}", "what is saved", _SAME)
 FULL = Matter("full_state_dict() of {}", "what is made whole", _SAME)
+LOAD = Matter(
+    "load_state_dict() of {}", "what is loaded", "Every rank must load the same checkpoint; give all of them one file"
+)
 PLACE = Matter("to_global of {}", "the module given to to_global", _SAME)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks wish beside what they agree on.  first: what the first one wishes; any: whether one of them does."""
+    """What ranks said beside what they agree on.  wish: the first one's; needs: of each, whether any of them has it."""
 
-    first: bool
-    any: bool
+    wish: bool
+    needs: tuple[bool, ...]
 
 
 def identity(name: str, placement: Placement) -> str:
@@ -86,8 +100,8 @@ def digest(*texts: str) -> int:
 class Ranks:
     """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent.
 
-    who: what asks the others, see ``identity``.  waited: seconds that this rank has spent in ``agree`` until all had
-    come.
+    who: what asks the others, see ``identity``.  ids: of the ranks, ascending.
+    waited: seconds that this rank has spent in ``agree`` until all had come.
     """
 
     def __init__(self, placement: Placement, who: str = ""):
@@ -96,7 +110,7 @@ class Ranks:
         self._asks: dict[Matter, int] = {}  # hashes
         self._agreed_in = 0  # generation of the communicator
         self.raised_by_all = 0  # id of the error that the last ``agree`` raised
-        self._ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
+        self.ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
     @property
     def active(self) -> bool:
@@ -104,19 +118,21 @@ class Ranks:
 
     def agree(
         self, matter: Matter, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
-        failure: Exception | None = None, wish: bool = False,
+        failure: Exception | None = None, wish: bool = False, needs: tuple[bool, ...] = (),
     ) -> Agreed:  # fmt: skip
         """Check that all ranks are asked for ``matter`` by the same, that ``value`` is the same on every rank, and that
-        none has failed; raises on all of them if not.  Returns what they wish.
+        none has failed; raises on all of them if not.
+
+        Returns the first one's ``wish``, and of each of ``needs``, whether any has it.
 
         parts: the facts behind ``value`` by name, called only to explain.
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
             ask = self._hash(matter)
-            is_first = dist.get_rank() == int(self.placement.ranks.flat[0])
-            mine = [ask, -ask, value, -value, failure is not None, wish and is_first, wish]
-            most_ask, least_ask, highest, lowest, failed, first, any_ = self._highest(matter, mine)
+            wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
+            mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
+            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(matter, mine)
             if most_ask != -least_ask:
                 raise self._by_all(self._different_asks(matter, failure))
             if failed:
@@ -124,10 +140,10 @@ class Ranks:
             if highest != -lowest:
                 raise self._by_all(self._difference(matter, parts()))
             self._agreed_in = self.communicator.generation
-            return Agreed(bool(first), bool(any_))
+            return Agreed(bool(wished), tuple(map(bool, needed)))
         if failure is not None:
             raise failure
-        return Agreed(wish, wish)
+        return Agreed(wish, needs)
 
     def _highest(self, matter: Matter, mine: list[Any]) -> list[int]:
         """The highest of all ranks, place by place."""
@@ -150,6 +166,22 @@ class Ranks:
             self._asks[matter] = digest(self.who, matter.asked, matter.about)
         return self._asks[matter]
 
+    def agree_on(self, matter: Matter, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+        """What ``make`` makes, without other ranks, if it fails on none of them and its facts are the same on all.
+
+        facts: of what has been made, by name; asked for only where ranks talk.
+        """
+        made: T | None = None
+        found: Mapping[str, str] = {}
+        failure = None
+        try:
+            made = make()
+            found = facts(made) if self.active else found
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        self.agree(matter, digest(*found, *found.values()), lambda: found, failure)
+        return cast(T, made)
+
     def share(self, make: Callable[[], Any]) -> Any:
         """The first rank's value of ``make()``, on every rank."""
         if not self.active:
@@ -160,7 +192,7 @@ class Ranks:
 
     def _different_asks(self, matter: Matter, failure: Exception | None) -> Exception:
         told = matter.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
-        lines = _by_value(self._ids, self.collect(told))
+        lines = by_value(self.ids, self.collect(told))
         return GraphZeroError(
             "the ranks are asked for different things, so none of them goes on:"
             + "".join(f"\n  {line}" for line in lines[:_SHOWN])
@@ -170,7 +202,7 @@ class Ranks:
 
     def _first_failure(self, matter: Matter, failure: Exception | None) -> Exception:
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        for rank, found in zip(self._ids, self.collect(mine), strict=True):
+        for rank, found in zip(self.ids, self.collect(mine), strict=True):
             if found is not None and failure is None:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
@@ -186,7 +218,7 @@ class Ranks:
         for name in names:
             values = [found.get(name, "absent") for found in everyone]
             if len(set(values)) > 1:
-                lines.append(f"  {name}: " + "; ".join(_by_value(self._ids, values)))
+                lines.append(f"  {name}: " + "; ".join(by_value(self.ids, values)))
         more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
         return CaptureError(f"the ranks do not agree on {matter.about}:\n{shown}\n  {matter.hint}")
@@ -200,7 +232,7 @@ class Ranks:
     @property
     def communicator(self) -> Communicator:
         """What they talk through."""
-        return communicator(self._ids)
+        return communicator(self.ids)
 
     def together(self, doing: str) -> Together:
         """What is done within it, all ranks do: if one of them raises what the others do not, they raise it too.
@@ -252,7 +284,7 @@ class Together:
         return error
 
 
-def _by_value(ranks: list[int], values: list[str]) -> list[str]:
+def by_value(ranks: list[int], values: list[str]) -> list[str]:
     """ "ranks 0, 1: a" for each distinct value."""
     found: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from graphzero.errors import CaptureError, ConfigError
+from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime import modules as tree
+from graphzero.runtime import prospect
 from graphzero.runtime.bound import Bound, Counter, Spec
 from graphzero.runtime.modules import Found
 from graphzero.runtime.state import Moved, State
-from graphzero.runtime.storage import Laid, check_real, filled, lay_out
+from graphzero.runtime.storage import Laid, filled, lay_out
 from graphzero.runtime.tensor_ref import TensorRef
 
 
@@ -30,9 +30,9 @@ def bind(
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
-    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph: at first sight of
-    a plain tensor its values are taken from rank 0.  Raises ConfigError for a tensor without values or a state that
-    does not fit, CaptureError for states that do not belong to one step.
+    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when ``prospect``
+    has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are taken from rank
+    0.
     """
     binder = _Binder(state, found)
     with torch.no_grad():
@@ -67,12 +67,12 @@ class _Binder:
         members: dict[str, list[Spec]] = {}
         for spec in specs:
             members.setdefault(spec.placeholder, []).append(spec)
-        values = {}
+        values, counts = {}, prospect.counters(graph, specs, self.found)
         for node in graph.placeholders("state"):
             here = members.get(node.name, [])
             if not here:
                 raise CaptureError(f"nobody says how the optimizer state '{node.name}' begins")
-            if len(here) > 1 or _is_counter(self.found[here[0].param].tensor, here[0]):
+            if node.name in counts:
                 values[node.name] = self._counter(here)
             else:
                 values[node.name] = self._state(node, here[0])
@@ -80,50 +80,41 @@ class _Binder:
 
     def _tensor(self, node: fx.Node, entry: Found) -> list[Tensor]:
         state = self.state
-        check_real(entry.tensor, f"{entry.kind} {entry.path}")
         if not isinstance(entry.tensor, DTensor):
             state.first_values.take(entry.tensor, entry.path)
         before, now, known = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
         was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
         laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
         if laid.kept is not entry.tensor:
-            tree.replace(entry, laid.kept, self.optimizers)
+            state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
         state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
         return self._ranks(laid)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
-        what, nd = f"state {spec.param}/{spec.key}", value.nd_of(node)
+        what, nd = prospect.name_of(spec), value.nd_of(node)
         param = self.found[spec.param].tensor
         if spec.born:
             laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
             self.bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
+            self.state.first_values.note(laid.kept, what)
             return self._ranks(laid)
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
         if tensor is None:
             tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world)
-        elif tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        elif tensor.dtype != spec.dtype:
             tensor = tensor.to(spec.dtype)
-            if tuple(tensor.shape) != spec.shape:
-                raise ConfigError(
-                    f"{what} has shape {list(tensor.shape)}, the program's is {list(spec.shape)}; where a parameter "
-                    "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
-                )
         if spec.key in state and not isinstance(tensor, DTensor):
             self.state.first_values.take(tensor, what)
         laid = lay_out(tensor, nd, self.world, what, plain=True)
         state[spec.key] = laid.kept
+        self.state.first_values.note(laid.kept, what)
         self.bound.add(spec, param, state)
         return self._ranks(laid)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""
-        held = [self._count(spec) for spec in specs]
-        if len({float(x) for x in held}) > 1:
-            raise CaptureError(
-                f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
-                "some have no state: load a checkpoint that holds the state of every parameter"
-            )
+        held = [prospect.count_of(self.state, spec, self.found) for spec in specs]
         which = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)
         counter = self.state.counters.get(which)
         if counter is not None and all(map(is_, held, counter.own)):
@@ -131,7 +122,7 @@ class _Binder:
         else:
             # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
             tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
-            self.state.first_values.take_count(tensor, f"counter {specs[0].param}/{specs[0].key}")
+            self.state.first_values.take_count(tensor, map(prospect.name_of, specs))
             copies = tensor.expand(len(specs)).clone()
             counter = self.state.counters[which] = Counter(tensor, copies, copies.unbind())
         for spec, own in zip(specs, counter.own, strict=True):
@@ -144,17 +135,6 @@ class _Binder:
         self.bound.counters.append(counter)
         return [counter.tensor] * len(self.world.local_ranks)
 
-    def _count(self, spec: Spec) -> Any:
-        """How many steps one parameter has taken: a number, or a tensor with one."""
-        held = self.optimizers[spec.optimizer].state.get(self.found[spec.param].tensor, {})
-        found = None if spec.born else held.get(spec.key)
-        return (0.0 if spec.born else spec.fill) if found is None else found
-
     def _ranks(self, laid: Laid) -> list[Tensor]:
         self.bound.copies += laid.copies
         return laid.ranks
-
-
-def _is_counter(param: Tensor, spec: Spec) -> bool:
-    """Whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
-    return not spec.shape and (param.dim() > 0 or spec.key == "step")

@@ -5,7 +5,7 @@ After it each rank has its own, and that they stay equal is checked in every cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +22,37 @@ Held = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> dtype, 
 
 
 class FirstValues:
-    """Which tensors have the first rank's values already."""
+    """Which tensors have the first rank's values already, by what they are."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._taken: dict[str, TensorRef | None] = {}
+        self._taken: dict[str, TensorRef] = {}
+        self._counted: set[str] = set()
+
+    def has(self, tensor: Tensor, what: str) -> bool:
+        known = self._taken.get(what)
+        return known is not None and known.is_of(tensor)
 
     def take(self, tensor: Tensor, what: str) -> None:
         """Move a plain tensor to the device; the first time it is seen, take the first rank's values."""
         tree.to_device(tensor, self.world.device)
-        known = self._taken.get(what)
-        if known is None or not known.is_of(tensor):
+        if not self.has(tensor, what):
             tree.from_first_rank(tensor, self.world.placement)
-            self._taken[what] = TensorRef(tensor)
+            self.note(tensor, what)
 
-    def take_count(self, tensor: Tensor, what: str) -> None:
-        """The same for a count of steps, which is made anew in each binding; the first one counts."""
-        if what not in self._taken:
+    def note(self, tensor: Tensor, what: str) -> None:
+        """All ranks have made the same ``tensor``, or out of the same values."""
+        self._taken[what] = TensorRef(tensor)
+
+    def has_counted(self, what: str) -> bool:
+        return what in self._counted
+
+    def take_count(self, tensor: Tensor, whats: Iterable[str]) -> None:
+        """The same for the equal counts of several, whose tensor is made anew in each binding; the first one counts."""
+        new = set(whats) - self._counted
+        if new:
             tree.from_first_rank(tensor, self.world.placement)
-            self._taken[what] = None
+            self._counted |= new
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
+from graphzero.runtime import torn
 from graphzero.runtime.agree import tensor_text
 from graphzero.runtime.launch import has_fake_world
 from graphzero.sbp.placement import Placement
@@ -119,6 +120,7 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
     old = found.tensor
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
+    torn.follow(old, new)
     new.__dict__.update(old.__dict__)
     if new.requires_grad:
         new._backward_hooks = old._backward_hooks

@@ -8,10 +8,10 @@ runs is the Graph's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from graphzero import _compat
 from graphzero.ir.value import Role
 from graphzero.runtime import modules as tree
+from graphzero.runtime import torn
 from graphzero.runtime.agree import Ranks
 from graphzero.runtime.bound import Bound, Counter, Spec
 from graphzero.runtime.first_rank import FirstValues, decisions_of, follow
@@ -175,6 +177,32 @@ class State:
         bound.found = self.tensors()
         bound.params = [entry.tensor for entry in bound.found.values() if entry.kind == "param"]
         bound.watch = StatesWatch(self.optimizers, bound.states, [counter.copies for counter in bound.counters])
+
+    # ---- values of no whole number of steps
+
+    def tear(self, why: str, paths: Container[str] | None = None) -> None:
+        """Mark what a step, or a load, writes as ``torn``.  paths: of the parameters and buffers; all if None.
+
+        A buffer that no state dict has is left out: none could bring it back.
+        """
+        found = [entry for path, entry in self.tensors().items() if paths is None or path in paths]
+        torn.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
+        torn.mark(self._states(), why)
+
+    def why_torn(self) -> str:
+        """What has happened to the first torn tensor, or nothing."""
+        if not torn.is_marked():
+            return ""
+        held = chain((entry.tensor for entry in self.tensors().values()), self._states())
+        return next(filter(None, map(torn.of, held)), "")
+
+    def _states(self) -> Iterator[Tensor]:
+        """The tensors in optimizers' states of parameters of this Graph."""
+        ours = {id(entry.tensor) for entry in self.tensors().values()}
+        for optimizer in self.optimizers:
+            for param, held in optimizer.state.items():
+                if id(param) in ours:
+                    yield from (x for x in held.values() if isinstance(x, Tensor))
 
     # ---- every call
 

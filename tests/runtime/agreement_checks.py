@@ -13,6 +13,7 @@ from torch import nn
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.runtime import device_memory, products
+from graphzero.runtime.agree import BIND, CALL, PROGRAM
 from graphzero.runtime.products import Figures
 from graphzero.runtime.steps import Barrier
 from graphzero.runtime.timer import AGREEING, AROUND
@@ -202,7 +203,7 @@ def check_first_mode_does_not_talk_in_later_calls():
     graph(*share(1))
     assert not talked
     graph(*(t[:2] for t in share(1)))
-    assert len(talked) == 2
+    assert talked == [CALL, PROGRAM, BIND]
 
 
 def _failing(graph, at, error):
@@ -393,7 +394,161 @@ def check_one_rank_alone_may_look_at_a_graph_before_and_after_its_first_call():
 
 def check_a_module_that_is_placed_otherwise_on_one_rank_raises_on_all():
     rank, where = dist.get_rank(), gz.placement("cpu", range(2))
-    raises(gz.GraphZeroError, r"last.bias: rank 0: float64\[3\] B; rank 1: float64\[3\] S\(0\)", lambda: gz.to_global(
-        make(0), where, {"last.bias": gz.sbp.S(0) if rank else gz.sbp.B}))  # fmt: skip
+    text = r"last.bias: rank 0: float64\[3\] to B; rank 1: float64\[3\] to S\(0\)"
+    wanted = {"last.bias": gz.sbp.S(0) if rank else gz.sbp.B}
+    raises(gz.GraphZeroError, text, lambda: gz.to_global(make(0), where, wanted))
     wrong = {"odd": gz.sbp.B} if rank else gz.sbp.B
     raises(gz.SbpError, "fits no parameter", lambda: gz.to_global(make(0), where, wrong))
+
+
+def check_what_is_put_in_on_one_rank_alone_raises_on_all_and_on_all_is_taken_from_rank_0():
+    rank = dist.get_rank()
+
+    class Normed(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 3), nn.BatchNorm1d(3))
+            self.double()
+
+    def changed(graph, path):
+        module, name = graph.model[0 if "weight" in path else 1], path
+        put = torch.full_like(getattr(module, name), 2.0 + dist.get_rank())
+        if name == "weight":
+            put = nn.Parameter(put)
+            graph._optimizers[0].optimizer.param_groups[0]["params"][0] = put
+        setattr(module, name, put)
+
+    for paths in (("running_mean", None), ("weight", None), (None, "running_var"), ("running_mean", "running_var")):
+        torch.manual_seed(0)
+        model = Normed()
+        graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+        graph(*share(0))
+        if paths[rank]:
+            changed(graph, paths[rank])
+        raises(gz.GraphZeroError, "new here, to be taken from rank 0", lambda graph=graph: graph(*share(1)))
+        if not paths[rank] or paths[0] and paths[1]:
+            changed(graph, paths[1 - rank])
+        graph(*share(1))  # every rank has put in the same ones
+        everyone = [None, None]
+        dist.all_gather_object(everyone, {name: x.tolist() for name, x in model.state_dict().items()})
+        assert everyone[0] == everyone[1]
+
+
+def check_a_state_that_one_rank_alone_has_replaced_raises_on_all():
+    rank = dist.get_rank()
+    for stage in (0, 2):
+        graph, _ = trained(stage, steps=1)
+        held = graph._optimizers[0].optimizer.state[graph.model.last.weight]
+        if rank == 1:
+            before, held["momentum_buffer"] = held["momentum_buffer"], torch.ones(3, 5, dtype=torch.float64)
+        raises(gz.CaptureError, "momentum_buffer: rank 0: .*; rank 1: .*new here", lambda graph=graph: graph(*share(1)))
+        if rank == 1:
+            held["momentum_buffer"] = before
+        graph(*share(1))
+        same(graph.full_state_dict()["modules"]["model"], eager(2)[0].state_dict())
+
+
+def check_ranks_load_one_checkpoint_or_none_does():
+    for stage in (0, 3):
+        _ranks_load_one_checkpoint_or_none_does(stage)
+
+
+def _ranks_load_one_checkpoint_or_none_does(stage):
+    rank = dist.get_rank()
+    graph, _ = trained(stage, steps=1)
+    first = graph.full_state_dict()
+    graph(*share(1))
+    second = graph.full_state_dict()
+    mine = (first, second)[rank]
+    text = r"modules.model.first.weight: rank 0: float64\[5, 6\] , hash"
+    raises(gz.CaptureError, text, lambda: graph.load_state_dict(mine))
+    other_draws = {**first, "random": {"seed": 3 + rank, "step": 1}}
+    raises(gz.CaptureError, "random.0: rank 0: 3; rank 1: 4", lambda: graph.load_state_dict(other_draws))
+    broken = {**first, "modules": {}} if rank else first
+    raises(gz.CheckpointError, "missing: modules.model", lambda: graph.load_state_dict(broken))
+    text = r"rank 0: load_state_dict\(\) of Train[\s\S]*rank 1: a call of Train"
+    raises(gz.GraphZeroError, text, lambda: graph(*share(1)) if rank else graph.load_state_dict(first))
+    same(graph.full_state_dict()["modules"]["model"], second["modules"]["model"])
+    graph.load_state_dict(first)
+    graph(*share(1))
+    same(graph.full_state_dict()["modules"]["model"], second["modules"]["model"])
+    graph.load_state_dict(graph.state_dict())
+
+
+def check_what_rank_0_alone_loads_before_the_first_call_counts_for_all():
+    saved = trained(0, steps=2)[0].full_state_dict()
+    model = make(5)
+    graph = Train(model, sgd(model), 2)
+    if dist.get_rank() == 0:
+        graph.load_state_dict({**saved, "schedulers": [None]})
+    graph(*share(2))
+    same(graph.full_state_dict()["modules"]["model"], eager(3)[0].state_dict())
+
+
+def check_other_draws_on_one_rank_raise_on_all():
+    class Drop(gz.Graph):
+        def build(self, x):
+            return nn.functional.dropout(x, 0.5)
+
+    graph = Drop()
+    graph(torch.ones(3, 4))
+    graph._state.random.step += dist.get_rank()
+    text = r"random draws: rank 0: seed \d+, step 1; rank 1: seed \d+, step 2"
+    raises(gz.CaptureError, text, lambda: graph(torch.ones(3, 4)))
+    graph.load_state_dict({"random": {"seed": 1, "step": 5}}, strict=False)
+    graph(torch.ones(3, 4))
+
+
+class Weighted(gz.Graph):
+    """Counts, weights and a batch: the first two are for all ranks the same."""
+
+    def build(self, x, weights, count):
+        return x * weights / count
+
+
+def check_inputs_that_ranks_are_given_alike_are_compared():
+    rank, wide = dist.get_rank(), torch.ones(40)
+    graph = Weighted()
+    graph.config.set_input("weights", sbp=gz.sbp.B)
+    counts = r"values of input count: rank 0: 8; rank 1: 9"
+    raises(gz.CaptureError, counts, lambda: graph(torch.ones(2, 40), wide, torch.tensor(8 + rank)))
+    large = r"other values of input weights, which is float32\[40\] B.*\n?.*rank 0: hash \w+; rank 1: hash"
+    raises(gz.CaptureError, large, lambda: graph(torch.ones(2, 40), wide + rank, torch.tensor(8)))
+    for step in range(3):
+        graph(torch.ones(2, 40), wide, torch.tensor(8 + step))
+    raises(gz.CaptureError, counts, lambda: graph(torch.ones(2, 40), wide, torch.tensor(8 + rank)))
+    graph(torch.ones(2, 40), wide + rank, torch.tensor(8))  # large ones are looked at in the first calls only
+    graph.config.check_inputs = "values"
+    raises(gz.CaptureError, large, lambda: graph(torch.ones(2, 40), wide + rank, torch.tensor(8)))
+    graph.compile(torch.ones(2, 40, device="meta"), wide.to("meta"), torch.tensor(8, device="meta"))
+    graph(torch.ones(2, 40), wide, torch.tensor(8))
+
+
+def check_other_settings_of_the_check_on_one_rank_raise_on_all():
+    graph = Train(make(0))
+    graph(*share(0))
+    graph.config.check_inputs = "values" if dist.get_rank() else "always"
+    raises(gz.CaptureError, "check_inputs: rank 0: always; rank 1: values", lambda: graph(*share(0)))
+
+
+def check_ranks_that_sum_for_themselves_use_equal_threads_or_raise():
+    rank, before = dist.get_rank(), torch.get_num_threads()
+
+    def clipped(stage):
+        model = make(0)
+        graph = Train(model, None, stage)
+        graph.add_optimizer(sgd(model), clip_grad_norm=0.1)
+        graph.build = lambda x, y: nn.functional.mse_loss(graph.model(x), y).backward()
+        return graph
+
+    text = r"arithmetic of 'sum.*: rank 0: 1 thread, .*; rank 1: 2 threads[\s\S]*set_num_threads"
+    later, split, bound = clipped(0), clipped(3), clipped(0)
+    bound(*share(0))
+    torch.set_num_threads(1 + rank)
+    try:
+        raises(gz.CaptureError, text, lambda: later(*share(0)))
+        raises(gz.CaptureError, "threads: rank 0: 1; rank 1: 2", lambda: bound(*share(0)))
+        split(*share(0))  # each rank sums its own pieces
+    finally:
+        torch.set_num_threads(before)
+    later(*share(0))
+    bound(*share(0))

@@ -203,3 +203,17 @@ def check_local_regions_train_as_on_virtual_ranks():
             params.append(graph.full_state_dict()["modules"]["model"])
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(params[0], params[1], rtol=1e-12, atol=1e-12)
+
+
+def check_a_batch_is_the_same_on_the_ranks_of_an_axis_that_does_not_split_it():
+    model = make()
+    graph = Train(model, gz.placement("cpu", GRID, names=("dp", "tp")))
+    x, y = batch(0)
+    for mine in (share(0), (x.chunk(2)[dist.get_rank() // 2], share(0, 4)[1].repeat(2, 1))):  # a piece for every rank
+        try:
+            graph(*mine)
+        except gz.CaptureError as error:
+            assert "other values of input" in str(error) and "the same along tp" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("other batches along tp were taken for equal")
+    graph(*share(0, 2))
