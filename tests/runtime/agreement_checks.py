@@ -206,31 +206,31 @@ def check_first_mode_does_not_talk_in_later_calls():
     assert talked == [CALL, PROGRAM, BIND]
 
 
-def _failing(graph, at, error):
-    """Let the next run end with ``error`` in step number ``at`` of the program, after what that step does."""
+def _fails(graph, at, error, inputs, text=""):
+    """A run ends with ``error`` in step number ``at`` of the program, after what that step does, or because the other
+    rank, which stops there too, is heard of before."""
     steps = graph._last.executor(graph._world).program.steps
     step = steps[at]
 
     def fail(envs):
-        steps[at] = step
         step(envs)
         raise error
 
     steps[at] = fail
+    raises((type(error), gz.RankError), text, lambda: graph(*inputs))
+    steps[at] = step
 
 
 def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
     graph, _ = trained(2, steps=1)
     program = graph._last.executor(graph._world).program
     for at in range(program.first_write):  # with transfers under way in some
-        _failing(graph, at, RuntimeError("odd"))
-        raises((RuntimeError, gz.RankError), "odd", lambda: graph(*share(9)))  # its own, or that of who stopped first
+        _fails(graph, at, RuntimeError("odd"), share(9), "odd")
     graph(*share(1))
     saved = graph.full_state_dict()
     same(saved["modules"]["model"], eager(2)[0].state_dict())
     for at in (program.first_write, len(program.steps) - 1):
-        _failing(graph, at, KeyboardInterrupt())
-        raises((KeyboardInterrupt, gz.RankError), "", lambda: graph(*share(2)))
+        _fails(graph, at, KeyboardInterrupt(), share(2))
         raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
         graph.load_state_dict(saved)
     graph._selection.taken = dist.get_rank()
@@ -256,8 +256,7 @@ def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_it
     assert "backward" in map(value.phase_of, behind)
     saved = graph.full_state_dict()
     for at, is_true in ((program.first_write - 1, True), (program.first_write, False)):
-        _failing(graph, at, RuntimeError("odd"))
-        raises((RuntimeError, gz.RankError), "odd", lambda: graph(*share(2)))
+        _fails(graph, at, RuntimeError("odd"), share(2), "odd")
         if not is_true:
             raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
             graph.load_state_dict(saved)
