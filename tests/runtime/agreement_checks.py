@@ -206,7 +206,7 @@ def check_first_mode_does_not_talk_in_later_calls():
     assert talked == [CALL, PROGRAM, BIND]
 
 
-def _fails(graph, at, error, inputs, text=""):
+def _fails(graph, at, error, inputs, text=None):
     """A run ends with ``error`` in step number ``at`` of the program, after what that step does, or because the other
     rank, which stops there too, is heard of before."""
     steps = graph._last.executor(graph._world).program.steps
