@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphzero.ir import inplace, ops, value
+from graphzero.ir import inplace, kernel_forms, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.memory import SAME, is_view
 from graphzero.runtime.steps import COMMUNICATING
@@ -67,7 +67,7 @@ def _is_exact(node: fx.Node) -> bool:
         return True
     if value.is_scalar(node) or not any(map(value.is_tensor, value.tensor_operands(node))):
         return True  # a host number, or made of nothing
-    if inplace.is_pointwise(target):
+    if kernel_forms.is_pointwise(target):
         return True
     return isinstance(target, torch._ops.OpOverload) and target._opname in _EXACT_NAMES
 
