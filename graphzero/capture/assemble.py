@@ -103,10 +103,11 @@ class _Capture:
 
     def _check_backward(self, traced: Traced) -> None:
         step = self.step
-        if step.optimizers and not traced.backward:
+        if step.optimizers and not traced.trains:
             raise problem(
                 f"{step.name} has an optimizer, but its build calls no backward()",
-                "call loss.backward() in build to train, or make another Graph without add_optimizer to evaluate",
+                "call loss.backward() in build to train (or put gradients into p.grad), or make another Graph without "
+                "add_optimizer to evaluate",
                 [place_of(step.build)],
             )
         if not step.optimizers:
@@ -306,7 +307,7 @@ class _Capture:
         states = [spec for spec in self.states if spec.placeholder in kept]
         constants = {name: tensor for name, tensor in self.join.constants.items() if name in kept}
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
-        training = traced.backward and bool(self.step.optimizers)
+        training = traced.trains and bool(self.step.optimizers)
         guards = all_guards(self.environments)
         return Captured(
             Packed(step_graph),

@@ -7,7 +7,8 @@ marks each with phase and source, and refuses the ops whose result depends on da
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,10 +151,10 @@ class Watch(TorchDispatchMode):
         if fold is None:
             self._refuse(func, args, kwargs)
         source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
-        if self.phase == "forward":
-            self.lines[_compat.sequence_number()] = source
-        elif self.line and source == self.backward_line:
+        if self.line and source == self.backward_line:
             source = self.line
+        elif self.phase != "backward":
+            self.lines[_compat.sequence_number()] = source
         with _compat.annotate({"phase": self.phase, "source": source}):
             result = fold() if fold else func(*args, **(kwargs or {}))
         self.free.made(func, args, result)
@@ -161,10 +162,11 @@ class Watch(TorchDispatchMode):
             self.looks.know(result, func, args, kwargs or {})
         return result
 
-    def follow(self, loss: Tensor) -> list[Any]:
-        """Name the forward line of each op of the coming backward; returns hooks to remove."""
+    @contextmanager
+    def following(self, losses: Sequence[Tensor]) -> Iterator[None]:
+        """Name the forward line of each op of the gradients of ``losses`` that are taken meanwhile."""
         self.backward_line = user_frame()
-        hooks, seen, todo = [], set(), [loss.grad_fn]
+        hooks, seen, todo = [], set(), [loss.grad_fn for loss in losses]
         while todo:
             node = todo.pop()
             if node is None or node in seen:
@@ -173,7 +175,12 @@ class Watch(TorchDispatchMode):
             todo.extend(following for following, _ in node.next_functions)
             line = self.lines.get(_compat.sequence_number(node), "")
             hooks.append(node.register_prehook(lambda grads, line=line: setattr(self, "line", line)))
-        return hooks
+        try:
+            yield
+        finally:
+            self.line = ""
+            for hook in hooks:
+                hook.remove()
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:

@@ -8,8 +8,6 @@ model and a split one trace alike; nothing real is touched.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +19,16 @@ from graphzero import _compat
 from graphzero.capture import decompositions
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.functional import functional
+from graphzero.capture.gradients import Gradients
 from graphzero.capture.looks import CONSTANT, Looks, read_problem
 from graphzero.capture.modes import UserCode, Watch
 from graphzero.capture.number import Number
-from graphzero.capture.patches import patched
 from graphzero.capture.pins import Pinned, collecting
-from graphzero.capture.problems import first_line, none_swallowed, problem, problem_here
+from graphzero.capture.problems import first_line, none_swallowed, problem
 from graphzero.capture.randomness import Draws
 from graphzero.capture.reads import reading
 from graphzero.capture.refused import refusals
-from graphzero.capture.regions import TracedRegions, refuse_inside, regions
+from graphzero.capture.regions import TracedRegions, regions
 from graphzero.capture.source import line_of
 from graphzero.capture.spec import FloatLeaf, Step, TensorLeaf
 from graphzero.capture.surroundings import surroundings, untouched_optimizers
@@ -38,10 +36,6 @@ from graphzero.capture.threads import others_wait
 from graphzero.capture.untouched import untouched
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir import tree
-
-_CLEARED = "build calls zero_grad() after backward(), which clears the gradients that the step is to be made with"
-_CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
-_LOCAL_LOSS = "Return the ranks' losses, out_sbp P adds them up, and call backward() on that sum"
 
 
 @dataclass
@@ -51,13 +45,14 @@ class Traced:
     module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
     results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
         ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks".
+    trains: whether build makes gradients.
     out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
     """
 
     module: fx.GraphModule
     out: list[Any]
     out_spec: pytree.TreeSpec
-    backward: bool
+    trains: bool
     with_grad: list[str]
     env: Any
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
@@ -87,9 +82,7 @@ class BuildTrace:
         self.looks = Looks(self.code)
         self.watch = Watch(self.free, self.looks)
         self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
-        self.losses: list[Tensor] = []
-        self.cleared: CaptureError | None = None  # zero_grad() behind the last backward()
-        self.ended: dict[str, Tensor] = {}
+        self.gradients = Gradients(step, self.watch, self.code)
         self.out: list[Any] = []
         self.out_spec: Any = None
         self.counts: list[int] = []
@@ -166,7 +159,7 @@ class BuildTrace:
         user_code = UserCode(stand_ins, self.free, self.looks, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
-                self._own_backward(named_params),
+                self.gradients.watching(named_params),
                 _compat.small_constants(CONSTANT),
                 torch.enable_grad(),
                 refusals(self.code),
@@ -201,90 +194,12 @@ class BuildTrace:
                 tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
             else:
                 self.out.append(_checked_literal(leaf))
-        for name, param in params.items():  # a gradient that build puts in by hand
-            if param.grad is not None and self.losses:
-                self.ended.setdefault(name, param.grad)
-        final = [params[name].grad for name in self.ended]
-        lists = [tensors, self.losses, list(self.ended.values()), final, list(params.values()), list(buffers.values())]
+        losses, ended = self.gradients.losses, self.gradients.ended
+        final = [params[name].grad for name in ended]
+        lists = [tensors, losses, list(ended.values()), final, list(params.values()), list(buffers.values())]
         lists.append(self.looks.checks)
         self.counts = [len(items) for items in lists]
         return [item for items in lists for item in items]
-
-    def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
-        """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
-        refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.code)
-        self._check_loss(loss)
-        self.losses.append(loss)
-        self.cleared = None
-        hooks = self.watch.follow(loss)
-        self.watch.phase, self.watch.running = "backward", True
-        try:
-            with ExitStack() as stack:
-                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                autograd(loss, gradient, retain_graph, **more)
-        finally:
-            self.watch.line, self.watch.running = "", False
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def _own_backward(self, params: dict[str, Any]) -> Iterator[None]:
-        """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
-        autograd = torch.autograd.backward
-
-        def begin(losses: Any, *args: Any, **kwargs: Any) -> None:
-            if self.watch.running:  # a checkpointed region, or torch calling itself
-                autograd(losses, *args, **kwargs)
-                return
-            names = ("gradient", "retain_graph", "create_graph", "inputs")
-            more = {**dict(zip(names, args, strict=False)), **kwargs}
-            gradient = more.pop("grad_tensors", more.pop("gradient", None))
-            retain_graph = more.pop("retain_graph", None)
-            many = [losses] if isinstance(losses, Tensor) else list(losses)
-            weights = list(gradient) if isinstance(gradient, (list, tuple)) else [gradient] * len(many)
-            for loss, weight in zip(many, weights, strict=True):
-                self._backward(autograd, loss, weight, True if len(many) > 1 else retain_graph, **more)
-            with torch.no_grad():
-                self.ended = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
-
-        def clears(original: Any, holder: type) -> Any:
-            def zero_grad(this: Any, set_to_none: bool = True) -> None:
-                if any(p.grad is not None for p in params.values()):
-                    self.cleared = problem_here(_CLEARED, _CLEARED_HINT, self.code)
-                original(this, set_to_none)
-
-            return patched(holder, "zero_grad", zero_grad)
-
-        with ExitStack() as stack:
-            stack.enter_context(patched(Tensor, "backward", begin))
-            stack.enter_context(patched(torch.autograd, "backward", begin))
-            stack.enter_context(clears(nn.Module.zero_grad, nn.Module))
-            stack.enter_context(clears(torch.optim.Optimizer.zero_grad, torch.optim.Optimizer))
-            yield
-        if self.cleared is not None:
-            raise self.cleared
-
-    def _check_loss(self, loss: Tensor) -> None:
-        if not self.step.optimizers:
-            raise problem_here(
-                f"build of {self.step.name} calls backward(), but the Graph has no optimizer",
-                "call self.add_optimizer(optimizer) in __init__ to train, or leave out backward() to evaluate",
-                self.code,
-            )
-        if loss.numel() != 1:
-            raise problem_here(
-                f"backward() is called on a tensor of shape {list(loss.shape)}, not on one number",
-                "reduce it to a scalar first: loss.mean().backward() or loss.sum().backward()",
-                self.code,
-            )
-        if not loss.requires_grad:
-            raise problem_here(
-                "backward() is called on a value that depends on no parameter with requires_grad=True",
-                "check that the loss comes from the modules of this Graph, outside of torch.no_grad() and .detach()",
-                self.code,
-            )
 
     # ---- results
 
@@ -320,9 +235,10 @@ class BuildTrace:
         return (type(self.step.build.__self__),) if hasattr(self.step.build, "__self__") else ()
 
     def _traced(self, module: fx.GraphModule) -> Traced:
-        traced = Traced(
-            module, self.out, self.out_spec, bool(self.losses), list(self.ended), self.env, dict(self.symbols)
-        )
+        self.gradients.settle_phases(module.graph)
+        with_grad = list(self.gradients.ended)
+        trains = bool(self.gradients.losses or with_grad)
+        traced = Traced(module, self.out, self.out_spec, trains, with_grad, self.env, dict(self.symbols))
         flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
         names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks")
         for name, count in zip(names, self.counts, strict=True):

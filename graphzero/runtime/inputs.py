@@ -153,8 +153,9 @@ class Reader:
             return Input(name, _checked_object(name, raw))
         if raw.requires_grad:
             raise CaptureError(
-                f"input {name} ({tensor_text(raw)}) requires grad; a Graph computes gradients of parameters only. Pass "
-                f"{name}.detach(), or make it an nn.Parameter of a module on the Graph"
+                f"input {name} ({tensor_text(raw)}) requires grad; a Graph puts gradients into no input. Pass "
+                f"{name}.detach(); for its gradient call {name}.requires_grad_() in build, and use or return what "
+                "torch.autograd.grad gives; what is to be trained is an nn.Parameter of a module on the Graph"
             )
         _check_kind(name, raw)
         nd = self._nd(name, raw, wanted)
