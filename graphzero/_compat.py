@@ -256,6 +256,10 @@ def no_modes() -> Any:
     return _disable_current_modes()
 
 
+ASSERT_ASYNC: Callable[..., Any] = torch._assert_async
+ASSERT: Callable[..., Any] = torch._assert
+
+
 @contextmanager
 def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Iterator[None]:
     """``torch._check`` and all of its kind ask ``taken(error type, condition, message)`` first."""

@@ -69,7 +69,7 @@ class Looks:
             Tensor.__format__: self.text,
             torch.equal: self.equal,
             torch.allclose: self.allclose,
-            torch._assert_async: lambda ok, message="": self.check(ok, message),
+            _compat.ASSERT_ASYNC: lambda ok, message="": self.check(ok, message),
             Tensor.__float__: self._refuses("float(tensor)"),
             Tensor.__int__: self._refuses("int(tensor)"),
             Tensor.__index__: self._refuses("a tensor as an index or size"),
@@ -173,7 +173,7 @@ class Looks:
         with ExitStack() as stack:
             for function in (math.isnan, math.isinf, math.isfinite):
                 stack.enter_context(patched(math, function.__name__, takes_numbers(function)))
-            stack.enter_context(patched(torch, "_assert", asserts(torch._assert)))
+            stack.enter_context(patched(torch, "_assert", asserts(_compat.ASSERT)))
             stack.enter_context(_compat.checks_given_to(self._checked_by_torch))
             yield
 

@@ -50,6 +50,7 @@ DENSE: Mapping[Any, tuple[int, ...]] = {
     aten.native_group_norm.default: (0, 1, 2),
     aten.native_group_norm_backward.default: (0, 1, 2, 3, 4),
     aten.nll_loss2d_backward.default: (1,),
+    aten.conv_tbc.default: (0, 1),
     aten.adaptive_max_pool3d_backward.default: (2,),
     aten.fractional_max_pool2d_backward.default: (4,),
     aten.fractional_max_pool3d_backward.default: (4,),

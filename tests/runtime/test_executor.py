@@ -161,7 +161,7 @@ def test_an_op_that_fails_shows_its_line_source_rank_and_shapes() -> None:
     text = """
     graph step(dp=2) local
       x = batch() : f32[4, 4]  S(0)
-      w = param() : f32[3, 4]  B!
+      w = param() : f32[4, 4]  B!
     forward:
       h = relu(x)  : f32[4, 4]  S(0)
       y = mm(h, w) : f32[4, 4]  S(0)
@@ -170,13 +170,13 @@ def test_an_op_that_fails_shows_its_line_source_rank_and_shapes() -> None:
     graph = parse(text)
     graph.node("y").meta["source"] = "model.py:31 in forward"
     executor = Executor(graph, VirtualWorld(graph.placement))
-    executor.bind({"w": [torch.zeros(3, 4)] * 2})
-    good = torch.zeros(2, 3)
+    executor.bind({"w": [torch.zeros(4, 4)] * 2})
+    good = torch.zeros(2, 4)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        executor.run({"x": [good, torch.zeros(2, 4)]})
+        executor.run({"x": [good, torch.zeros(2, 3)]})
     note = "\n".join(caught.value.__notes__)
     assert "rank 1 of" in note and "y = mm(h, w) : f32[4, 4]  S(0)    model.py:31 in forward" in note
-    assert "h = relu(x) : f32[4, 4]  S(0)    here [2, 4]" in note
+    assert "h = relu(x) : f32[4, 4]  S(0)    here [2, 3]" in note
     assert executor.run({"x": [good, good]}).outputs[0][0].shape == (2, 4), "the next run is not harmed"
 
 

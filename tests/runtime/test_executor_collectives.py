@@ -258,7 +258,6 @@ def test_operands_that_do_not_lie_densely_are_packed_right() -> None:
       g  = all_gather(xt, 1, 'dp')      : f32[6, 8]  B
       pt = t(p)                         : f32[6, 8]  P
       r  = reduce_scatter(pt, 1, 'dp')  : f32[6, 8]  S(1)
-      v  = view(xt, [12])               : f32[48]  P
       return g, r
     """
     (g, r), _ = run(text, {"x": shards(x.t(), N, 0), "p": [x.t() * i for i in range(N)]})

@@ -86,7 +86,7 @@ def test_what_a_compiler_has_nothing_for_stays_a_line_of_its_own():
     graph = graph_of("""
   a = mul(x, 2.0)    : f32[8, 4]  S(0)
   b = add(a, y)      : f32[8, 4]  S(0)
-  s = sort(b)        : (f32[8, 4]  S(0), i64[8, 4]  S(0))
+  s = sort.default(b) : (f32[8, 4]  S(0), i64[8, 4]  S(0))
   t = s[0]           : f32[8, 4]  S(0)
   c = mul(t, 2.0)    : f32[8, 4]  S(0)
   d = add(c, t)      : f32[8, 4]  S(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sample_table import add, aten, b, f, i, packets, u
+from sample_table import add, aten, b, f, gz, i, packets, u
 
 
 def matrices() -> None:
@@ -33,6 +33,7 @@ def matrices() -> None:
     add(aten.isin.Tensor_Tensor, i(9, 4, 5), i(9, 3))
     add(aten.isin.Tensor_Scalar, i(9, 4, 5), 3)
     add(aten.isin.Scalar_Tensor, 3, i(9, 3))
+    add(gz.check.default, torch.ones((), dtype=torch.bool), "so it is")
 
 
 def moved() -> None:
