@@ -13,7 +13,8 @@ import graphzero
 ROOT = pathlib.Path(graphzero.__file__).parent
 MIDDLE, TOP = 3, 4
 LAYERS = {
-    "errors": 0, "attention": 0, "bags": 0, "cross_entropy": 0, "fused": 0, "grouped": 0, "pieces": 0, "ops": 0, "_compat": 0,
+    "errors": 0, "attention": 0, "bags": 0, "cross_entropy": 0, "fused": 0, "grouped": 0, "pieces": 0, "ops": 0,
+    "_compat": 0,
     "sbp": 1, "ir": 2,
     "capture": MIDDLE, "passes": MIDDLE, "runtime": MIDDLE, "plan": MIDDLE,
     "testing": 5, "divergence": 5, "explain": 5, "accept": 5, "pytest_plugin": 5,
