@@ -52,7 +52,7 @@ def forget() -> None:
 
 
 def _new_mesh(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMesh:
-    whole = torch.tensor(ranks.tolist())
+    whole = torch.tensor(ranks.tolist(), device="cpu")
     if not ascend(ranks):
         return DeviceMesh(device_type, whole, mesh_dim_names=names)
     groups = [_group(tuple(line)) for line in _lines(ranks, dist.get_rank())]

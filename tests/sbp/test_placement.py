@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -142,6 +143,13 @@ def test_meshes_are_of_one_world() -> None:
         assert list(mesh.get_coordinate() or ()) == [rank // 2, rank % 2]
         dist.destroy_process_group()
     assert found[0] is not found[1]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [[0, 1], [2, 3]], [3, 2, 1, 0]], ids=str)
+def test_a_mesh_is_made_whatever_the_default_device(world: None, ranks: Any) -> None:
+    names = ("dp", "tp")[: np.ndim(ranks)]
+    with torch.device("meta"):
+        assert placement("cpu", ranks, names).mesh().mesh.tolist() == ranks
 
 
 def test_ranks_in_another_order_than_ascending_have_a_mesh_where_all_of_the_world_are_there(world: None) -> None:
