@@ -11,8 +11,10 @@ often each form was tried (and gave another result than the op beside it), and e
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import pickle
+import signal
 import textwrap
 import time
 import warnings
@@ -35,6 +37,7 @@ DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64,
     torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
+SECONDS = 100  # for all calls of one op
 FORMS = ("out", "over first", "out is an operand", "rows of rows", "rows of the first", "always rows")
 
 
@@ -186,6 +189,9 @@ def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts |
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        faulthandler.disable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)  # one that has written over the allocator's own may wait for it for ever
         facts = Facts()
         for call in given:
             try_call(call, facts, layouts)
