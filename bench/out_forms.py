@@ -192,12 +192,15 @@ def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts |
         faulthandler.disable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)  # one that has written over the allocator's own may wait for it for ever
-        facts = Facts()
-        for call in given:
-            try_call(call, facts, layouts)
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(facts, pipe)
-        os._exit(0)
+        try:
+            facts = Facts()
+            for call in given:
+                try_call(call, facts, layouts)
+            with os.fdopen(writer, "wb") as pipe:
+                pickle.dump(facts, pipe)
+            os._exit(0)
+        finally:
+            os._exit(1)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()

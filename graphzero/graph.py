@@ -7,6 +7,7 @@ Here is only their order, and what the user may ask.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -330,9 +331,22 @@ class Graph:
                 "build there (self.other.build(x)), and Graphs one after another"
             )
 
+    def __copy__(self) -> Graph:
+        return self._with(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        made = memo[id(self)] = self._with({})
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def _with(self, attributes: Mapping[str, Any]) -> Graph:
+        made: Graph = object.__new__(type(self))
+        vars(made).update(attributes)
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            f"the Graph {self.name} cannot be pickled or copied: it holds programs and connections of this process. "
+            f"the Graph {self.name} cannot be pickled: it holds programs and connections of this process. "
             "Save graph.state_dict() (or full_state_dict()), make the Graph anew, and load it: load_state_dict(...)"
         )
 

@@ -78,7 +78,7 @@ class _Walk:
         for name, new in self.graph.updates.items():
             state = placeholders[name]
             is_there = new.target is not ops.assign and self.roots[new] == ((state, 0),) and new is not state
-            if is_there and not reaches(new, state):
+            if is_there and _is_written(new, state) and not reaches(new, state):
                 problem = f"'{new.name}', the new '{name}', lives in a view of it, which may turn out to be a copy"
                 raise violation(new, self.where, problem, f"Say assign({name}, {new.name}), or put it elsewhere")
         for launch in self.busy.values():
@@ -125,6 +125,15 @@ def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage 
     for operand in dict.fromkeys(value.flat_nodes((args, inplace.plain_kwargs(node)))):
         for root in roots.get(operand, ()):
             yield operand, root
+
+
+def _is_written(new: fx.Node, state: fx.Node) -> bool:
+    """Whether a value that lives in ``state`` was put there, and is not only a view of the old one, yet to be assigned."""
+    while new is not state:
+        if inplace.room_of(new) is not None or new.target is ops.wait:
+            return True
+        new = new.args[0]  # type: ignore[assignment]
+    return False
 
 
 def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: Orders, where: str) -> None:
