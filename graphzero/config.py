@@ -204,7 +204,8 @@ class GraphConfig:
 
     @property
     def check_inputs(self) -> str:
-        """When ranks agree on the program: "always", before every call, or "first", before calls that compile or bind.
+        """When ranks agree on the program: "always", before every call, or "first", before calls that compile or bind;
+        of the others then only the program's hash is compared.
 
         Inputs that several ranks are said to be given alike (0-d tensors, those that are B, a batch along the axes that
         do not split it) are compared too: up to 16 elements on the CPU whenever ranks agree, larger ones in the first

@@ -149,7 +149,7 @@ class Selection:
         program = self._programs.find(key, numbers, state.has_state, self.bound)
         if program is None:
             program = self._compile(key, inputs, numbers, state)
-        elif not is_talking and not state.world.knows_sizes:
+        elif not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
             self._ranks.agree(PROGRAM, program.hash, program.lines)
         return Prepared(program, inputs, key, numbers, state)
 

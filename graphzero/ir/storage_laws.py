@@ -128,7 +128,7 @@ def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage 
 
 
 def _is_written(new: fx.Node, state: fx.Node) -> bool:
-    """Whether a value that lives in ``state`` was put there, and is not only a view of the old one, yet to be assigned."""
+    """Whether a value that lives in ``state`` was put there; else it is a view of the old one, yet to be assigned."""
     while new is not state:
         if inplace.room_of(new) is not None or new.target is ops.wait:
             return True

@@ -24,7 +24,6 @@ from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.communicator import communicator
 from graphzero.runtime.launch import before_tear_down, has_fake_world
-from graphzero.runtime.neighbours import Neighbours
 from graphzero.runtime.pairs import OPS, Pairs, Then
 from graphzero.runtime.world import Handle, World, device_of
 from graphzero.sbp.placement import Placement
@@ -86,10 +85,6 @@ class ProcessWorld(World):
     @property
     def ways(self) -> dict[str, str]:
         return {axis: pairs.about for axis, pairs in self._pairs.items()}
-
-    @property
-    def knows_sizes(self) -> bool:
-        return all(isinstance(pairs.link, Neighbours) for pairs in self._pairs.values())
 
     @property
     def under_way(self) -> str:

@@ -87,11 +87,6 @@ class World(ABC):
         return {}
 
     @property
-    def knows_sizes(self) -> bool:
-        """Whether ranks that give one collective other sizes are told so, and not given anything else."""
-        return True
-
-    @property
     def under_way(self) -> str:
         """What a stopped run has left for the next one to await, and which must therefore be equal on all ranks."""
         return ", ".join(map(str, sorted(self.pending)))

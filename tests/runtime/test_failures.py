@@ -227,10 +227,7 @@ def other_shapes_in_first_mode(rank: int) -> Any:
 def test_batches_that_differ_by_rank_raise_on_all_also_where_calls_compare_nothing(tmp_path: Path, way: str) -> None:
     found = failure_toys.run(other_shapes_in_first_mode, 2, tmp_path, way)
     texts = [found[rank][0]["text"] for rank in range(2)]
-    if way == "memory":
-        assert all("sends" in text and "bytes where rank" in text for text in texts), texts
-    else:
-        assert all("the ranks do not agree on the compiled program" in text for text in texts), texts
+    assert all("the ranks do not agree on the compiled program" in text for text in texts), texts
 
 
 def many_collectives(rank: int) -> Any:
