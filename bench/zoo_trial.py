@@ -135,10 +135,11 @@ def eager(make: Callable[[], Trial], perturbed: float = 0.0, draws: int = 0) -> 
     optimizers = [torch.optim.AdamW(ps, lr=RATE, eps=EPSILON) for ps in trial.optimized(trial.module)]
     losses: list[float] = []
     for step in range(STEPS):
+        batch = batch_of(trial, step)
         seed(1000 + draws)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        losses += numbers(trial.train(trial.module, batch_of(trial, step)))
+        losses += numbers(trial.train(trial.module, batch))
         for optimizer in optimizers:
             optimizer.step()
     return Run(losses, state_of(trial.module))
@@ -239,7 +240,7 @@ def judged(make: Callable[[], Trial]) -> dict[str, Any]:
         if apart.loss <= LOSS_BOUND and apart.state <= STATE_BOUND:
             return {"outcome": "equal", **facts}
         if eager(make, draws=1).losses != wanted.losses:
-            return {"outcome": "skipped", "cause": "draws random numbers, which are others on ranks", "message": ""}
+            return {"outcome": "skipped", "cause": "draws random numbers, which a Graph draws otherwise", "message": ""}
         grown = [distance(eager(make, perturbed=2.0**-52, draws=n), wanted) for n in range(3)]
         facts |= {"grown_loss": max(g.loss for g in grown), "grown_state": max(g.state for g in grown)}
         within = apart.loss <= max(LOSS_BOUND, GROWTH * facts["grown_loss"]) and apart.state <= max(

@@ -57,6 +57,16 @@ def test_a_loss_that_differs_is_wrong():
     assert zoo_trial.judged(lambda: trial(train))["outcome"] == "wrong"
 
 
+def test_a_step_that_draws_random_numbers_is_not_compared():
+    def train(module, batch):
+        loss = (module(batch["x"]) * torch.rand(8, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    record = zoo_trial.judged(lambda: trial(train))
+    assert record["outcome"] == "skipped" and "random" in record["cause"]
+
+
 def test_a_step_that_plain_pytorch_does_not_run_is_skipped():
     record = zoo_trial.judged(lambda: trial(lambda module, batch: module(batch["absent"])))
     assert record["outcome"] == "skipped" and record["cause"].startswith("KeyError")
