@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphzero.capture.patches import patched
 from graphzero.capture.problems import problem_here
 from graphzero.ops import UNIFORM_LIKE
 
 aten = torch.ops.aten
+SEEDS = (
+    "build sets the random seed, which would make every step draw the same",
+    "call torch.manual_seed once, before the first call; what a Graph draws follows from it and from the step",
+)
 _LEAST = 2.0**-25  # half a step of the 24-bit grid: keeps log(u) finite
 
 
@@ -49,19 +54,20 @@ class Draws:
     @contextmanager
     def as_generator(self) -> Iterator[None]:
         """Let torch.get_rng_state and set_rng_state read and set the counter."""
-        before = torch.get_rng_state, torch.set_rng_state
 
         def write(state: Any) -> None:
-            self.count = state.count if isinstance(state, _Counter) else self.count
+            if not isinstance(state, _Counter):
+                raise problem_here(*SEEDS)
+            self.count = state.count
 
         def read() -> Any:
             return _Counter(self.count)
 
-        torch.get_rng_state, torch.set_rng_state = read, write  # type: ignore[assignment]
-        try:
+        with ExitStack() as stack:
+            for holder in (torch, torch.random):
+                stack.enter_context(patched(holder, "get_rng_state", read))
+                stack.enter_context(patched(holder, "set_rng_state", write))
             yield
-        finally:
-            torch.get_rng_state, torch.set_rng_state = before
 
     def table(self) -> dict[Any, Callable[..., Any]]:
         """Decompositions by op, for make_fx."""
@@ -74,6 +80,11 @@ class Draws:
             aten.bernoulli_.Tensor: lambda x, p, generator=None: x.copy_((self.uniform(x) < p).to(x.dtype)),
             aten.uniform_.default: self._uniform_,
             aten.normal_.default: self._normal_,
+            aten.normal.Tensor_float: self._normal,
+            aten.normal.float_Tensor: self._normal,
+            aten.normal.Tensor_Tensor: self._normal,
+            aten.normal.float_float: lambda mean, std, size, **kw: self._randn(size, **kw) * std + mean,
+            aten.randperm.default: self._randperm,
             aten.exponential_.default: self._exponential_,
             getattr(aten.random_, "from"): self._random_from_,
             aten.rrelu_with_noise.default: self._rrelu,
@@ -105,6 +116,18 @@ class Draws:
 
     def _normal_(self, x: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
         return x.copy_(self.normal(x) * std + mean)
+
+    def _normal(self, mean: Any, std: Any = 1.0, generator: Any = None) -> Tensor:
+        like: Tensor = next(x for x in (mean, std) if isinstance(x, Tensor))
+        noise: Tensor = self.normal(like.new_zeros((mean + std).shape)).to(like.dtype)
+        drawn: Tensor = noise * std + mean
+        return drawn
+
+    def _randperm(self, n: int, dtype: Any = None, **_: Any) -> Tensor:
+        """The order of 48 random bits each, in which hardly two are alike; those that are stay in order."""
+        like = torch.zeros([n], dtype=torch.float32)
+        keys = self.uniform(like).double() + self.uniform(like).double() * 2.0**-24
+        return torch.sort(keys, stable=True)[1].to(dtype or torch.int64)
 
     def _exponential_(self, x: Tensor, rate: float = 1.0, generator: Any = None) -> Tensor:
         return x.copy_(torch.log(self.uniform(x) + _LEAST) * (-1.0 / rate))
@@ -138,13 +161,14 @@ class Draws:
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise problem_here(
             "build draws random numbers in a way that a graph cannot repeat on every placement",
-            "draw with torch.rand, randn, randint, bernoulli or dropout, or draw outside of build and pass it in",
+            "draw with torch.rand, randn, normal, randint, randperm, bernoulli or dropout, or draw outside of build "
+            "and pass it in",
         )
 
 
 _REFUSED = """
-    multinomial randperm poisson binomial cauchy cauchy_ geometric geometric_ log_normal log_normal_ _sample_dirichlet
-    _standard_gamma random random_ normal normal_functional uniform exponential _fused_dropout
+    multinomial poisson binomial cauchy cauchy_ geometric geometric_ log_normal log_normal_ _sample_dirichlet
+    _standard_gamma random random_ normal_functional uniform exponential _fused_dropout
     rrelu_with_noise_functional bernoulli.Tensor randint_like.Tensor
 """
 

@@ -19,12 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphzero import _compat
 from graphzero.capture.patches import patched
 from graphzero.capture.problems import first_line, problem_here
+from graphzero.capture.randomness import SEEDS
 from graphzero.errors import CaptureError
 
-_SEED = (
-    "build sets the random seed, which would make every step draw the same",
-    "call torch.manual_seed once, before the first call; what a Graph draws follows from it and from the step",
-)
 _DEVICE = (
     "build sets torch's default device, which would hold for all that comes after it",
     "call torch.set_default_device before the first call, or say device= where a tensor is made",
@@ -51,8 +48,9 @@ def refusals(build: CodeType | None) -> Iterator[None]:
 
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(patched(torch, "manual_seed", refuse(*_SEED)))
-        enter(patched(torch.random, "manual_seed", refuse(*_SEED)))
+        for holder in (torch, torch.random):
+            enter(patched(holder, "manual_seed", refuse(*SEEDS)))
+            enter(patched(holder, "seed", refuse(*SEEDS)))
         enter(patched(torch, "set_default_device", refuse(*_DEVICE)))
         enter(patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
         enter(patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))

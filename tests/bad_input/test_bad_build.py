@@ -283,3 +283,38 @@ def test_a_build_that_keeps_values_in_attributes_is_warned_that_they_are_lost():
 
     with pytest.warns(UserWarning, match=r"Step\.calls, Step\.last.*no effect"):
         make(build)(X, Y)
+
+
+def puts_back_a_state(self, x, y):
+    torch.set_rng_state(STATE)
+    return train(self, x, y)
+
+
+def puts_back_a_state_by_its_module(self, x, y):
+    torch.random.set_rng_state(STATE)
+    return train(self, x, y)
+
+
+def seeds_anew(self, x, y):
+    torch.seed()
+    return train(self, x, y)
+
+
+STATE = torch.get_rng_state()
+
+
+@pytest.mark.parametrize("build", [puts_back_a_state, puts_back_a_state_by_its_module, seeds_anew])
+def test_a_build_that_sets_the_random_stream_is_refused_at_its_line(build):
+    refused(make(build), gz.CaptureError, "sets the random seed", "test_bad_build.py:", "before the first call")
+
+
+@pytest.mark.parametrize("holder", [torch, torch.random])
+def test_a_state_that_build_has_asked_for_may_be_put_back(holder):
+    def build(self, x, y):
+        state = holder.get_rng_state()
+        one = torch.rand(8)
+        holder.set_rng_state(state)
+        return train(self, x, y), one, torch.rand(8)
+
+    _, one, two = make(build)(X, Y)
+    assert torch.equal(one, two)

@@ -32,7 +32,6 @@ REFUSED = {
     "numpy": (lambda self, x: self.model(x).mean() + float(x.numpy().sum()), r"\.numpy\(\)", "outside"),
     "mask": (lambda self, x: self.model(x)[x[:, 0] > 0].mean(), "boolean mask", "torch.where"),
     "nonzero": (lambda self, x: self.model(x)[(x[:, 0] > 0).nonzero()].mean(), "nonzero", "Keep shapes fixed"),
-    "randperm": (lambda self, x: self.model(x)[torch.randperm(6)].mean(), "draws random numbers", "outside of build"),
     "multinomial": (lambda self, x: x[0].abs().multinomial(2).sum() + self.model(x).mean(), "draws random", "outside"),
     "parameter": (lambda self, x: (self.model(x) * OUTSIDE).mean(), r"shape \[4\] that belongs to no module", "Assign"),
     "shapes": (lambda self, x: (self.model(x) @ torch.ones(3, 3)).mean(), r"\[6, 4\] X \[3, 3\]", "plain PyTorch"),

@@ -7,6 +7,7 @@ from capture_reference import Owner, Program
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import graphzero as gz
 from graphzero.ops import UNIFORM_LIKE
 
 
@@ -73,6 +74,10 @@ DRAWS = {
     "randn": (lambda x: torch.randn(200, 100), 0, 1),
     "randn_like": (lambda x: torch.randn_like(x), 0, 1),
     "normal_": (lambda x: torch.empty(200, 100).normal_(1, 2), 1, 4),
+    "normal": (lambda x: torch.normal(1.0, 2.0, (200, 100)), 1, 4),
+    "normal of means": (lambda x: torch.normal(x + 1, 2.0), 1, 4),
+    "normal of deviations": (lambda x: torch.normal(1.0, x + 2), 1, 4),
+    "normal of both": (lambda x: torch.normal(x[:, :1] + 1, x[:1] + 2), 1, 4),
     "bernoulli": (lambda x: torch.bernoulli(torch.full((200, 100), 0.3)), 0.3, 0.21),
     "bernoulli_": (lambda x: torch.empty(200, 100).bernoulli_(0.3), 0.3, 0.21),
     "randint": (lambda x: torch.randint(2, 5, (200, 100)), 3, 2 / 3),
@@ -89,6 +94,41 @@ def test_distributions(name):
     found = evaluate(draw, torch.zeros(200, 100))(torch.zeros(200, 100), seed=7).double()
     assert found.mean().item() == pytest.approx(mean, abs=0.03)
     assert found.var().item() == pytest.approx(variance, abs=0.1 * variance)
+
+
+def test_a_permutation_has_each_number_once_and_is_another_for_each_seed():
+    program = evaluate(lambda x: torch.randperm(1000), torch.zeros(()))
+    one, same, other = (program(torch.zeros(()), seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(one.sort().values, torch.arange(1000))
+    places = torch.stack([program(torch.zeros(()), seed=seed) for seed in range(50)]).double().mean(0)
+    assert (places - 499.5).abs().max() < 6 * 289 / 50**0.5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batches_are_shuffled_and_noised_alike_on_any_number_of_ranks(stage):
+    def losses(ranks):
+        class Mixup(gz.Graph):
+            def __init__(self):
+                super().__init__(gz.placement("cpu", range(ranks), virtual=True))
+                torch.manual_seed(0)
+                self.model = nn.Linear(4, 3).double()
+                self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+                self.config.enable_zero(stage > 0, stage=stage or 2)
+
+            def build(self, x):
+                order = torch.randperm(len(x))
+                loss = self.model(torch.normal(x, 0.1) + x[order]).square().mean()
+                loss.backward()
+                return loss, order
+
+        graph = Mixup()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        torch.manual_seed(5)
+        return [graph(x) for _ in range(2)]
+
+    torch.testing.assert_close(losses(2), losses(1))
 
 
 def test_nothing_is_drawn_for_a_tensor_without_elements():
