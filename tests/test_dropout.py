@@ -10,7 +10,7 @@ import graphzero as gz
 
 
 def graph(ranks, stage, seed=7):
-    """A step that shows its dropout masks."""
+    """A step that shows its dropout masks, a permutation of its rows, and noise."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 
@@ -25,9 +25,10 @@ def graph(ranks, stage, seed=7):
 
         def build(self, x):
             mask = self.drop(torch.ones_like(x))
-            loss = (self.model(x) ** 2).mean()
+            order, noise = torch.randperm(len(x)), torch.normal(x, 0.1)
+            loss = (self.model(x + noise) ** 2).mean()
             loss.backward()
-            return mask, loss
+            return (mask, order, noise), loss
 
     torch.manual_seed(seed)
     return Step()
@@ -39,7 +40,8 @@ X = torch.linspace(-1, 1, 72, dtype=torch.float64).view(12, 6)
 def run(ranks, stage, steps=3, seed=7):
     made = graph(ranks, stage, seed)
     results = [made(X) for _ in range(steps)]
-    return [mask for mask, _ in results], [loss for _, loss in results], list(made.model.state_dict().values())
+    drawn = [x for draws, _ in results for x in draws]
+    return drawn, [loss for _, loss in results], list(made.model.state_dict().values())
 
 
 first_run = cache(run)
@@ -47,10 +49,10 @@ first_run = cache(run)
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_masks_are_the_same_numbers_at_any_placement_and_stage(ranks, stage):
-    masks, losses, parameters = first_run(ranks, stage)
-    expected_masks, expected_losses, expected_parameters = first_run(1, 0)
-    assert all(torch.equal(a, b) for a, b in zip(masks, expected_masks, strict=True))
+def test_draws_are_the_same_numbers_at_any_placement_and_stage(ranks, stage):
+    drawn, losses, parameters = first_run(ranks, stage)
+    expected, expected_losses, expected_parameters = first_run(1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(parameters, expected_parameters, rtol=1e-10, atol=1e-10)
 
@@ -63,11 +65,11 @@ def test_stages_and_repeated_runs_agree_bit_for_bit_with_dropout(ranks):
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_masks_differ_from_step_to_step_and_from_seed_to_seed():
-    masks, _, _ = first_run(2, 1)
+def test_draws_differ_from_step_to_step_and_from_seed_to_seed():
+    drawn, _, _ = first_run(2, 1)
     other, _, _ = run(2, 1, seed=8)
-    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
-    assert not torch.equal(masks[0], other[0])
+    for one, two, three, of_other in zip(drawn[:3], drawn[3:6], drawn[6:], other[:3], strict=True):
+        assert not torch.equal(one, two) and not torch.equal(two, three) and not torch.equal(one, of_other)
 
 
 def test_the_kept_share_and_the_scale_are_those_of_the_definition():

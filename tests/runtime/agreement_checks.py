@@ -304,14 +304,16 @@ def check_draws_are_those_of_virtual_ranks():
             self.drop = nn.Dropout(0.5)
 
         def build(self, x):
-            return self.drop(x)
+            return self.drop(x), torch.normal(x, 0.1), torch.randperm(12)
 
     found = []
     for graph, size in (Drop(), 3), (Drop(gz.placement("cpu", range(3), virtual=True)), 6):
         torch.manual_seed(5)
         found.append([graph(torch.ones(size, 4)) for _ in range(2)])
     for real, whole in zip(*found, strict=True):
-        assert torch.equal(real, whole.chunk(2)[dist.get_rank()])
+        for mine, of_all in zip(real[:2], whole[:2], strict=True):
+            assert torch.equal(mine, of_all.chunk(2)[dist.get_rank()])
+        assert torch.equal(real[2], whole[2])
 
 
 def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
