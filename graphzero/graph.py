@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,15 +70,19 @@ class Graph:
                 'plain inputs for the whole batch; to split the batch: gz.placement(..., names=("dp",))',
                 stacklevel=2,
             )
+        self._optimizers: list[OptimizerSpec] = []
+        self._schedulers: list[Any] = []  # one per optimizer, None for none
+        self._begin()
+
+    def _begin(self) -> None:
+        """The parts that are this Graph's alone: what is compiled, and what is known of the user's tensors."""
         self._ranks = Ranks(self.placement, identity(self.name, self.placement))
         attributes = Attributes(self)
         self._programs = Programs(self.name, attributes, self.config)
-        self._optimizers: list[OptimizerSpec] = []
         self._selection = Selection(
             self._programs, attributes, self._ranks, self.config, self._optimizers,
             step=self._as_step, state=self._state_now, reader=self._make_reader,
         )  # fmt: skip
-        self._schedulers: list[Any] = []  # one per optimizer, None for none
         self._lazy_world: World | None = None
         self._lazy_state: State | None = None
         self._last: Compiled | None = None  # used or compiled last
@@ -332,16 +336,20 @@ class Graph:
             )
 
     def __copy__(self) -> Graph:
-        return self._with(vars(self))
+        return self._copied(object.__new__(type(self)), lambda held: held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        made = memo[id(self)] = self._with({})
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+        made = memo[id(self)] = object.__new__(type(self))
+        return self._copied(made, lambda held: copy.deepcopy(held, memo))
 
-    def _with(self, attributes: Mapping[str, Any]) -> Graph:
-        made: Graph = object.__new__(type(self))
-        vars(made).update(attributes)
+    def _copied(self, made: Graph, copied: Callable[[Any], Any]) -> Graph:
+        """``made`` with ``copied`` settings and attributes.  It compiles programs of its own."""
+        made.name, made.placement, made.config = self.name, self.placement, copied(self.config)
+        made._optimizers, made._schedulers = list(copied(self._optimizers)), list(copied(self._schedulers))
+        made._begin()
+        vars(made).update((name, copied(held)) for name, held in vars(self).items() if name not in vars(made))
+        if self._lazy_state is not None:
+            made._state.take_over(self._lazy_state)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -48,9 +48,6 @@ class CudaGraphs:
         self._stream: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that can be replayed
 
-    def __deepcopy__(self, memo: object) -> CudaGraphs:
-        return CudaGraphs(self.device)
-
     def warm_up(self, step: Callable[[], T]) -> T:
         """On the stream on which it will be recorded; the caller's stream waits for it."""
         stream, current = self._side_stream(), torch.cuda.current_stream(self.device)

@@ -98,10 +98,6 @@ class Replayed(Executor):
         if waiting is not None:
             self._refuse(f"{_shown(waiting)} reads a tensor on the host, which no recording can")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy, whose tensors are others: without the recording."""
-        return {**vars(self), "_recording": None, "_warm": None}
-
     @property
     def fed(self) -> list[str]:
         return sorted(self._names[place] for place in self._fed)

@@ -7,9 +7,10 @@ runs is the Graph's.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
@@ -85,6 +86,19 @@ class State:
     @cached_property
     def first_values(self) -> FirstValues:
         return FirstValues(self.world)
+
+    def take_over(self, other: State) -> None:
+        """Go on as ``other``, of whose tensors this one's are copies, or which they are."""
+        here, there = self.tensors(), other.tensors()
+        self.random = copy.copy(other.random)
+        self.moved = {
+            path: replace(moved, tensor=TensorRef(here[path].tensor))
+            for path, moved in other.moved.items()
+            if path in here and path in there and moved.tensor.is_of(there[path].tensor)
+        }
+        why = other.why_torn()
+        if why:
+            self.tear(why)
 
     def meet(self) -> None:
         """Have a world from here on.  Every rank calls it."""

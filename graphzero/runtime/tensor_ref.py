@@ -6,6 +6,8 @@ the storage is referred to: a parameter that was converted for real has another 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,6 +21,16 @@ class TensorRef:
 
     def __init__(self, x: Tensor) -> None:
         self._storage = StorageWeakRef(_compat.local_tensor(x).untyped_storage())  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> TensorRef:
+        return self
+
+    def __deepcopy__(self, memo: object) -> TensorRef:
+        """Itself, as of any weak reference.  torch's own would give up twice what it counts once."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(f"cannot pickle a {type(self).__name__}: it names memory of this process")
 
     @property
     def is_alive(self) -> bool:

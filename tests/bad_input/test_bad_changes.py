@@ -174,6 +174,41 @@ def test_a_copy_of_a_graph_trains_its_own_model():
     torch.testing.assert_close(graph(X, Y), twin(X, Y), rtol=1, atol=1)
 
 
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_graph_goes_on_as_it_would(how):
+    """With the state that it has reached, the settings, random draws and what ZeRO has moved; then each by itself."""
+
+    def trained():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        graph = graph_of(model, torch.optim.AdamW(model.parameters()), 2)
+        graph.config.enable_zero(stage=3)
+        graph(X, Y)
+        return graph
+
+    def go_on(graph):
+        return [graph(X, Y) for _ in range(3)]
+
+    expected = go_on(trained())
+    graph = trained()
+    twin = how(graph)
+    assert twin.config.fingerprint == graph.config.fingerprint and len(twin._state.moved) == 4
+    assert [m.before for m in twin._state.moved.values()] == [m.before for m in graph._state.moved.values()]
+    torch.testing.assert_close(go_on(twin), expected, rtol=0, atol=0)
+    if how is copy.deepcopy:
+        torch.testing.assert_close(go_on(graph), expected, rtol=0, atol=0)
+    twin.config.enable_zero(False)
+    twin(X, Y)
+    assert {str(nd) for nd in map(twin._state.nd_of, twin.model.parameters())} == {"(B,)"}
+
+
+def test_a_copy_of_a_torn_graph_is_torn():
+    graph = make()
+    graph(X, Y)
+    graph._state.tear("a call ended in the middle of its update")
+    refused(copy.deepcopy(graph), gz.GraphZeroError, "in the middle of its update")
+
+
 @pytest.mark.parametrize("rate", ["fast", None])
 def test_a_rate_that_is_no_number_is_refused(rate):
     model = Model()
