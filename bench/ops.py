@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
+from op_calls import Call
 from torch import Tensor, fx, nn
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.common_utils import set_rng_seed
@@ -44,17 +45,8 @@ PLACE = placement("cpu", range(1))
 invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a step sets no seed
 
 
-@dataclass(frozen=True)
-class AtenCall:
+class AtenCall(Call):
     """One call of an op in a step, with its values."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
 
     def key(self) -> Any:
         return self.op, str(_metas((self.args, self.kwargs)))

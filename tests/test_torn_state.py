@@ -37,13 +37,18 @@ def torn():
     graph = Train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     graph(X)
     saved = graph.full_state_dict()
+    tear(graph)
+    return graph, saved, model
+
+
+def tear(graph):
+    """A call ends in its update; the Graph refuses to go on."""
     steps = graph._last.executor(graph._world).program.steps
     whole, steps[-1] = steps[-1], interrupted
     with pytest.raises(KeyboardInterrupt):
         graph(X)
     steps[-1] = whole
     refuses(graph)
-    return graph, saved, model
 
 
 def interrupted(envs):
@@ -138,11 +143,6 @@ def test_a_buffer_that_no_checkpoint_has_does_not_keep_the_refusal():
     graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     graph(X)
     saved = graph.full_state_dict()
-    steps = graph._last.executor(graph._world).program.steps
-    whole, steps[-1] = steps[-1], interrupted
-    with pytest.raises(KeyboardInterrupt):
-        graph(X)
-    steps[-1] = whole
-    refuses(graph)
+    tear(graph)
     graph.load_state_dict(saved)
     graph(X)
