@@ -18,8 +18,9 @@ train: $(READY)
 
 test: lint test-fast test-slow test-rounding
 
-# Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.  A process that
+# crashes is not replaced: xdist would wait for ever for the rest of its file.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: $(READY)
 	$(BIN)/ruff check .

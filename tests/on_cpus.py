@@ -33,6 +33,7 @@ def main() -> int:
     for kind in options.only:
         variables, more = KINDS[kind]
         command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+        command += ["--max-worker-restart", "0"]
         started = time.perf_counter()
         done = subprocess.run(
             [*command, "-rfE", *more, *options.tests],
