@@ -10,11 +10,13 @@ import inspect
 import logging
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, lru_cache, wraps
 from operator import attrgetter
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -164,6 +166,49 @@ def is_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+class _NoFake:
+    """In the place of FakeTensor, for those who are told that nothing is traced."""
+
+
+@contextmanager
+def answers_whether_traced(answer: Callable[[FrameType], bool]) -> Iterator[None]:
+    """What asks in this thread whether a graph is being traced is told ``answer(its frame)``.
+
+    It asks by ``torch.compiler.is_compiling()`` and its other names, or by whether a tensor is a
+    ``torch._subclasses.FakeTensor``.  A module that is imported meanwhile gets the class itself.
+    """
+    thread, compiler, fakes = get_ident(), torch.compiler, torch._subclasses
+    original = compiler.is_compiling
+
+    def is_compiling() -> bool:
+        asker: FrameType | None = sys._getframe(1)
+        while asker is not None and asker.f_code.co_name in _ASKED_BY and asker.f_globals["__name__"] in _ASKED_IN:
+            asker = asker.f_back
+        return original() if get_ident() != thread or asker is None else answer(asker)
+
+    def attribute(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module {fakes.__name__!r} has no attribute {name!r}")
+        asker = sys._getframe(1)
+        if get_ident() != thread or asker.f_code.co_name == "<module>" or answer(asker):
+            return FakeTensor
+        return _NoFake
+
+    compiler.is_compiling = is_compiling
+    vars(fakes)["__getattr__"] = attribute
+    del vars(fakes)["FakeTensor"]
+    try:
+        yield
+    finally:
+        vars(fakes)["FakeTensor"] = FakeTensor
+        del vars(fakes)["__getattr__"]
+        compiler.is_compiling = original
+
+
+_ASKED_BY = ("is_compiling", "is_dynamo_compiling")
+_ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
+
+
 @contextmanager
 def compiled_functions_inline() -> Iterator[None]:
     """What ``torch.compile`` has wrapped is traced as the plain function that it is."""
@@ -249,6 +294,19 @@ def keep_constant(fake: Any, value: Tensor) -> None:
 def constant_of(x: Any) -> Tensor | None:
     """The value of a fake tensor, where it is known."""
     return getattr(x, "constant", None) if isinstance(x, FakeTensor) else None
+
+
+@contextmanager
+def unknown(tensors: Sequence[Any]) -> Iterator[None]:
+    """The values of these fakes are not known; nothing may write to them meanwhile."""
+    held = [x.constant for x in tensors]
+    for x in tensors:
+        x.constant = None
+    try:
+        yield
+    finally:
+        for x, constant in zip(tensors, held, strict=True):
+            x.constant = constant
 
 
 def no_modes() -> Any:

@@ -24,7 +24,7 @@ from graphzero.capture.regions import finish_regions
 from graphzero.capture.spec import Captured, Entry, FloatLeaf, StateSpec, Step, TensorLeaf
 from graphzero.capture.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.threads import one_at_a_time
-from graphzero.capture.trace import BuildTrace, Slot, Traced
+from graphzero.capture.trace import Slot, Traced, trace_build
 from graphzero.capture.uses import insert_uses
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
@@ -72,7 +72,7 @@ class _Capture:
         for i, spec in enumerate(self.step.optimizers):
             stepping.check(spec)
             self._check_owned(i)
-        traced = BuildTrace(self.step, self.root, self.leaves, self.in_spec).run()
+        traced = trace_build(self.step, self.root, self.leaves, self.in_spec)
         self._check_backward(traced)
         symbols = {symbol: Role("scalar", name) for symbol, name in traced.symbols.items()}
         self.environments.append((traced.env, symbols))

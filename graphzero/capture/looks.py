@@ -28,7 +28,7 @@ from graphzero.capture.regions import refuse_inside
 from graphzero.errors import CaptureError
 from graphzero.ops import CHECK
 
-CONSTANT = 256  # elements of a tensor of Python's numbers that is known while build is traced
+CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
 _MOST = 1024  # numbers that one .tolist() may give
 
 _HINT = (
@@ -43,6 +43,15 @@ FACTORIES = frozenset({
 
 _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 _REGION = "Return the condition from the region as a value, P(max) or P(min) of the ranks, and check it outside"
+
+
+def _size(tensors: list[Any]) -> int:
+    """How many elements an op makes of tensors, at most."""
+    try:
+        shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+        return math.prod(shape)
+    except RuntimeError:
+        return math.prod(x.numel() for x in tensors)
 
 
 def read_problem(what: str, where: list[str] | None = None, build: CodeType | None = None) -> CaptureError:
@@ -130,6 +139,14 @@ class Looks:
             if not any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in flat):
                 with _compat.no_modes():
                     _compat.keep_constant(made, func(*args, **{**kwargs, "device": "cpu"}))
+
+    def bounded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func`` of its arguments; of known values nothing is computed that is too large to be known itself."""
+        known = [x for x in args if isinstance(x, _compat.FakeTensor) and _compat.constant_of(x) is not None]
+        if len(known) < 2 or _size(known) <= CONSTANT:
+            return func(*args, **kwargs)
+        with _compat.unknown(known):
+            return func(*args, **kwargs)
 
     # ---- conditions
 

@@ -156,7 +156,7 @@ class Watch(TorchDispatchMode):
         elif self.phase != "backward":
             self.lines[_compat.sequence_number()] = source
         with _compat.annotate({"phase": self.phase, "source": source}):
-            result = fold() if fold else func(*args, **(kwargs or {}))
+            result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
         self.free.made(func, args, result)
         if func in FACTORIES:
             self.looks.know(result, func, args, kwargs or {})

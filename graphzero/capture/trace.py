@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture import decompositions
+from graphzero.capture.asked import Asked
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.functional import functional
 from graphzero.capture.gradients import Gradients
@@ -68,11 +69,22 @@ class Slot:
     index: int
 
 
+def trace_build(step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec) -> Traced:
+    """A step's build, traced as often as it takes to learn where it must be told that it is being traced."""
+    asked = Asked(getattr(step.build, "__code__", None))
+    while True:
+        try:
+            return BuildTrace(step, root, leaves, in_spec, asked).run()
+        except Exception as error:
+            if not asked.learns(error):
+                raise
+
+
 class BuildTrace:
     """One tracing of a step's build."""
 
-    def __init__(self, step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec) -> None:
-        self.step, self.root, self.leaves, self.in_spec = step, root, leaves, in_spec
+    def __init__(self, step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec, asked: Asked) -> None:
+        self.step, self.root, self.leaves, self.in_spec, self.asked = step, root, leaves, in_spec, asked
         self.env = _compat.shape_env()
         self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.params = dict(root.named_parameters())
@@ -165,7 +177,7 @@ class BuildTrace:
                 refusals(self.code),
                 self.looks.watching(),
                 none_swallowed(),
-                _compat.is_compiling(),
+                self.asked.answering(),
             ):
                 result = self.step.build(*args, **kwargs)
             now = dict(self.root.named_buffers())

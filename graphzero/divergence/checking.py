@@ -24,7 +24,7 @@ _CAPTURED = (
     "Capture runs build once and writes down the tensor operations. What plain PyTorch does anew in every call, and a "
     "program cannot: Python random numbers, counters and clocks, globals that change, operations on .data. Pass such "
     "a number as a float input, or draw it with torch. Code that asks whether it is being traced (is_compiling(), "
-    "FakeTensor) takes its branch for that, as under torch.export: no pass is at fault."
+    "FakeTensor) and would look at values takes its branch for that, as under torch.export: no pass is at fault."
 )
 _UNSTEADY = "Plain PyTorch, run twice from the same start, differs from itself: build is not a function of its inputs."
 

@@ -1,0 +1,82 @@
+"""What build is told where it asks whether it is being traced: ``torch.compiler.is_compiling()``, FakeTensor.
+
+Packages ask where plain PyTorch looks at values, and go another way then, which is not always the same function of
+the inputs.  So build is told no, and takes the way of plain PyTorch, which is written down where the values on it are
+known, checks, or not looked at.  Where it cannot be written down, build is traced once more and told yes at that place.
+torch itself is always told yes.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+from graphzero import _compat
+from graphzero.errors import GraphZeroError
+
+_ATTEMPTS = 6  # at most, in which a place learns yes by itself; then all do
+_Calls = tuple[tuple[CodeType, int], ...]  # innermost first
+
+
+class Asked:
+    """The answers for one build, over all attempts to trace it.
+
+    yes: the ends of stacks in which the answer is yes.  no: where it was no in this attempt, with the frames there.
+    """
+
+    def __init__(self, build: CodeType | None) -> None:
+        self.build = build
+        self.yes: set[_Calls] = set()
+        self.always, self.attempts = False, 0
+        self.no: dict[_Calls, list[int]] = {}
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While this is open, one attempt is made."""
+        self.no = {}
+        with _compat.is_compiling(), _compat.answers_whether_traced(self._answer):
+            yield
+
+    def _answer(self, asker: FrameType) -> bool:
+        """Whether build is being traced, for the frame that asks."""
+        if self.always or f"{asker.f_globals.get('__name__')}.".startswith("torch."):
+            return True
+        frames: list[FrameType] = []
+        frame: FrameType | None = asker
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back if frame.f_code is not self.build else None
+        calls = tuple((frame.f_code, frame.f_lasti) for frame in frames)
+        if any(calls[:n] in self.yes for n in range(1, len(calls) + 1)):
+            return True
+        self.no[calls] = [id(frame) for frame in frames]
+        return False
+
+    def learns(self, error: Exception) -> bool:
+        """Whether build is to be traced again, with another answer than the one that ended in ``error``.
+
+        The answer that changes is the one given to the innermost function that had not returned.  What the code itself
+        raises, plain PyTorch would raise too.
+        """
+        depths: dict[tuple[int, CodeType], int] = {}
+        traceback, raises = error.__traceback__, False
+        while traceback is not None:
+            frame, at = traceback.tb_frame, traceback.tb_lasti
+            depths[id(frame), frame.f_code] = len(depths)
+            raises = dis.opname[frame.f_code.co_code[at]] == "RAISE_VARARGS"
+            traceback = traceback.tb_next
+        if not self.no or (raises and not isinstance(error, GraphZeroError)):
+            return False
+        found: list[tuple[int, _Calls]] = []
+        for calls, frames in self.no.items():
+            keys = [(frame, code) for frame, (code, _) in zip(frames, calls, strict=True)]
+            running = next((i for i, key in enumerate(keys) if key in depths), None)
+            if running is not None:
+                found.append((depths[keys[running]], calls[: running + 1]))
+        deepest = max((depth for depth, _ in found), default=0)
+        self.yes |= {calls for depth, calls in found if depth == deepest}
+        self.attempts += 1
+        self.always = not found or self.attempts > _ATTEMPTS
+        return True
