@@ -72,13 +72,13 @@ def over_operands(node: fx.Node) -> list[fx.Node]:
 
 def may_overwrite(node: fx.Node, operand: fx.Node, device_type: str) -> bool:
     """Whether ``node`` may write over ``operand``, whole, while it reads it."""
-    target = node.target
+    target, reads = node.target, value.flat_nodes((node.args, plain_kwargs(node))).count(operand)
     if target in OVER_OPERANDS:
-        return value.flat_nodes(node.args).count(operand) == 1
+        return reads == 1
     places = [i for i, arg in enumerate(node.args) if arg is operand]
-    if target in ROW_BY_ROW and len(places) > 1:
+    if len(places) < reads or (target in ROW_BY_ROW and len(places) > 1):  # it stands in a list, or has a name
         return False
-    return operand not in plain_kwargs(node).values() and all(works_over(target, at, device_type) for at in places)
+    return all(works_over(target, at, device_type) for at in places)
 
 
 def works_over(target: Any, at: int, device_type: str) -> bool:

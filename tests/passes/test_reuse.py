@@ -112,6 +112,7 @@ def test_a_step_in_place_has_a_lower_peak() -> None:
         ("b = sum.dim_IntList(a, [1], True) : f32[4, 1]\n  c = add(a, b) : f32[4, 4]", "b"),  # another shape
         ("b = gt.Scalar(a, 0.5) : bool[4, 4]\n  c = where.self(b, a, a) : f32[4, 4]", "b"),  # another dtype
         ("b = mm(a, a) : f32[4, 4]\n  c = neg(b) : f32[4, 4]", "b"),  # not element by element
+        ("b = cat([a]) : f32[4, 4]\n  c = neg(b) : f32[4, 4]", "b"),  # that neither, over one of a list
     ],
 )  # fmt: skip
 def test_what_is_still_needed_or_of_another_form_is_not_written_over(lines: str, kept: str) -> None:
@@ -218,6 +219,7 @@ forward:
         (", out=x", "c = neg(b) : f32[4]  B", "", "'b' writes over 'x', which the step does not change"),
         (", out=m", "c = neg(b) : f32[4]  B", "", "'b' writes over 'm', which the step does not change"),
         (", out=a", "c = cumsum(b, 0, out=b) : f32[4]  B", "", "'c' writes over 'b' while it reads it"),
+        (", out=a", "c = cat([b], out=b) : f32[4]  B", "", "'c' writes over 'b' while it reads it"),
         (", out=a", "c = sum.dim_IntList(b, [0], out=b) : f32[]  B", "", "'c' cannot be put in the storage of 'b'"),
         (
             ", out=a",
