@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _ranks import start_as_torchrun
 
 HERE = Path(__file__).resolve().parent
-LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]  # by what a world's processes are forked from
 sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
 
 
@@ -43,35 +40,16 @@ def on_gloo(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     ``work`` is a function of a module; its result is pickled.  The processes are forked from one that has loaded torch
     and graphzero, and done nothing: that takes seconds in each world, and no measurement counts it.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        mp.get_context("forkserver").set_forkserver_preload(LOADED)
-        given = (dict(os.environ), ranks, port, result, work, args)
-        mp.start_processes(_enter, given, ranks, start_method="forkserver")
+        start_as_torchrun(_enter, (result, work, args), ranks)
         return pickle.loads(result.read_bytes())
 
 
-def _enter(
-    rank: int,
-    environment: dict[str, str],
-    ranks: int,
-    port: int,
-    result: Path,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    os.environ.clear()  # what it was forked with may be an earlier world's
-    os.environ.update(environment)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port),
-    )  # fmt: skip
+def _enter(rank: int, result: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names FSDP2 calls
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo")
     found = work(rank, *args)
     if rank == 0:
         result.write_bytes(pickle.dumps(found))

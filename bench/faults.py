@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from _run import LOADED, markdown
+from _ranks import context, end_with_parent
+from _run import markdown
 from torch import nn
 
 import graphzero as gz
@@ -244,6 +244,7 @@ FAULTS: dict[str, Fault] = {
 
 def work(rank: int, ranks: int, way: str, port: int, names: list[str], seed: int, folder: str) -> None:
     """One rank: faults one after the other; the last one may end a process."""
+    end_with_parent()
     os.environ[SWITCH] = WAYS[way]
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
@@ -353,19 +354,19 @@ def near(a: float, b: float) -> bool:
 
 def world(ranks: int, way: str, names: list[str], seed: int) -> list[list[dict[str, Any]]]:
     """What each rank has found: a list of faults, shorter for one that has ended."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent holds it
     with tempfile.TemporaryDirectory() as folder:
         given = (ranks, way, store.port, names, seed, folder)
-        started = [context.Process(target=work, args=(rank, *given)) for rank in range(ranks)]
-        for one in started:
-            one.start()
+        started = [context().Process(target=work, args=(rank, *given)) for rank in range(ranks)]
         deadline = time.monotonic() + 60 + 20 * len(names)
-        for one in started:
-            one.join(max(0.1, deadline - time.monotonic()))
-        for one in started:
-            one.kill()
+        try:
+            for one in started:
+                one.start()
+            for one in started:
+                one.join(max(0.1, deadline - time.monotonic()))
+        finally:
+            for one in started:
+                one.kill()
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         return [json.loads(file.read_text()) if file.exists() else [] for file in files]
 

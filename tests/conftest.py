@@ -1,11 +1,15 @@
-"""What all tests share.  Its being here also puts ``tests/`` on the path, for ``toys``."""
+"""What all tests share.  Its being here also puts ``tests/`` on the path, for ``toys``; ``bench/`` starts ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from _ranks import start_as_torchrun
 
 import graphzero as gz
 from graphzero.calibrate import Measured, Sample, calibrate, fit, table
@@ -16,7 +18,6 @@ from graphzero.config import GraphConfig
 from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
 from graphzero.sbp.links import messages
 
-ROOT = Path(__file__).resolve().parents[1]
 FACTORY = """
 import torch
 import graphzero as gz
@@ -111,16 +112,23 @@ def test_a_wrong_command_says_what_to_write(file, capsys, what, more, word):
     assert word in capsys.readouterr().err
 
 
+def _run(rank: int, output: Path, options: list[str]) -> None:
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    sys.argv = ["graphzero", *options]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("graphzero", run_name="__main__")
+    assert not ended.value.code
+    dist.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_two_processes_measure_their_links_into_a_file_that_the_configuration_reads(file, tmp_path):
-    out = tmp_path / "links.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "graphzero"]
-    command += ["calibrate", f"{file}:make", "--axes", "dp=1,tp=2", "--output", str(out)]
-    command += ["--sizes", "1024", "1048576", "4194304", "--repeat", "3"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bandwidth") == 1 and str(out) in done.stdout  # rank 0 alone speaks
+    out, printed = tmp_path / "links.json", tmp_path / "printed.txt"
+    options = ["calibrate", f"{file}:make", "--axes", "dp=1,tp=2", "--output", str(out)]
+    options += ["--sizes", "1024", "1048576", "4194304", "--repeat", "3"]
+    start_as_torchrun(_run, (printed, options), 2)
+    said = printed.read_text()
+    assert said.count("bandwidth") == 1 and str(out) in said  # rank 0 alone speaks
     config = GraphConfig(gz.placement("cpu", [[0, 1]], virtual=True))
     config.set_links(out)
     assert 0 <= config.links[1].latency < 1 and 1e6 < config.links[1].bandwidth < 1e13

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import pathlib
 import re
@@ -23,8 +22,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from _ranks import context, end_with_parent
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
 SECONDS = 280  # that a page may take
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -110,15 +110,15 @@ def accepted(page: str, printed: list[str]) -> str:
 
 def run(path: pathlib.Path) -> list[str]:
     """Run the python blocks of a page in a fresh process; the output of each.  Raises AssertionError if one fails."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        process = context.Process(target=_run_here, args=(path, folder))
+        process = context().Process(target=_run_here, args=(path, folder))
         process.start()
-        process.join(SECONDS)
-        process.kill()
-        process.join()
+        try:
+            process.join(SECONDS)
+        finally:
+            process.kill()
+            process.join()
         where, said = path.relative_to(ROOT), (folder / "errors.txt").read_text(encoding="utf-8")[-4000:]
         assert process.exitcode == 0, f"a block of {where} failed, or took more than {SECONDS} s\n{said}"
         found: list[str] = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
@@ -126,6 +126,7 @@ def run(path: pathlib.Path) -> list[str]:
 
 
 def _run_here(path: pathlib.Path, folder: pathlib.Path) -> None:
+    end_with_parent()
     os.dup2(os.open(folder / "errors.txt", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())  # type: ignore[union-attr]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(ROOT))

@@ -7,7 +7,6 @@ each of them would take seconds.
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _ranks import start, start_as_torchrun
 from language import make_model, warm_cosine
 from report import aligned
 from tensor_parallel import Gpt, Train, plain_losses, traffic
@@ -25,7 +24,6 @@ import graphzero as gz
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
 
 
 def torchrun(script: str, *options: str) -> str:
@@ -37,22 +35,14 @@ def torchrun(script: str, *options: str) -> str:
 
 def forked(folder: Path, ranks: int, script: str, *options: str) -> str:
     """What a script prints on ranks with the environment that torchrun gives them, or, with 0 of them, by itself."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     output = folder / f"{ranks} {script}.txt"
-    mp.get_context("forkserver").set_forkserver_preload(LOADED)
-    mp.start_processes(_run, (ranks, port, output, script, options), max(ranks, 1), start_method="forkserver")
+    begin = start_as_torchrun if ranks else start
+    begin(_run, (output, script, options), max(ranks, 1))
     return output.read_text(encoding="utf-8")
 
 
-def _run(rank: int, ranks: int, port: int, output: Path, script: str, options: tuple[str, ...]) -> None:
+def _run(rank: int, output: Path, script: str, options: tuple[str, ...]) -> None:
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-    if ranks:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="localhost", MASTER_PORT=str(port),
-        )  # fmt: skip
     sys.argv = [script, *options]
     sys.path.insert(0, str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")

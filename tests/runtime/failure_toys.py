@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,12 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _ranks import context, end_with_parent
 
-sys.path.insert(0, str(Path(__file__).parent))
-from processes import LOADED  # noqa: E402
-
-from graphzero.runtime.peer_memory import SWITCH  # noqa: E402
+from graphzero.runtime.peer_memory import SWITCH
 
 WAYS = ("memory", "sockets")
 Work = Callable[[int], Any]
@@ -34,14 +30,12 @@ def run(
     stops: ranks that are not waited for.  timeout: the job's.  A rank that raises is told as {"raised": traceback}.
     The job's store is held by this process, as torchrun's agent does.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
     store, end = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic() + limit
     given = (ranks, store.port, way, timeout, folder, work)
-    started = [context.Process(target=_enter, args=(rank, *given)) for rank in range(ranks)]
-    for one in started:
-        one.start()
+    started = [context().Process(target=_enter, args=(rank, *given)) for rank in range(ranks)]
     try:
+        for one in started:
+            one.start()
         for one in (one for rank, one in enumerate(started) if rank not in stops):
             one.join(max(end - time.monotonic(), 0.1))
     finally:
@@ -53,6 +47,7 @@ def run(
 
 
 def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
+    end_with_parent()
     os.environ[SWITCH] = "1" if way == "memory" else "0"
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)

@@ -1,19 +1,13 @@
 """Runs checks, functions whose names begin with ``check_``, in real gloo processes: all of them in one set."""
 
 import importlib
+import json
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-
-LOADED = ["torch._dynamo", "torch.distributed.tensor", "graphzero.graph"]
-
-
-def start(work, args, ranks, join=True):
-    """``mp.spawn``, of processes that are forked from one that has loaded what all of them need, and done nothing."""
-    mp.get_context("forkserver").set_forkserver_preload(LOADED)
-    return mp.start_processes(work, args, ranks, join, start_method="forkserver")
+from _ranks import start
 
 
 def checks_in(*modules):
@@ -26,15 +20,16 @@ def checks_in(*modules):
 
 def run(modules, ranks, folder):
     """What each check came to: "name/rank" -> the traceback, or nothing."""
-    with mp.Manager() as manager:
-        found = manager.dict()
-        context = start(_work, (ranks, str(folder / "store"), modules, found), ranks, join=False)
-        try:
-            while not context.join(timeout=120):
-                pass
-        except Exception as error:  # a worker died; what it has told stands in ``found``
-            found["died"] = str(error)
-        return dict(found)
+    found = {}
+    try:
+        start(_work, (ranks, str(folder), modules), ranks)
+    except Exception as error:  # a worker died; what it has told stands in its file
+        found["died"] = str(error)
+    for rank in range(ranks):
+        file = folder / f"{rank}.json"
+        told = json.loads(file.read_text()) if file.exists() else {}
+        found |= {f"{name}/{rank}": error for name, error in told.items()}
+    return found
 
 
 def assert_passed(results, name, ranks):
@@ -43,14 +38,17 @@ def assert_passed(results, name, ranks):
         assert not error, f"rank {rank}: {error}"
 
 
-def _work(rank, ranks, path, modules, results):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+def _work(rank, ranks, folder, modules):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
+    told = {}
     for name, check in checks_in(*modules).items():
         try:
             check()
-            results[f"{name}/{rank}"] = ""
+            told[name] = ""
         except BaseException:
-            results[f"{name}/{rank}"] = traceback.format_exc()
+            told[name] = traceback.format_exc()
             break  # the other ranks may wait for this one
+        finally:
+            Path(folder, f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()

@@ -1,19 +1,14 @@
-"""Three real processes over gloo compute, to the bit, what three virtual ranks compute.
-
-The file runs itself: each process is ``python test_world_gloo.py RANK FOLDER``, and leaves its results there.
-"""
+"""Three real processes over gloo compute, to the bit, what three virtual ranks compute."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from _ranks import start
 
 from graphzero.errors import PlacementError
 from graphzero.ir.parse import parse
@@ -121,7 +116,10 @@ def everything(world: World) -> dict[str, Any]:
     return {"each": exchange_everything(world), "overlapping": overlapping(world), "steps": steps(world)}
 
 
-def process(rank: int, folder: str) -> None:
+def process(rank: int, folder: str, switch: str) -> None:
+    """One of them, which leaves its results in the folder."""
+    os.environ[SWITCH] = switch
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N)
     first = ProcessWorld(placement("cpu", HIERARCHY))
     found = {**everything(first), "link": type(first._pairs["dp"].link).__name__}
@@ -143,19 +141,7 @@ def process(rank: int, folder: str) -> None:
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three processes found, which read each other's memory, or send."""
     folder = tmp_path_factory.mktemp("gloo")
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, SWITCH: request.param}
-    command = [sys.executable, __file__]
-    started = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(N)
-    ]
-    try:
-        errors = [one.communicate(timeout=120)[1] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    assert all(one.returncode == 0 for one in started), "\n".join(errors)
+    start(process, (str(folder), request.param), N)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(N)]
 
 
@@ -197,7 +183,3 @@ def test_ranks_of_one_host_read_each_other_unless_told_to_send(real: list[Any], 
 def test_a_placement_of_some_ranks_in_another_order_meets_in_its_own_order(real: list[Any]) -> None:
     assert real[0]["pair"].tolist() == real[2]["pair"].tolist() == [0, 2]
     assert "pair" not in real[1]
-
-
-if __name__ == "__main__":
-    process(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,87 @@
+"""A run of the tests ends, whatever one of them does to its process."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WAITS_IN_C = """
+import itertools
+
+def test_that_hangs():
+    max(itertools.repeat(1))  # holds the interpreter, and looks at no signal
+
+def test_after_it():
+    pass
+"""
+ENDS_WHILE_RANKS_WAIT = """
+import os, threading, time
+from pathlib import Path
+from _ranks import start
+
+def wait(rank, folder):
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+def leave(folder):
+    while len(list(folder.glob("*.pid"))) < 2:
+        time.sleep(0.1)
+    os._exit(1)
+
+def test_that_ends_its_process():
+    folder = Path(__file__).parent
+    threading.Thread(target=leave, args=(folder,)).start()
+    start(wait, (str(folder),), 2)
+
+def test_after_it():
+    pass
+"""
+
+
+def run(text: str, folder: Path, *options: str) -> str:
+    """What pytest prints, as this project sets it up, with the test in a process of its own."""
+    (folder / "test_given.py").write_text(text)
+    words = [
+        "-c",
+        str(ROOT / "setup.cfg"),
+        "--rootdir",
+        str(folder),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:graphzero",
+        "-n",
+        "1",
+        *options,
+    ]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, str(folder / "test_given.py")],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=200,
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_in_c_is_ended_and_shows_where(tmp_path: Path) -> None:
+    said = run(WAITS_IN_C, tmp_path, "-o", "timeout=2", "-o", "faulthandler_timeout=6")
+    assert "Timeout (0:00:06)!" in said and "in test_that_hangs" in said
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_a_test_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    run(ENDS_WHILE_RANKS_WAIT, tmp_path)
+    ranks = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    until = time.monotonic() + 20
+    while any(map(_is_there, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(ranks) == 2 and not any(map(_is_there, ranks))
+
+
+def _is_there(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
