@@ -228,13 +228,13 @@ class BuildTrace:
         written = self.free.problem_of(error, where[::-1][:3])
         if written is not None:
             return written
+        if "data is not allocated yet" in str(error):  # torch.tensor([a, b]) of tensors, x[(a, b)]
+            return read_problem("a tensor made from the values of others", where[::-1][:3])
         if line or (isinstance(error, AttributeError) and isinstance(error.obj, (nn.Module, *self._owner()))):
             return None
         if isinstance(error, GraphZeroError):  # by a function of ours that build calls
             shown = "".join(f"\n  at {place}" for place in where[::-1][:1])
             return type(error)(f"{error}\n{shown}")
-        if "data is not allocated yet" in str(error):  # torch.tensor([a, b]) of tensors
-            return read_problem("a tensor made from the values of others", where[::-1][:3])
         return problem(
             f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
             "If plain PyTorch runs this line, it needs something that only exists when values do; the exception "

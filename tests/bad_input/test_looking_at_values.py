@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from wrong import X, Y, make, refused, train
 
 import graphzero as gz
@@ -31,6 +32,8 @@ LOOKS = {
     "numpy": lambda self, x: x.numpy(),
     "asarray": lambda self, x: np.asarray(x),
     "tensor of tensors": lambda self, x: torch.tensor([x.sum(), x.sum()]),
+    "index of tensors": lambda self, x: x[tuple(x[:2, 0].long()), tuple(x[:2, 1].long())],
+    "write to an index of tensors": lambda self, x: x.clone().__setitem__((tuple(x[:2, 0].long()),), 0.0),
     "log of a number": lambda self, x: logging.getLogger("graphzero.tests").warning("x is %.3f", x.sum()),
     "caught by the user": swallowed,
     "one_hot": lambda self, x: F.one_hot(x[:, 0].long()),
@@ -44,6 +47,19 @@ def test_a_build_that_looks_at_a_value_is_refused_at_its_line(name):
         return train(self, x, y)
 
     refused(make(build), gz.CaptureError, "build reads a value", HERE, "torch.where", "outside")
+
+
+def test_it_is_refused_under_a_mode_of_the_users_too():
+    class Passing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def build(self, x, y):
+        LOOKS["index of tensors"](self, x)
+        return train(self, x, y)
+
+    with Passing():
+        refused(make(build), gz.CaptureError, "a tensor made from the values of others", HERE)
 
 
 def test_len_shape_device_and_rows_of_a_tensor_are_no_values():
