@@ -71,13 +71,19 @@ class Slot:
 
 def trace_build(step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.TreeSpec) -> Traced:
     """A step's build, traced as often as it takes to learn where it must be told that it is being traced."""
-    asked = Asked(getattr(step.build, "__code__", None))
+    asked, refused = Asked(getattr(step.build, "__code__", None)), None
     while True:
         try:
             return BuildTrace(step, root, leaves, in_spec, asked).run()
-        except Exception as error:
+        except GraphZeroError as error:
+            refused = refused or error
             if not asked.learns(error):
                 raise
+        except Exception as error:
+            if not asked.learns(error):
+                if refused is None:
+                    raise
+                raise refused from error  # the way that is not plain PyTorch's leads nowhere
 
 
 class BuildTrace:

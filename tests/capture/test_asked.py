@@ -107,6 +107,17 @@ def test_what_cannot_be_written_down_either_way_is_refused_at_its_line():
         run(forward)
 
 
+def test_what_fails_on_the_other_way_is_refused_as_plain_pytorch_would_go():
+    def forward(self, h):
+        scale = None if traced() else h.sum().item()
+        kept = scale[0:1] if traced() else h[h > 0]
+        return h * kept.sum()
+
+    with pytest.raises(gz.CaptureError, match="the shape of a result depends on data") as caught:
+        run(forward)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
 def test_what_build_raises_itself_comes_through():
     def forward(self, h):
         if not traced() and torch.arange(3).sum() == 3:
