@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CodeType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.branches import caller, check_at
+from graphzero.capture.branches import Part, caller, check_at
 from graphzero.capture.number import Number
 from graphzero.capture.patches import patched
-from graphzero.capture.problems import problem, problem_here
+from graphzero.capture.problems import problem, problem_here, withdraw
 from graphzero.capture.regions import refuse_inside
 from graphzero.errors import CaptureError
 from graphzero.ops import CHECK
@@ -41,6 +42,7 @@ FACTORIES = frozenset({
     aten.arange.start_step, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default, aten.eye.m,
 })  # fmt: skip
 
+_TRUTH = "bool(tensor), as in `if tensor:`"
 _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 _REGION = "Return the condition from the region as a value, P(max) or P(min) of the ranks, and check it outside"
 
@@ -60,6 +62,28 @@ def read_problem(what: str, where: list[str] | None = None, build: CodeType | No
     return problem_here(text, _HINT, build) if where is None else problem(text, _HINT, where)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A check of several values of which some have been looked at: its others are looked at where ``so_far`` holds.
+
+    problem: raised in the end unless a value turns out to be the last; what Python knows may be that, and raise.
+    """
+
+    frame: FrameType
+    part: Part
+    so_far: Tensor
+    problem: CaptureError
+    outer: Begun | None
+
+    def looks_on(self) -> bool:
+        """Whether the others are being looked at."""
+        return self.frame.f_lasti in self.part.others
+
+    def ends(self, frame: FrameType, behind: int) -> bool:
+        """Whether a value that was looked at in ``frame`` was the last; ``behind``: where the code then goes on."""
+        return frame is self.frame and self.looks_on() and behind in self.part.behind
+
+
 class Looks:
     """What one trace of build does with values.
 
@@ -69,6 +93,7 @@ class Looks:
     def __init__(self, build: CodeType | None) -> None:
         self.build = build
         self.checks: list[Tensor] = []
+        self.begun: Begun | None = None
         self.paused: Callable[[], bool] = lambda: False
         self.handlers: dict[Any, Callable[..., Any]] = {
             Tensor.__bool__: self.truth,
@@ -151,20 +176,34 @@ class Looks:
     # ---- conditions
 
     def truth(self, x: Tensor) -> bool:
-        """The truth of a condition with which the step goes on, if it is a check."""
+        """The truth of a condition with which the step goes on, if it is a check, or a part of one."""
         frame = caller()
         found = check_at(frame) if frame is not None and x.numel() == 1 else None
-        if found is None:
-            raise self.problem("bool(tensor), as in `if tensor:`")
-        self.check(x.detach().logical_not() if found.when else x, found.message)
+        if frame is None or found is None:
+            raise self.problem(_TRUTH)
+        with torch.no_grad():
+            x = x.detach().reshape(()).bool()
+            if isinstance(found, Part):
+                holds = x if found.on else x.logical_not()
+                self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH), self.begun)
+                return found.on
+            self.check(x.logical_not() if found.when else x, found.message)
+        while self.begun is not None and self.begun.ends(frame, found.behind):
+            withdraw(self.begun.problem)
+            self.begun = self.begun.outer
         return not found.when
+
+    def _so_far(self, holds: Tensor) -> Tensor:
+        """Where what runs here runs in plain PyTorch, too, if it does where ``holds``."""
+        return holds & self.begun.so_far if self.begun is not None and self.begun.looks_on() else holds
 
     def check(self, ok: Tensor, message: str = "") -> None:
         """The step raises when it runs, where ``ok``, of one element, is 0."""
         refuse_inside("a value is checked inside of a local_region", _REGION, self.build)
         if not self.paused():
             with torch.no_grad():
-                self.checks.append(CHECK(ok.detach().reshape(()).bool(), message or "a check"))
+                bad = self._so_far(ok.detach().reshape(()).bool().logical_not())
+                self.checks.append(CHECK(bad.logical_not(), message or "a check"))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

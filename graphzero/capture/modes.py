@@ -185,6 +185,8 @@ class Watch(TorchDispatchMode):
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
             raise read_problem("a number of a tensor on the host", build=self.build)
+        if self.looks.begun is not None and self.looks.begun.looks_on() and func._schema.is_mutable:
+            raise self.looks.begun.problem  # plain PyTorch may not come here
         if func in _LENGTHS:
             raise problem_here(
                 f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build

@@ -151,7 +151,7 @@ class BuildTrace:
             except CaptureError:
                 raise
             except Exception as error:
-                failed = self._failed(error)
+                failed = self.looks.begun.problem if self.looks.begun is not None else self._failed(error)
                 if failed is None:  # the user's own exception
                     raise
                 raise failed from error
