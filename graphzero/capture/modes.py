@@ -22,17 +22,13 @@ from graphzero.capture.attention import attention
 from graphzero.capture.folding import by_mask, folding
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.looks import FACTORIES, Looks, read_problem
+from graphzero.capture.masks import Selected, selected, sized_by, written
 from graphzero.capture.problems import problem_here
 from graphzero.capture.source import user_frame, user_frames
 from graphzero.capture.unchecked import STAND_INS
 from graphzero.ops import CHECK
 
 aten = torch.ops.aten
-
-_SHAPE_HINT = (
-    "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
-    "or select outside of build and pass the result in"
-)
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default,
              aten.addmv.default, aten.dot.default, aten.convolution.default)  # fmt: skip
@@ -81,6 +77,8 @@ class UserCode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if Selected in types:
+            return Selected.__torch_function__(func, types, args, kwargs)
         if func in self.looks.handlers and args and isinstance(args[0], _compat.FakeTensor):
             return self.looks(func, args, kwargs)
         args, kwargs = self._stay(func, args, kwargs)
@@ -90,6 +88,10 @@ class UserCode(TorchFunctionMode):
         if func == _SET_DATA and isinstance(args[0], _compat.FakeTensor):
             what = "a parameter: p.data = ..." if isinstance(args[0], nn.Parameter) else "a tensor: x.data = ..."
             raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
+        if func is Tensor.__setitem__ and written(*args):
+            return None
+        if func is Tensor.__getitem__ and (found := selected(self.looks, *args)) is not None:
+            return found
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and not isinstance(args[0], _compat.FakeTensor):
@@ -193,7 +195,7 @@ class Watch(TorchDispatchMode):
             )
         if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
-            raise problem_here(f"the shape of a result depends on data: {name}", _SHAPE_HINT, self.build)
+            raise sized_by(name, self.build)
         if func in _PRODUCTS:
             self._check_product(func, args)
         if func.namespace in _COLLECTIVES:

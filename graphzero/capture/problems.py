@@ -40,9 +40,13 @@ def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterabl
 
 def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Iterable[str] = ()) -> CaptureError:
     """A CaptureError about the line that is running now."""
-    made = problem(what, hint, user_frames(limit=3, until=build), facts)
+    return stand(problem(what, hint, user_frames(limit=3, until=build), facts))
+
+
+def stand(made: CaptureError) -> CaptureError:
+    """``made``, which is a problem from now on, whoever catches it."""
     met = _met.get()
-    if met is not None:
+    if met is not None and made not in met:
         met.append(made)
     return made
 
