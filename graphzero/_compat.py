@@ -119,6 +119,20 @@ def is_traced_after(x: Tensor, node: Any) -> bool:
     return made is not None and (node is None or made > node)
 
 
+def traced_from(x: Tensor) -> set[int] | None:
+    """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
+    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    if made is None:
+        return None
+    seen, todo = {made}, [made]
+    while todo:
+        new = [node for node in todo.pop().all_input_nodes if node not in seen]
+        seen.update(new)
+        todo += new
+    return {i for i, node in enumerate(n for n in tracer.graph.nodes if n.op == "placeholder") if node in seen}
+
+
 def symbol_name(number: Any) -> str:
     """The name that a symbolic float has in guards."""
     return str(number.node.expr)

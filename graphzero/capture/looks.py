@@ -36,6 +36,15 @@ _HINT = (
     "A graph is written down before it runs, so build cannot look at values. Return the tensor from build and look "
     "at it outside; for a branch use torch.where(condition, a, b). What only raises, as assert, may look"
 )
+_OF_INPUTS = (
+    "A graph is written down before it runs, so build cannot look at values. This one follows from the inputs of build "
+    "alone: compute what depends on it before the call, outside of build, and pass that in, as models take position "
+    "ids that are made already; for a branch use torch.where(condition, a, b). What only raises, as assert, may look"
+)
+_OF_DRAWS = (
+    "A graph is written down before it runs, so build cannot look at values. This one is drawn at random: draw it with "
+    "Python's random before the call and pass it in, or choose by torch.where(drawn < p, a, b)"
+)
 aten = torch.ops.aten
 FACTORIES = frozenset({
     aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default, aten.arange.start,
@@ -56,10 +65,12 @@ def _size(tensors: list[Any]) -> int:
         return math.prod(x.numel() for x in tensors)
 
 
-def read_problem(what: str, where: list[str] | None = None, build: CodeType | None = None) -> CaptureError:
+def read_problem(
+    what: str, where: list[str] | None = None, build: CodeType | None = None, hint: str = _HINT
+) -> CaptureError:
     """build needs the value of a tensor; ``where``: its lines, by default those that run now."""
     text = f"build reads a value: {what}"
-    return problem_here(text, _HINT, build) if where is None else problem(text, _HINT, where)
+    return problem_here(text, hint, build) if where is None else problem(text, hint, where)
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,15 @@ class Looks:
     """What one trace of build does with values.
 
     checks: the ops that check, in program order.  paused: whether what runs has run before, as in recomputation.
+    sources: of what kind each input of the trace is: "input", "state" or "seed".
     """
 
     def __init__(self, build: CodeType | None) -> None:
         self.build = build
         self.checks: list[Tensor] = []
         self.begun: Begun | None = None
+        self.sources: list[str] = []
+        self.taker = ""  # the function of torch that is given a number of a tensor
         self.paused: Callable[[], bool] = lambda: False
         self.handlers: dict[Any, Callable[..., Any]] = {
             Tensor.__bool__: self.truth,
@@ -111,12 +125,21 @@ class Looks:
             Tensor.__array__: self._refuses("numpy of a tensor"),
         }
 
-    def problem(self, what: str) -> CaptureError:
-        return read_problem(what, build=self.build)
+    def problem(self, what: str, x: Tensor) -> CaptureError:
+        """build needs the value of ``x``."""
+        found = _compat.traced_from(x)
+        kinds = {"state"} if found is None else {self.sources[i] for i in found}
+        hint = _OF_DRAWS if "seed" in kinds else _OF_INPUTS if kinds == {"input"} else _HINT
+        return read_problem(what, build=self.build, hint=hint)
+
+    def host_problem(self, x: Tensor) -> CaptureError:
+        """An op that takes numbers of Python's needs that of ``x``."""
+        taker = f", as {self.taker} takes sizes and indices" if self.taker else ""
+        return self.problem(f"a number of a tensor on the host{taker}", x)
 
     def _refuses(self, what: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise self.problem(what)
+        def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            raise self.problem(what, x)
 
         return refuse
 
@@ -135,7 +158,7 @@ class Looks:
 
     def item(self, x: Tensor) -> Number:
         if x.numel() != 1 or x.is_complex():
-            raise self.problem(".item()")
+            raise self.problem(".item()", x)
         with torch.no_grad():
             one = x.detach().reshape(())
             wide = one.double() if x.is_floating_point() else one if x.dtype == torch.bool else one.long()
@@ -143,7 +166,7 @@ class Looks:
 
     def tolist(self, x: Tensor) -> Any:
         if x.numel() > _MOST or x.is_complex():
-            raise self.problem(".tolist()")
+            raise self.problem(".tolist()", x)
         return self.item(x) if x.dim() == 0 else [self.tolist(row) for row in x.unbind()]
 
     def equal(self, a: Tensor, b: Tensor) -> Any:
@@ -180,12 +203,12 @@ class Looks:
         frame = caller()
         found = check_at(frame) if frame is not None and x.numel() == 1 else None
         if frame is None or found is None:
-            raise self.problem(_TRUTH)
+            raise self.problem(_TRUTH, x)
         with torch.no_grad():
             x = x.detach().reshape(()).bool()
             if isinstance(found, Part):
                 holds = x if found.on else x.logical_not()
-                self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH), self.begun)
+                self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
                 return found.on
             self.check(x.logical_not() if found.when else x, found.message)
         while self.begun is not None and self.begun.ends(frame, found.behind):

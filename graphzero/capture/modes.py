@@ -21,7 +21,7 @@ from graphzero import _compat
 from graphzero.capture.attention import attention
 from graphzero.capture.folding import by_mask, folding
 from graphzero.capture.free_tensors import FreeTensors
-from graphzero.capture.looks import FACTORIES, Looks, read_problem
+from graphzero.capture.looks import FACTORIES, Looks
 from graphzero.capture.masks import Selected, selected, sized_by, written
 from graphzero.capture.problems import problem_here
 from graphzero.capture.source import user_frame, user_frames
@@ -186,7 +186,7 @@ class Watch(TorchDispatchMode):
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
-            raise read_problem("a number of a tensor on the host", build=self.build)
+            raise self.looks.host_problem(args[0])
         if self.looks.begun is not None and self.looks.begun.looks_on() and func._schema.is_mutable:
             raise self.looks.begun.problem  # plain PyTorch may not come here
         if func in _LENGTHS:

@@ -40,7 +40,12 @@ class Number:
         flat, spec = pytree.tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         args, kwargs = pytree.tree_unflatten([x.beside(tensors) if type(x) is Number else x for x in flat], spec)
-        return func(*args, **kwargs)
+        looks = next(x.looks for x in flat if type(x) is Number)
+        looks.taker = getattr(func, "__name__", "")
+        try:
+            return func(*args, **kwargs)
+        finally:
+            looks.taker = ""
 
     # ---- what needs a value
 
@@ -60,7 +65,7 @@ class Number:
         self._refuse("a tensor's number as a key")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise self.looks.problem(what)
+        raise self.looks.problem(what, self.tensor)
 
     def __repr__(self) -> str:
         return f"{self.looks.text(self.tensor)}.item()"

@@ -133,6 +133,8 @@ class BuildTrace:
     def run(self) -> Traced:
         groups = self._fakes()
         flat, spec = pytree.tree_flatten(groups)
+        kinds = ("input", "input", "state", "state", "seed")
+        self.looks.sources = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
         draws = Draws(groups[4][0])
         table = {**decompositions.TABLE, **draws.table()}
 

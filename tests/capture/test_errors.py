@@ -29,6 +29,23 @@ REFUSED = {
     "float": (lambda self, x: self.model(x).mean() * float(x.sum()), r"reads a value: float", "outside"),
     "int": (lambda self, x: self.model(x)[int(x.sum())].mean(), r"reads a value: int", "outside"),
     "branch": (lambda self, x: self.model(x).mean() if x.sum() > 0 else x.sum(), "`if tensor:`", "torch.where"),
+    "inputs": (
+        lambda self, x: self.model(x if x.sum() > 0 else -x).mean(),
+        "`if tensor:`",
+        "the inputs of build alone",
+    ),
+    "groups": (
+        lambda self, x: self.model(x[[int(i) for i in x[:, 0].tolist()]]).mean(),
+        "int",
+        "inputs of build alone",
+    ),
+    "chance": (lambda self, x: self.model(x if torch.rand(()) > 0.5 else -x).mean(), "`if tensor:`", "drawn at random"),
+    "weights": (lambda self, x: self.model(x).mean() * float(self.model.weight.sum()), "float", "Return the tensor"),
+    "sizes": (
+        lambda self, x: self.model(x).split(x.long()[0].tolist())[0].mean(),
+        "as split_with_sizes takes",
+        "alone",
+    ),
     "numpy": (lambda self, x: self.model(x).mean() + float(x.numpy().sum()), r"\.numpy\(\)", "outside"),
     "mask": (lambda self, x: self.model(x)[x[:, 0] > 0].mean(), "boolean mask", "torch.where"),
     "nonzero": (lambda self, x: self.model(x)[(x[:, 0] > 0).nonzero()].mean(), "nonzero", "Keep shapes fixed"),
