@@ -30,8 +30,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx import traceback as fx_traceback
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "StridedShard",
     "annotate",
     "compile_guards",
@@ -49,7 +51,6 @@ __all__ = [
     "cpu_by_default",
     "has_step_hooks",
     "is_compiling",
-    "make_fx",
     "new_symfloat",
     "preserve_node_meta",
     "reparametrize",
@@ -68,6 +69,20 @@ preserve_node_meta = fx_traceback.preserve_node_meta
 def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
     """Context manager: ``module`` holds ``tensors`` in place of its parameters and buffers, ties kept."""
     return stateless._reparametrize_module(module, tensors, tie_weights=True)
+
+
+def make_fx(program: Callable[..., Any], table: dict[Any, Callable[..., Any]]) -> Callable[..., torch.fx.GraphModule]:
+    """torch's, with a table of decompositions; it makes modules whose code is only written when it is asked for.
+
+    torch keeps the text of all code that it writes, for tracebacks, for as long as the process lives.
+    """
+    trace = proxy_tensor.make_fx(program, decomposition_table=table)
+
+    def traced(*values: Any) -> torch.fx.GraphModule:
+        with _use_lazy_graph_module(True):
+            return trace(*values)
+
+    return traced
 
 
 def forget_fakes() -> None:
@@ -225,9 +240,17 @@ _ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
 
 @contextmanager
 def compiled_functions_inline() -> Iterator[None]:
-    """What ``torch.compile`` has wrapped is traced as the plain function that it is."""
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # type: ignore[no-untyped-call]
+    """What ``torch.compile`` has wrapped is traced as the plain function that it is.
+
+    ``config.patch`` would do that too, but each of its objects stays in the thread's context for good.
+    """
+    config: Any = torch._dynamo.config
+    before = config.error_on_nested_fx_trace
+    config.error_on_nested_fx_trace = False
+    try:
         yield
+    finally:
+        config.error_on_nested_fx_trace = before
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
+import linecache
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import graph_module
 
 import graphzero as gz
+from graphzero.sbp import registry
 
 D = torch.float64
 
@@ -151,3 +156,31 @@ def test_a_pass_of_the_users_runs_once_for_each_program(after: str) -> None:
     assert len(ran) == 1
     graph(x_of(4)), graph(x_of(2))
     assert len(ran) == 2
+
+
+def left_behind() -> tuple[tuple[int, ...], int]:
+    """Texts of code, twice, and settings in the context that the process holds; its objects of ours and of torch."""
+    registry._forget()  # it has a bound of its own
+    gc.collect()
+    texts = len(linecache.cache), len(graph_module._loader.eval_cache)  # type: ignore[attr-defined]
+    kinds = Counter(map(type, gc.get_objects()))
+    ours = (count for kind, count in kinds.items() if str(kind.__module__).startswith(("graphzero", "torch")))
+    return (*texts, len(contextvars.copy_context())), sum(ours)
+
+
+@pytest.mark.parametrize("what", ["shape", "Graph"])
+def test_a_program_that_is_gone_leaves_nothing_behind(what: str) -> None:
+    graph, found = Train(stage=2, bound=1), []
+    for rows in (2, 4, 6, 8, 10):
+        graph = graph if what == "shape" else Train(stage=2)
+        graph(x_of(rows if what == "shape" else 2))
+        if rows in (4, 10):  # what is made once is there
+            found.append(left_behind())
+    (first, objects), (last, more) = found
+    assert last == first and more < objects + 20
+
+
+def test_calls_of_many_shapes_share_their_signatures() -> None:
+    metas = [(gz.sbp.TensorMeta((rows, 3)), gz.sbp.TensorMeta((3, 8)), gz.sbp.TensorMeta((rows, 8))) for rows in (2, 4)]
+    few, many = (registry.signatures(torch.ops.aten.mm.default, [a, b], {}, out, 2) for a, b, out in metas)
+    assert few is many

@@ -31,7 +31,7 @@ def functional(
     fakes = [_fake_of(tensor, mode) for tensor in constants.values()]
     with torch.no_grad():  # the backward is in the graph already
         pure = torch.func.functionalize(again, remove="mutations")
-        found = _compat.make_fx(pure, decomposition_table=table)(*inputs, *fakes)
+        found = _compat.make_fx(pure, table)(*inputs, *fakes)
     for node in list(found.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
             found.graph.erase_node(node)

@@ -248,7 +248,7 @@ def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Upda
     try:
         with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
-            module = _compat.make_fx(traced, decomposition_table=decompositions.TABLE)(*values)
+            module = _compat.make_fx(traced, decompositions.TABLE)(*values)
     except CaptureError:
         raise
     except Exception as error:

@@ -148,7 +148,7 @@ class BuildTrace:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
                     with reading(self.step, self.root) as attributes:
-                        module = _compat.make_fx(program, decomposition_table=table)(*flat)
+                        module = _compat.make_fx(program, table)(*flat)
                     module = functional(module, flat, table, self.mode)
             except CaptureError:
                 raise

@@ -49,7 +49,7 @@ class StepGraph:
     def fx(self) -> GraphModule:
         """The graph as a ``torch.fx.GraphModule`` that shares its nodes; it is for reading and rewriting."""
         if self._module is None or self._module.graph is not self.graph:
-            self._module = GraphModule(torch.nn.Module(), self.graph, class_name=self.name)
+            self._module = _compat.LazyGraphModule(torch.nn.Module(), self.graph, class_name=self.name)
         return self._module
 
     def __str__(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import fx
 
 from graphzero.ir import inplace, layout, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.remembered import remembered
 from graphzero.ir.value import TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, PIN
 
@@ -35,7 +35,7 @@ UNMARKED_VIEWS = (
 )  # fmt: skip
 
 
-@cache
+@remembered
 def is_view(target: Any) -> bool:
     """Whether an op's results are views of its first operand."""
     if target in ALIASES or target in UNMARKED_VIEWS:

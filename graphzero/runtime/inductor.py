@@ -32,6 +32,7 @@ Boxed = Callable[[list[Tensor]], list[Tensor]]
 SETTINGS = {"size_asserts": False, "alignment_asserts": False}  # a Call looks at layouts, a program has fixed sizes
 RESHAPES = (aten.view.default, aten._unsafe_view.default)  # a shard need not be dense as the whole was
 _functions: dict[Any, Boxed] = {}  # of this process, by text, layouts and threads
+_KEPT = 2**9  # of them; programs hold their own
 
 
 class Calls:
@@ -91,6 +92,8 @@ class Call:
         described = tuple((x.dtype, x.device, tuple(x.shape), x.stride()) for x in operands)
         key = self.text, described, torch.get_num_threads()
         if key not in _functions:
+            if len(_functions) >= _KEPT:
+                _functions.clear()
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch's, of its own past
@@ -145,7 +148,7 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
         made[node] = graph.call_function(target, args, kwargs)
     graph.output([made[node] for node in region.results])
     bases = [_base(node, region) for node in region.results]
-    return fx.GraphModule(torch.nn.Module(), graph), tuple(bases.index(base) for base in bases)
+    return _compat.LazyGraphModule(torch.nn.Module(), graph), tuple(bases.index(base) for base in bases)
 
 
 def _compose(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:

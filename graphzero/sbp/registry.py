@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 from graphzero.errors import SbpError
@@ -82,7 +83,8 @@ class _Entry:
 
 _entries: dict[Op, _Entry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
-_CACHED = 2**13  # calls whose signatures are kept: some 2 KB each
+_equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: calls of many shapes have the same
+_CACHED = 2**13  # calls whose signatures are kept: some 1 KB each
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
 _state = {"loaded": False, "loading": False}
@@ -151,7 +153,7 @@ def _register(op: Op, entry: _Entry) -> None:
         _entries.setdefault(op, entry)
         return
     _entries[op] = entry
-    _cache.clear()
+    _forget()
 
 
 def _load() -> None:
@@ -197,15 +199,26 @@ def signatures(
     """
     _load()
     made = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
-    cut = Cut(ranks, pieces, frozenset(sections))
+    cut = _cut(ranks, pieces, frozenset(sections))
     key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, cut)
     found = _cache.get(key)
     if found is None:
         if len(_cache) >= _CACHED:
-            _cache.clear()
+            _forget()
         call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), made)
-        found = _cache[key] = _signatures(call, cut)
+        found = _signatures(call, cut)
+        found = _cache[key] = _equal.setdefault(found, found)
     return found
+
+
+def _forget() -> None:
+    _cache.clear()
+    _equal.clear()
+
+
+@lru_cache(maxsize=2**8)
+def _cut(ranks: int | None, pieces: int | None, sections: frozenset[int]) -> Cut:
+    return Cut(ranks, pieces, sections)
 
 
 def _signatures(call: Call, cut: Cut) -> tuple[Signature, ...]:

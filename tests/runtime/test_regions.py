@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import fx
 
 import graphzero as gz
 from graphzero import _compat
+from graphzero.ir import kernel_forms, memory
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.runtime import inductor, regions
@@ -266,3 +270,21 @@ def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> Non
         executor.run({"x": [torch.zeros(4, 4)] * 2, "y": [torch.zeros(4, 4)] * 2})
     assert "region of 2 lines from 'a' (mul, add)" in caught.value.__notes__[0]
     assert "x = batch() : f32[8, 4]  S(0)!" in caught.value.__notes__[0]
+
+
+def test_what_is_asked_of_a_region_does_not_keep_its_program() -> None:
+    op = RegionOp(
+        region_in(
+            graph_of("""
+  a = mul(x, 2.0) : f32[8, 4]  S(0)
+  b = relu(a)     : f32[8, 4]  S(0)
+  return b
+""")
+        )
+    )
+    asked = (memory.is_view, kernel_forms.name_of, kernel_forms.out_form, kernel_forms.in_place_form)
+    assert [bool(ask(op)) for ask in asked] == [False] * 4
+    left = weakref.ref(op)
+    del op
+    gc.collect()
+    assert left() is None
