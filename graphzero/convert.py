@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,15 +19,15 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
 from graphzero.runtime import modules as tree
 from graphzero.runtime import shards
-from graphzero.runtime.agree import PLACE, Ranks
-from graphzero.runtime.launch import located
+from graphzero.runtime.agree import PLACE, Ranks, digest
+from graphzero.runtime.launch import has_fake_world, located
 from graphzero.runtime.modules import Found
 from graphzero.runtime.placed import check_kept
 from graphzero.runtime.relocate import check_ranks, nd_here, relocated, standing
-from graphzero.runtime.shards import wrap
+from graphzero.runtime.shards import global_shape, is_whole, wrap
 from graphzero.runtime.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
-from graphzero.sbp.local import chunk, nests
+from graphzero.sbp.local import chunk, cutting, nests
 from graphzero.sbp.placement import Placement, as_placement
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -75,7 +73,7 @@ def to_global(
     where = located(placement)
     nd = _nd(sbp, where, x)
     _check_dims(x.shape, nd, "to_global")
-    shape = tuple(x.shape) if where.virtual else _gathered_shape(x, where, nd)
+    shape = tuple(x.shape) if where.virtual else _global_shape(x, where, nd)
     _check_even(shape, nd, where, "to_global")
     if where.virtual:
         if isinstance(x, nn.Parameter):
@@ -104,6 +102,10 @@ def _nd(sbp: Wanted | Mapping[str, Wanted], placement: Placement, x: object) -> 
             f"({', '.join(placement.names)}), not {sbp!r}"
         )
     return nd
+
+
+def _text(nd: Sequence[Sbp]) -> str:
+    return ", ".join(map(str, nd))
 
 
 def _tuple(sbp: Any) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ def _check_dims(shape: Sequence[int], nd: Sequence[Sbp], what: str) -> None:
 def _check_even(shape: Sequence[int], nd: Sequence[Sbp], where: Placement, what: str) -> None:
     if not nests(shape, tuple(nd), where.hierarchy):
         raise SbpError(
-            f"{what}: shape {tuple(shape)} cannot be ({', '.join(map(str, nd))}) on {where!r}: the sections of a dim "
+            f"{what}: shape {tuple(shape)} cannot be ({_text(nd)}) on {where!r}: the sections of a dim "
             "and the ranks' pieces of each are of one size; choose sections that divide, another split, or B"
         )
 
@@ -151,41 +153,79 @@ def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wa
     before = nd_here(x, where) or (B,) * len(nd)
     if any(new.is_partial and new is not old for new, old in zip(nd, before, strict=True)):
         raise SbpError(
-            f"to_global: a DTensor that is ({', '.join(map(str, nd_of_dtensor(x)))}) has no summands that could become "
-            f"({', '.join(map(str, nd))}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
+            f"to_global: a DTensor that is ({_text(nd_of_dtensor(x))}) has no summands that could become "
+            f"({_text(nd)}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
         )
-    return relocated(x, where, nd)
+    if before == nd or is_whole(before) and nd_here(x, where) is not None:
+        return relocated(x, where, nd)  # this rank needs nobody
+    ranks = Ranks(where, "DTensor")
+    with ranks.together("to_global of a DTensor"):
+        text = f"{standing(x, where)} to {_text(nd)}"
+        ranks.agree(PLACE, digest(text), lambda: {"tensor": text})
+        return relocated(x, where, nd)
 
 
-def _gathered_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
-    """The global shape of every rank's ``x``: the ranks tell each other their sizes along the split dims."""
-    shape = list(x.shape)
-    mesh = placement.mesh()
-    for axis in reversed(range(len(nd))):
-        sbp, ranks = nd[axis], placement.hierarchy[axis]
-        if not sbp.is_split or ranks == 1:
-            continue
-        mine = torch.tensor([shape[sbp.dim]], device=mesh.device_type)
-        sizes = [torch.zeros_like(mine) for _ in range(ranks)]
-        dist.all_gather(sizes, mine, group=mesh.get_group(axis))
-        found = [int(size) for size in sizes] if dist.get_backend() != "fake" else [shape[sbp.dim]] * ranks
-        total = sum(found)
-        if found != [chunk(total, ranks, place)[1] for place in range(ranks)]:
+def _global_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
+    """The global shape of every rank's ``x``: the ranks tell each other theirs where any dim is split."""
+    if has_fake_world() or not any(sbp.is_split for sbp in cutting(nd, placement.hierarchy)):
+        return global_shape(x.shape, nd, placement.hierarchy)
+    ranks = Ranks(placement, type(x).__name__)
+    with ranks.together(f"to_global of a {type(x).__name__}"):
+        ranks.agree(PLACE, digest(str(x.dtype), _text(nd)), lambda: {"tensor": f"{x.dtype} to {_text(nd)}"})
+        told = dict(zip(ranks.ids, ranks.collect(tuple(x.shape)), strict=True))
+        try:
+            return _shape_of([told[rank] for rank in placement.ranks.ravel().tolist()], placement.hierarchy, nd)
+        except SbpError as error:  # on all ranks, which know the same
+            raise ranks.by_all(error) from None
+
+
+def _shape_of(pieces: Sequence[tuple[int, ...]], hierarchy: Sequence[int], nd: Nd) -> tuple[int, ...]:
+    """The global shape of pieces of these shapes, innermost axis first.  Raises SbpError for what chunk cuts not."""
+    found = list(pieces)
+    for sbp, ranks in reversed(list(zip(nd, hierarchy, strict=True))):
+        lines = [found[i : i + ranks] for i in range(0, len(found), ranks)]
+        found = [_joined(line, sbp) for line in lines]
+    return found[0]
+
+
+def _joined(line: Sequence[tuple[int, ...]], sbp: Sbp) -> tuple[int, ...]:
+    """The shape of what the ranks along one axis hold."""
+    first = line[0]
+    if any(len(shape) != len(first) for shape in line):
+        raise SbpError(f"to_global: the ranks' pieces have shapes {', '.join(map(str, line))}; give all as many dims")
+    lengths = [shape[sbp.dim] for shape in line] if sbp.is_split else []
+    joined = list(first)
+    if sbp.is_split:
+        joined[sbp.dim] = sum(lengths)
+        cut = [chunk(sum(lengths), len(line), place)[1] for place in range(len(line))]
+        if lengths != cut:
             raise SbpError(
-                f"to_global(sbp={sbp}): the ranks' pieces are {found} long in dim {sbp.dim}; a split is cut as "
-                f"torch.chunk cuts: {[chunk(total, ranks, place)[1] for place in range(ranks)]}"
+                f"to_global(sbp={sbp}): the ranks' pieces are {lengths} long in dim {sbp.dim}; a split is cut as "
+                f"torch.chunk cuts: {cut}"
             )
-        shape[sbp.dim] = total
-    return tuple(shape)
+    others = {shape[: sbp.dim] + shape[sbp.dim + 1 :] for shape in line} if sbp.is_split else set(line)
+    if len(others) > 1:
+        shapes = ", ".join(map(str, line))
+        raise SbpError(f"to_global(sbp={sbp}): the ranks' pieces have shapes {shapes}, which are none of one tensor")
+    return tuple(joined)
 
 
 def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
     held = list(tree.tensors({"": module}).values())
-    nds = Ranks(placement, type(module).__name__).agree_on(
-        PLACE, lambda: _checked_nds(module, held, placement, sbp), lambda nds: _facts(held, nds, placement)
-    )
-    for found, nd in zip(held, nds, strict=True):
-        _put(found, placement, nd if found.tensor.dim() else (B,) * len(nd))  # a count of batches has nothing to split
+    name = type(module).__name__
+    ranks = Ranks(placement, name)
+    with ranks.together(f"to_global of {name}"):
+        nds = ranks.agree_on(
+            PLACE, lambda: _checked_nds(module, held, placement, sbp), lambda nds: _facts(held, nds, placement)
+        )
+        news = [
+            _placed(found.tensor, placement, nd if found.tensor.dim() else (B,) * len(nd))  # a count is not split
+            for found, nd in zip(held, nds, strict=True)
+        ]
+        ranks.agree(PLACE)  # from here on nobody can stop the others: the module is placed on all ranks, or on none
+        for found, new in zip(held, news, strict=True):
+            if new is not None:
+                tree.replace(found, new)
     return module
 
 
@@ -208,20 +248,18 @@ def _checked_nds(
     return nds
 
 
-def _put(found: Found, placement: Placement, nd: Nd) -> None:
-    """Place one tensor of a module where it stands."""
+def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
+    """What is to stand in place of a module's tensor; None where that stays."""
     if placement.virtual:
-        annotate(found.tensor, placement, nd, by_user=True)
-        return
-    if isinstance(found.tensor, DTensor):
-        given: Any = found.tensor.detach()
+        annotate(x, placement, nd, by_user=True)
+        return None
+    if isinstance(x, DTensor):
+        given: Any = x.detach()
         new = relocated(given, placement, nd)
-        if new is not given:
-            tree.replace(found, new)
-        return
-    tree.to_device(found.tensor, device_of(placement))
-    tree.from_first_rank(found.tensor, placement)
-    tree.replace(found, shards.as_dtensor(found.tensor.detach(), placement, nd))
+        return None if new is given else new
+    tree.to_device(x, device_of(placement))
+    tree.from_first_rank(x, placement)
+    return shards.as_dtensor(x.detach(), placement, nd)
 
 
 def _by_name(
@@ -248,6 +286,5 @@ def _by_name(
 def _facts(held: Sequence[Found], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
     """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
     return {
-        found.path: f"{standing(found.tensor, placement)} to {', '.join(map(str, nd))}"
-        for found, nd in zip(held, nds, strict=True)
+        found.path: f"{standing(found.tensor, placement)} to {_text(nd)}" for found, nd in zip(held, nds, strict=True)
     }

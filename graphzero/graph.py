@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -263,9 +263,11 @@ class Graph:
         take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
         """
         outline = self._outline()
-        if any(checkpoint.is_sectioned(x) for _, x in checkpoint.tensors_in(outline)):
+        if not any(checkpoint.is_sectioned(x) for _, x in checkpoint.tensors_in(outline)):
+            return cast("dict[str, Any]", checkpoint.saveable(outline, self.placement))
+        with self._ranks.together(f"state_dict() of {self.name}"):
             self._ranks.agree_on(SAVE, lambda: outline, checkpoint.facts)
-        made: dict[str, Any] = checkpoint.saveable(outline)
+            made: dict[str, Any] = checkpoint.saveable(outline, self.placement)
         return made
 
     @_compat.cpu_by_default
@@ -273,7 +275,7 @@ class Graph:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
         with self._ranks.together(f"full_state_dict() of {self.name}"):
             outline = self._ranks.agree_on(FULL, self._outline, checkpoint.facts)
-            made: dict[str, Any] = checkpoint.full(outline, self._state.why_torn())
+            made: dict[str, Any] = checkpoint.full(outline, self.placement, self._state.why_torn())
         return made
 
     def _outline(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.ir import value
 from graphzero.passes import Record
+from graphzero.runtime.agree import CHECK
 
 _CAPTURED = (
     "Capture runs build once and writes down the tensor operations. What plain PyTorch does anew in every call, and a "
@@ -57,8 +58,9 @@ def check(
     """
     if dtype not in (None, torch.float64):
         raise ConfigError(f"check(dtype={dtype}): float64 leaves no rounding; without dtype the program's own are used")
-    with torch.inference_mode(False):
+    with graph._ranks.together(f"gz.check of {graph.name}"), torch.inference_mode(False):
         call = graph._prepare(args, kwargs, running=False)
+        graph._ranks.agree(CHECK)
         program = call.program
         graph._state.check_real()
         with torch.no_grad():

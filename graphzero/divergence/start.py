@@ -83,7 +83,7 @@ class _Copies:
     def of(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = (whole(x) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
+        x = (whole(x, self.placement) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
         return wide(x) if self.is_wide else x
 
     def of_batch(self, leaf: Any) -> Any:

@@ -67,7 +67,8 @@ FULL = Matter("full_state_dict() of {}", "what is made whole", _SAME)
 LOAD = Matter(
     "load_state_dict() of {}", "what is loaded", "Every rank must load the same checkpoint; give all of them one file"
 )
-PLACE = Matter("to_global of {}", "the module given to to_global", _SAME)
+CHECK = Matter("gz.check of {}", "what is checked", _ALIKE)
+PLACE = Matter("to_global of {}", "what is given to to_global", _SAME)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Ranks:
         self.waited = 0.0
         self._asks: dict[Matter, int] = {}  # hashes
         self._agreed_in = 0  # generation of the communicator
-        self.raised_by_all = 0  # id of the error that the last ``agree`` raised
+        self.raised_by_all = 0  # id of the last error that all raised
         self.ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
     @property
@@ -134,11 +135,11 @@ class Ranks:
             mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
             most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(matter, mine)
             if most_ask != -least_ask:
-                raise self._by_all(self._different_asks(matter, failure))
+                raise self.by_all(self._different_asks(matter, failure))
             if failed:
-                raise self._by_all(self._first_failure(matter, failure))
+                raise self.by_all(self._first_failure(matter, failure))
             if highest != -lowest:
-                raise self._by_all(self._difference(matter, parts()))
+                raise self.by_all(self._difference(matter, parts()))
             self._agreed_in = self.communicator.generation
             return Agreed(bool(wished), tuple(map(bool, needed)))
         if failure is not None:
@@ -156,7 +157,7 @@ class Ranks:
         found: list[int] = told.tolist()
         return found
 
-    def _by_all(self, error: Exception) -> Exception:
+    def by_all(self, error: Exception) -> Exception:
         """``error``, which every rank raises."""
         self.raised_by_all = id(error)
         return error

@@ -33,6 +33,7 @@ from graphzero.runtime.shards import local_of
 from graphzero.runtime.state import State
 from graphzero.runtime.storage import filled
 from graphzero.sbp.dtensor import nd_of_dtensor
+from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S
 
 _SHOWN = 6
@@ -95,23 +96,23 @@ def is_sectioned(x: Tensor) -> bool:
     return isinstance(x, DTensor) and any(sbp.sections > 1 for sbp in nd_of_dtensor(x))
 
 
-def saveable(x: Any) -> Any:
+def saveable(x: Any, placement: Placement) -> Any:
     """A state dict that torch.distributed.checkpoint saves and loads: sections are cut once instead.
 
     It takes what a rank holds for one block of the whole, whatever placements say.  Every rank calls it if there are
     sections.
     """
-    return _map(x, lambda t: _cut_once(t) if is_sectioned(t) else t)
+    return _map(x, lambda t: _cut_once(t, placement) if is_sectioned(t) else t)
 
 
-def _cut_once(x: Any) -> DTensor:
+def _cut_once(x: Any, placement: Placement) -> DTensor:
     nd = nd_of_dtensor(x)
     dims = [sbp.dim for sbp in nd]
     cut = tuple(sbp if sbp.sections == 1 else S(sbp.dim) if dims.count(sbp.dim) == 1 else B for sbp in nd)
-    return resplit(x, cut)
+    return resplit(x, cut, placement)
 
 
-def full(x: Any, torn_by: str = "") -> Any:
+def full(x: Any, placement: Placement, torn_by: str = "") -> Any:
     """A snapshot of a state dict, with plain whole tensors in place of DTensors; what was tied is so in it.  Every rank
     calls it.
 
@@ -123,7 +124,7 @@ def full(x: Any, torn_by: str = "") -> Any:
         held = local_of(t)
         place = type(t), storage_id(held), held.storage_offset(), t.shape, t.stride(), t.dtype
         if place not in made:
-            found = whole(t) if isinstance(t, DTensor) else t.detach()
+            found = whole(t, placement) if isinstance(t, DTensor) else t.detach()
             made[place] = found.clone() if storage_id(found) == storage_id(held) else found
         return made[place]
 

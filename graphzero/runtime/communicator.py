@@ -151,13 +151,14 @@ class Communicator:
         """An object of rank ``first``, on every rank."""
         payload = torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
         size = torch.tensor([payload.numel()])
-        self._broadcast(size, first, what)
+        self.fill(size, first, what)
         if self.rank != first:
             payload = torch.empty(int(size), dtype=torch.uint8)
-        self._broadcast(payload, first, what)
+        self.fill(payload, first, what)
         return made if self.rank == first else pickle.loads(payload.numpy().tobytes())
 
-    def _broadcast(self, x: Tensor, first: int, what: str) -> None:
+    def fill(self, x: Tensor, first: int, what: str) -> None:
+        """``x``, dense and of a dtype that gloo knows, takes the values that rank ``first`` has in it."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ids.index(first), 0
         self._wait(lambda group: group.broadcast([x], options), what)

@@ -308,4 +308,4 @@ def output_value(pieces: list[Any], nd: Nd, shape: tuple[int, ...], world: World
     if batch_split and not as_global:
         return local
     found = wrap(local, placement.mesh(), nd, shape)
-    return found if as_global else resplit.whole(found)
+    return found if as_global else resplit.whole(found, placement)

@@ -83,14 +83,14 @@ def _like(given: Any, have: Any, state: State) -> Any:
     if not isinstance(given, Tensor) or not isinstance(have, Tensor):
         return given
     if not isinstance(have, DTensor):
-        return whole(given) if isinstance(given, DTensor) else given
+        return whole(given, state.placement) if isinstance(given, DTensor) else given
     made = _laid(given, state.nd_of(have), state)
     return on_mesh_of(made, have) if isinstance(made, DTensor) else made
 
 
 def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
     if isinstance(given, DTensor):
-        return resplit(on_whole(given, state.placement), nd)
+        return resplit(on_whole(given, state.placement), nd, state.placement)
     return as_dtensor(given.to(state.world.device), state.placement, nd)
 
 
@@ -121,7 +121,7 @@ def _state_value(given: Any, have: Any, nd: Nd | None, state: State) -> Any:
     if isinstance(have, DTensor):
         nd = state.nd_of(have)
     if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
-        return whole(given) if nd is not None else given.detach().clone()
+        return whole(given, state.placement) if nd is not None else given.detach().clone()
     if nd is not None and not is_whole(nd) and not state.placement.virtual and given.dim():
         made = _laid(given.detach(), nd, state)
         return made.clone() if made is given else made

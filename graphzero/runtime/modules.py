@@ -20,6 +20,7 @@ from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.runtime import torn
 from graphzero.runtime.agree import tensor_text
+from graphzero.runtime.communicator import communicator
 from graphzero.runtime.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
@@ -153,14 +154,25 @@ def to_device(tensor: Tensor, device: torch.device) -> None:
 
 
 def from_first_rank(tensor: Tensor, placement: Placement) -> None:
-    """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any."""
+    """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any.
+
+    Within ``agree.Together``: a rank that stops on the way wakes the others.
+    """
     if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
         return
-    mesh = placement.mesh()
     flat = tensor.detach().contiguous()
-    at = placement.coordinate(dist.get_rank())
-    for axis in range(mesh.ndim):
-        first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])
-        dist.broadcast(flat, src=first, group=mesh.get_group(axis))
+    ranks: list[int] = placement.ranks.ravel().tolist()
+    if flat.device.type == "cpu":
+        communicator(ranks).fill(flat.view(-1).view(torch.uint8), ranks[0], f"what rank {ranks[0]} holds")
+    else:
+        _broadcast(flat, placement)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)
+
+
+def _broadcast(x: Tensor, placement: Placement) -> None:
+    """By the process groups, along one axis after the other."""
+    mesh, at = placement.mesh(), placement.coordinate(dist.get_rank())
+    for axis in range(mesh.ndim):
+        first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])
+        dist.broadcast(x, src=first, group=mesh.get_group(axis))

@@ -46,8 +46,8 @@ def relocated(x: DTensor, placement: Placement, nd: Nd) -> DTensor:
     if x.is_meta:
         return as_dtensor(torch.empty(x.shape, dtype=x.dtype, device="meta"), placement, nd)
     if nd_here(x, placement) is None:
-        return as_dtensor(whole(x), placement, nd)
-    found = resplit(on_whole(x, placement), nd)
+        return as_dtensor(whole(x, placement), placement, nd)
+    found = resplit(on_whole(x, placement), nd, placement)
     local = local_of(found)
     if found is x or _compat.local_tensor(found).untyped_storage().nbytes() == local.numel() * local.element_size():
         return found

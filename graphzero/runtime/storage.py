@@ -46,9 +46,9 @@ def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = Fa
         return _virtual(tensor, nd, world)
     if isinstance(tensor, DTensor):
         if plain and is_whole(nd):
-            tensor = resplit.whole(tensor) if now != nd else tensor.to_local()
+            tensor = resplit.whole(tensor, world.placement) if now != nd else tensor.to_local()
         elif now != nd:
-            tensor = resplit.resplit(on_whole(tensor, world.placement), nd).detach()
+            tensor = resplit.resplit(on_whole(tensor, world.placement), nd, world.placement).detach()
     elif not is_whole(nd):
         tensor = as_dtensor(tensor.detach(), world.placement, nd)
     if not isinstance(tensor, DTensor):

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import failure_toys  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime import peer_memory  # noqa: E402
+from graphzero.runtime import loading, modules, peer_memory, resplit  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -201,6 +203,66 @@ def two_threads(rank: int) -> Any:
 def test_calls_of_two_threads_run_one_after_the_other(tmp_path: Path, way: str) -> None:
     found = failure_toys.run(two_threads, 2, tmp_path, way)
     assert found == {0: [20, 20], 1: [20, 20]}
+
+
+def stops_while(rank: int, what: str) -> Any:
+    """Rank 1 has no memory left for one of several tensors; then all do the same once more."""
+    where, graph = gz.placement("cpu", range(dist.get_world_size())), Train(3)
+    graph(batch(0, rank))
+    saved, module = graph.state_dict(), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for held in saved["modules"].values():
+        held.update({key: gz.to_global(x, sbp=gz.sbp.S(1)) for key, x in held.items() if x.dim() == 2})
+    split = gz.to_global(torch.ones(2, 4), where, gz.sbp.S(0))
+    asked: dict[str, Callable[[], Any]] = {
+        "full_state_dict": lambda: len(graph.full_state_dict()),
+        "load_state_dict": lambda: graph.load_state_dict(saved) or 0,
+        "to_global of a module": lambda: len(gz.to_global(module, where, gz.sbp.S(0))),
+        "to_global of a tensor": lambda: gz.to_global(split, sbp=gz.sbp.B).to_local().sum().item(),
+        "a first call": lambda: float(Train(3)(batch(0, rank))),
+        "gz.check": lambda: bool(gz.check(graph, batch(0, rank))),
+    }
+    place, name, left = _FAILING[what]
+    working = getattr(place, name)
+
+    def fail(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise MemoryError("no room")
+        return working(*args)
+
+    if rank == 1:
+        setattr(place, name, fail)
+    found = tried(asked[what])
+    setattr(place, name, working)
+    return [found, tried(asked[what])]
+
+
+# Where rank 1 fails, and in which call of it.
+_FAILING: dict[str, tuple[Any, str, int]] = {
+    "full_state_dict": (resplit, "join", 2),
+    "load_state_dict": (loading, "_laid", 2),
+    "to_global of a module": (modules, "from_first_rank", 3),
+    "to_global of a tensor": (resplit, "_joined", 1),
+    "a first call": (modules, "from_first_rank", 2),
+    "gz.check": (resplit, "join", 2),
+}
+
+
+@pytest.mark.parametrize("what", _FAILING)
+def test_a_rank_that_stops_while_tensors_are_made_whole_or_placed_is_an_error_on_all(
+    tmp_path: Path, way: str, what: str
+) -> None:
+    found = failure_toys.run(partial(stops_while, what=what), 3, tmp_path, way)
+    assert sorted(found) == [0, 1, 2] and not any("raised" in one for one in found.values()), found
+    for rank, (failed, again) in found.items():
+        assert failed["seconds"] < 10
+        if rank == 1:
+            assert failed["kind"] == "MemoryError", failed
+        else:
+            assert failed["kind"] == "RankError" and failed["ranks"] == [1], failed
+            assert "MemoryError: no room" in failed["text"]
+        assert "value" in again and again["value"] == found[0][1]["value"], again
 
 
 class Gathers(Train):
