@@ -24,7 +24,7 @@ from graphzero.sbp import S
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 import processes  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a set of processes makes all checks
 D = torch.float64
 STEPS, ROWS, LENGTH, VOCABULARY, WIDTH, HEADS = 4, 4, 6, 24, 16, 4
 CHECKS = (Path(__file__).stem,)

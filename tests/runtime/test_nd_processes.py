@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import processes  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a set of processes makes all checks
 GRIDS, LAYOUTS = ("nd_process_checks",), ("layout_checks",)
 
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import placing_checks  # noqa: E402
 import processes  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
+
 CHECKS = ("placing_checks",)
 
 

@@ -8,6 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import processes  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
+
 MODULES = ("state_checks", "agreement_checks", "arena_checks")
 
 
