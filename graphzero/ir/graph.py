@@ -10,7 +10,7 @@ What is known of each value is in ``graphzero.ir.value``.  Passes change a clone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
 HELD = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
+_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset  # without looking the node up in the graph's table
 LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
 
 
@@ -132,7 +133,7 @@ class StepGraph:
         stand last, and ``fx`` is made anew.
         """
         for node in self.graph.nodes:
-            node.args = node.args
+            _set_args(node, node.args)
         self.graph.inserting_after()
         _compat.forget_names(self.graph)
         self._module = None

@@ -7,6 +7,8 @@ may one that works row by row, over the operand whose rows it reads; that is a p
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +62,9 @@ def room_of(x: fx.Node) -> fx.Node | None:
     """The value in whose storage ``x`` was put, as the result of an op or as one of several."""
     if x.target is operator.getitem:
         source, index = x.args
-        outs = outs_of(source) if isinstance(source, fx.Node) and source.target in OVER_OPERANDS else ()
-        return outs[index] if outs else None  # type: ignore[index]
+        outs = source.kwargs.get(OUT) if isinstance(source, fx.Node) and source.target in OVER_OPERANDS else None
+        room = outs[index] if isinstance(outs, (list, tuple)) else outs  # type: ignore[index]
+        return room if isinstance(room, fx.Node) else None
     return out_of(x)
 
 
@@ -70,9 +73,16 @@ def over_operands(node: fx.Node) -> list[fx.Node]:
     return [x for at in OVER_OPERANDS[node.target][1] for x in node.args[at]]  # type: ignore[union-attr,misc]
 
 
-def may_overwrite(node: fx.Node, operand: fx.Node, device_type: str) -> bool:
-    """Whether ``node`` may write over ``operand``, whole, while it reads it."""
-    target, reads = node.target, value.flat_nodes((node.args, plain_kwargs(node))).count(operand)
+def times_read(node: fx.Node) -> Mapping[fx.Node, int]:
+    """How often each operand stands in the op's own arguments; what it is only told to write over does not."""
+    return Counter(value.flat_nodes((node.args, plain_kwargs(node))))
+
+
+def may_overwrite(
+    node: fx.Node, operand: fx.Node, device_type: str, times: Mapping[fx.Node, int] | None = None
+) -> bool:
+    """Whether ``node`` may write over ``operand``, whole, while it reads it; times: its ``times_read``, if known."""
+    target, reads = node.target, (times if times is not None else times_read(node)).get(operand, 0)
     if target in OVER_OPERANDS:
         return reads == 1
     places = [i for i, arg in enumerate(node.args) if arg is operand]

@@ -18,8 +18,8 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from graphzero.ir.graph import StepGraph
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), slice, tuple, list, dict})
-ARGUMENTS = frozenset({immutable_list, immutable_dict})  # fx's own containers: bytes too, for nodes are in them
+# Containers and numbers that are written as what they are made of; strings, ints, tuples and their kind always are.
+REDUCED = frozenset({complex, slice, immutable_list, immutable_dict})
 FAST = 1  # zlib's level: the best one saves a fifth more
 
 
@@ -33,7 +33,7 @@ class Packed:
         nodes, file = list(graph.nodes), io.BytesIO()
         writer = _Writer(file, nodes)
         for node in nodes:
-            writer.dump((node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta))
+            writer.dump((node.op, node.target, node.args, dict(node.kwargs), node.name, node.type, node.meta))
         self._bytes = zlib.compress(file.getbuffer(), FAST)
         self._count, self._kept = len(nodes), tuple(writer.kept)
 
@@ -49,21 +49,29 @@ class Packed:
 
 
 class _Writer(pickle.Pickler):
-    """A node is written as its position, anything else that is not plain as where it stands behind them in ``kept``."""
+    """A node is written as its position, anything else that is not plain as where it stands behind them in ``kept``.
+
+    That is asked once for each object: the pickler knows by itself what is plain, and what it has met before.
+    """
 
     def __init__(self, file: io.BytesIO, nodes: Sequence[fx.Node]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.numbers = {id(node): i for i, node in enumerate(nodes)}
         self.kept: list[Any] = []
 
-    def persistent_id(self, x: Any) -> int | None:
-        if type(x) in PLAIN or type(x) in ARGUMENTS:
-            return None
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) in REDUCED or x is _numbered:
+            return NotImplemented
         number = self.numbers.get(id(x))
         if number is None:
             number = self.numbers[id(x)] = len(self.numbers)
             self.kept.append(x)
-        return number
+        return _numbered, (number,)
+
+
+def _numbered(number: int) -> Any:
+    """In a graph's bytes, what is called for an object by its number; each reader puts its own in its place."""
+    raise NotImplementedError
 
 
 class _Reader(pickle.Unpickler):
@@ -71,5 +79,9 @@ class _Reader(pickle.Unpickler):
         super().__init__(file)
         self.nodes, self.count, self.kept = nodes, count, kept
 
-    def persistent_load(self, number: int) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) == (__name__, _numbered.__name__), f"{module}.{name} is not kept"
+        return self._numbered
+
+    def _numbered(self, number: int) -> Any:
         return self.nodes[number] if number < self.count else self.kept[number - self.count]

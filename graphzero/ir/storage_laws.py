@@ -62,7 +62,7 @@ class _Walk:
         for i, room in enumerate(rooms):
             if room is not None and reads is not None:
                 self._check_write(node, room)
-                _check_room(self.graph, node, i, room, self.orders, self.where)
+                _check_room(self.graph, node, i, room, reads, self.orders, self.where)
                 _check_overwrite(self.graph, node, room, reads, self.roots, self.where)
                 self._spend(self.roots[node][i], node)
         self.orders.see(node)
@@ -121,6 +121,10 @@ class _Walk:
 
 def _read_roots(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage | None]]:
     """What a node reads, each with its storage; what it is only told to write over is not read."""
+    if node.target is operator.getitem:  # one of several, of which there may be thousands
+        source, index = node.args
+        yield source, roots[source][index]  # type: ignore[index,misc]
+        return
     args = node.args[1:] if node.target is ops.assign else node.args
     for operand in dict.fromkeys(value.flat_nodes((args, inplace.plain_kwargs(node)))):
         for root in roots.get(operand, ()):
@@ -136,7 +140,9 @@ def _is_written(new: fx.Node, state: fx.Node) -> bool:
     return False
 
 
-def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: Orders, where: str) -> None:
+def _check_room(
+    graph: StepGraph, node: fx.Node, i: int, room: fx.Node, reads: _Reads, orders: Orders, where: str
+) -> None:
     """Result ``i`` may be put over a value of its form, by an op that can put it there."""
     device = graph.placement.device_type
     if node.target is ops.launch:
@@ -144,7 +150,7 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: 
         good = dense and inplace.arrives_dense(graph, node) and value.type_of(node) == (value.type_of(room),)
     elif node.target in inplace.OVER_OPERANDS:
         same = (value.type_of(node)[i], value.sbp_of(node)[i]) == (value.type_of(room), value.sbp_of(room))
-        good = same and inplace.over_operands(node)[i] is room
+        good = same and reads.over[i] is room
     else:
         kernel = kernel_forms.writing(node.target, device) or kernel_forms.over_first(node.target, device)
         good = kernel is not None and inplace.same_form(node, room)
@@ -162,22 +168,23 @@ def _check_room(graph: StepGraph, node: fx.Node, i: int, room: fx.Node, orders: 
 
 class _Reads:
     """What a node reads, looked up once for all that it writes.  by_storage: its operands, those that it writes over
-    among them; plain: those that are more than room for a result."""
+    among them; times: how often each is more than room for a result; over: ``inplace.over_operands``, if any."""
 
     def __init__(self, node: fx.Node, roots: Roots) -> None:
         self.by_storage: dict[Storage | None, list[fx.Node]] = {}
         for operand in value.tensor_operands(node):
             self.by_storage.setdefault(roots[operand][0], []).append(operand)
-        self.plain = set(value.flat_nodes((node.args, inplace.plain_kwargs(node))))
+        self.times = inplace.times_read(node)
+        self.over = inplace.over_operands(node) if node.target in inplace.OVER_OPERANDS else []
 
 
 def _check_overwrite(graph: StepGraph, node: fx.Node, room: fx.Node, reads: _Reads, roots: Roots, where: str) -> None:
     """What is written over is no longer needed: by the op itself as it works, or by the user after the step."""
-    storage = roots[room][0]
+    storage, device = roots[room][0], graph.placement.device_type
     sharing = [operand for operand in reads.by_storage.get(storage, ()) if operand is not room]
     if node.target is ops.launch and inplace.is_own_piece(node, room):
         sharing = []
-    if sharing or (room in reads.plain and not inplace.may_overwrite(node, room, graph.placement.device_type)):
+    if sharing or (room in reads.times and not inplace.may_overwrite(node, room, device, reads.times)):
         problem = f"'{node.name}' writes over '{(sharing or [room])[0].name}' while it reads it"
         raise violation(node, where, problem, "Only ops that work element by element may write over an operand")
     if storage is not None and storage[0].op == "placeholder" and storage[0].name not in graph.updates:

@@ -73,9 +73,11 @@ def test_what_text_cannot_say_comes_back_too() -> None:
     with graph.graph.inserting_before(graph.output):
         graph.call(own, (graph.node("x"),), value.tensor_type(graph.node("x")), sbp=(B,), name="mine")
     graph.node("a").meta["mine"] = held = object()
+    graph.node("b").meta["among"] = {graph.node("x"), 1j}, [slice(1, None), frozenset("ab")]
     again = Packed(graph).graph()
     assert again.node("mine").target is own
     assert again.node("a").meta["mine"] is held
+    assert again.node("b").meta["among"] == ({again.node("x"), 1j}, [slice(1, None), frozenset("ab")])
 
 
 def test_a_change_of_what_came_back_changes_nothing_else() -> None:

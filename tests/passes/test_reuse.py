@@ -7,7 +7,7 @@ import torch
 from toys import STAGES, inputs_of, lower, on_ranks, random_step, run, step
 
 from graphzero.errors import VerifyError
-from graphzero.ir import inplace, kernel_forms, memory
+from graphzero.ir import inplace, kernel_forms, memory, storage_laws
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.parse import parse
 from graphzero.ir.verify import verify
@@ -365,3 +365,17 @@ def test_an_op_on_rows_over_the_rows_it_reads_gives_the_bits_of_the_op_beside_it
 def test_a_form_that_torch_makes_up_from_a_copy_is_not_taken() -> None:
     assert kernel_forms.writing(aten.native_dropout.default) is None
     assert kernel_forms.writing(aten.relu.default) is None and kernel_forms.over_first(aten.relu.default) is not None
+
+
+def test_laws_of_storage_look_at_a_result_of_several_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, looked = 60, []
+    picks = "".join(f"  r{i} = a[{i}] : f32[1, 4]  B\n" for i in range(count))
+    graph = parse(
+        f"graph step(dp=2) local\n  x = batch() : f32[{count}, 4]  B!\nforward:\n"
+        f"  a = split.Tensor(x, 1) : ({', '.join(['f32[1, 4]  B'] * count)})\n{picks}"
+        f"  return {', '.join(f'r{i}' for i in range(count))}\n"
+    )
+    check = storage_laws._Walk._check_read
+    monkeypatch.setattr(storage_laws._Walk, "_check_read", lambda *args: (looked.append(args), check(*args)))
+    storage_laws.check_storage(graph, "")
+    assert len(looked) == 1 + 2 * count  # the op's operand, its results as they are picked and returned
