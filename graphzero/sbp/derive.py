@@ -88,7 +88,7 @@ def _bind(factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | N
     inputs = [_label(o.dims, m, factors) for o, m in zip(operands, given, strict=True)]
     outputs = [_label(o.dims, m, factors) for o, m in zip(factors.outputs, made, strict=True)]
     sizes = _sizes(factors, inputs, given, outputs, made)
-    keep = {label for label, size in sizes.items() if (label.startswith(".") or label.islower()) and size > 1}
+    keep = {label for label in sizes if label.startswith(".") or label.islower()}
     present = {i for i, m in enumerate(given) if m is not None}
     terms = [tuple(i for i in term if i in present) for term in factors.terms]
     return _Bound(
@@ -125,7 +125,7 @@ def _places(dims: Dims, meta: Given, sizes: dict[str, int], keep: Collection[str
         before = 1
         left = size // max(prod(sizes.get(label, 1) for label in labels), 1)  # what ``_`` stands for
         for label in labels:
-            if label in keep and size != 1:
+            if label in keep and (size != 1 or sizes[label] == 1):
                 found[label] = (i, before)
             before *= left if label == "_" else sizes.get(label, 1)
     return found
@@ -214,7 +214,12 @@ def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
     """In how many sections a label may be split, 1 first, so that some dim it lies in has a wanted count."""
     before = {places[label][1] for places in (*bound.inputs, *bound.outputs) if label in places}
     inner = {count // b for count in wanted for b in before if count % b == 0}
-    return [1, *sorted(n for n in inner - {1} if bound.sizes[label] % n == 0 and n < bound.sizes[label])]
+    return [
+        1,
+        *sorted(
+            n for n in inner - {1} if bound.sizes[label] % n == 0 and (n < bound.sizes[label] or not bound.sizes[label])
+        ),
+    ]
 
 
 def _cuts(bound: _Bound, label: str, count: int, cut: Cut, full: bool) -> bool:

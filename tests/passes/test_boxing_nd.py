@@ -200,6 +200,15 @@ def test_splits_in_sections_go_to_all_others_on_three_axes() -> None:
     check_all((64, 16), (2, 2, 2), sectioned((64, 16), (2, 2, 2)), share=3001)
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (6, 0), (0, 0)], ids=str)
+def test_tensors_without_elements_go_from_sections_to_sections(shape: tuple[int, ...]) -> None:
+    ends = [one for one in (B, S(0), S(1), S(1, 3), S(0, 2), S(0, 3)) if nests(shape, (one,), (2,))]
+    for src, dst in itertools.product(ends, repeat=2):
+        check((src,), (dst,), shape, (2,))
+        text = f"graph g(dp=2) boxed\n  x = batch() : f64{list(shape)}  {src}\nforward:\n  y = box(x)"
+        Pipeline([LowerBoxing(), Localize()])(parse(f"{text} : f64{list(shape)}  {dst}\n  return y\n"))
+
+
 def test_maxima_and_minima_go_to_splits_in_sections() -> None:
     nds = sectioned((48, 12), (2, 3), (B, S(1), S(0, 2), S(0, 4), MAX, MIN))
     check_all((48, 12), (2, 3), [nd for nd in nds if MAX in nd or MIN in nd] + nds[:9], share=7)

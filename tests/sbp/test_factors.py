@@ -8,6 +8,7 @@ import torch
 from graphzero.errors import SbpError
 from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import NUMBER, parse
+from graphzero.sbp.rules.view import view_line
 from graphzero.sbp.signature import TensorMeta
 
 
@@ -114,6 +115,34 @@ def test_a_merged_dim_is_split_in_sections_where_an_inner_dim_is_cut() -> None:
     ]  # fmt: skip
     assert "S(1) -> S(0, 6)" not in lines("abc->(ab)c", [meta(6, 4, 3)], [meta(24, 3)], 3)  # 4 over 3 is uneven
     assert lines("(_a)->a,a,a", [meta(12)], [meta(4)] * 3, 2)[1] == "S(0, 3) -> S(0), S(0), S(0)"
+
+
+def test_a_dim_of_size_one_or_none_is_split_like_others() -> None:
+    assert "S(0) -> S(0)" in lines("ab->ab", [meta(1, 4)], [meta(1, 4)], ranks=2)
+    assert "S(0) -> P" in lines("ab->b", [meta(1, 4)], [meta(4)], ranks=2)
+    assert "S(1) -> S(1)" in lines("ab->ab", [meta(4, 0)], [meta(4, 0)], ranks=2)
+    assert lines("max: ab->b", [meta(1, 4)], [meta(4)], ranks=2) == ["B -> B", "S(1) -> S(0)", "P(max) -> P(max)"]
+    assert lines("...,...->...", [meta(1, 4), meta(3, 4)], [meta(3, 4)], ranks=2)[1:3] == [
+        "S(1), S(1) -> S(1)", "B, S(0) -> S(0)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ((1, 6), (1, 2, 3), "sum max min:a(bc)->abc"),
+        ((6, 1), (2, 3, 1), "sum max min:(bc)a->bca"),
+        ((1, 6), (2, 3), "sum max min:1(ab)->ab"),
+        ((0, 6), (0, 3, 2), "sum max min:a(bc)->abc"),
+        ((0,), (3, 0), "sum max min:(ab)->ab"),
+        ((2, 0, 4), (0,), "sum max min:ab_->(ab)"),
+    ],
+)
+def test_a_view_moves_dims_of_one_and_of_no_elements(
+    before: tuple[int, ...], after: tuple[int, ...], line: str
+) -> None:
+    found = view_line(before, after)
+    assert found is not None and found.replace(" ", "").replace("summaxmin", "sum max min") == line
 
 
 def test_dims_are_split_in_the_sections_that_are_asked_for() -> None:

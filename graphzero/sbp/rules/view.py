@@ -17,23 +17,39 @@ SHAPE = {"shape": lambda i, o: o[0]}
 
 def view_line(before: Sequence[int], after: Sequence[int]) -> str | None:
     """A letter for each factor that dims of both shapes are products of: cutting it cuts both at the same values."""
-    if 0 in (*before, *after) or math.prod(before) != math.prod(after):
+    if math.prod(before) != math.prod(after):
         return None
     left, right = (["1" if size == 1 else "" for size in shape] for shape in (before, after))
     names = itertools.chain(string.ascii_lowercase, itertools.repeat("_"))
     a, b = ([i for i, size in enumerate(shape) if size != 1] for shape in (before, after))
+    _name_ones(before, after, left, right, names)
     while a and b:
         run, other = [a.pop(0)], [b.pop(0)]
         have, want = before[run[0]], after[other[0]]
         while have != want:  # the next dims of equal product
-            if have < want:
+            if want == 0 or 0 < have < want:
                 run.append(a.pop(0))
                 have *= before[run[-1]]
             else:
                 other.append(b.pop(0))
                 want *= after[other[-1]]
         _name_run([(i, before[i]) for i in run], [(j, after[j]) for j in other], left, right, names)
+    for side, rest in ((left, a), (right, b)):  # of a tensor without elements
+        for i in rest:
+            side[i] = "_"
     return f"{MOVE}{''.join(map(_merged, left))}->{''.join(map(_merged, right))}"
+
+
+def _name_ones(
+    before: Sequence[int], after: Sequence[int], left: list[str], right: list[str], names: Iterator[str]
+) -> None:
+    """Give both sides a letter for each dim of size one that stands between the same values: one rank has them all."""
+    for rest in (itertools.count(), itertools.count(-1, -1)):  # from the left, then from the right
+        for i in rest:
+            if not (-len(before) <= i < len(before) and -len(after) <= i < len(after)) or before[i] != after[i]:
+                break
+            if before[i] == 1 and left[i] == right[i] == "1":
+                left[i] = right[i] = next(names)
 
 
 def _name_run(
@@ -43,18 +59,18 @@ def _name_run(
     while run and other:
         (i, size), (j, wide) = run[0], other[0]
         shared = math.gcd(size, wide)
-        if shared > 1:
+        if shared != 1:
             name = next(names)
             left[i] += name
             right[j] += name
-        if shared < min(size, wide):
+        if shared not in (size, wide):
             for k, _ in run:
                 left[k] += "_"
             for k, _ in other:
                 right[k] += "_"
             return
-        run = [(i, size // shared), *run[1:]] if size > shared else run[1:]
-        other = [(j, wide // shared), *other[1:]] if wide > shared else other[1:]
+        run = [(i, size // shared), *run[1:]] if size != shared else run[1:]
+        other = [(j, wide // shared), *other[1:]] if wide != shared else other[1:]
 
 
 def _merged(letters: str) -> str:
