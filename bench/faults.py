@@ -1,6 +1,6 @@
 """Faults at random moments of training, over memory and over sockets: what each rank says, and after how long.
 
-    python bench/faults.py              # about 100 faults on 2 and 3 ranks
+    python bench/faults.py              # about 100 faults on 2 and 3 ranks, and all changes that one rank makes alone
     python bench/faults.py --faults 4   # of each kind and world fewer
     python bench/faults.py --seed 7     # at other moments
 
@@ -9,7 +9,8 @@ names that rank, within 10 seconds, or finish its step with the right loss and r
 call of all ranks must give the right loss, or be refused on all of them until a checkpoint is loaded.  Right is what
 plain PyTorch computes on the whole batch.  Where a rank has ended, all others must say so.
 
-A fault is a function in ``FAULTS``; it may do anything to its rank.  Exits with 1 where one ends otherwise.
+A fault is a function in ``FAULTS``; it may do anything to its rank.  What one rank may do otherwise than the others,
+without any fault, is ``one_sided``'s.  Exits with 1 where one ends otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import one_sided
 import torch
 import torch.distributed as dist
 from _ranks import context, end_with_parent
@@ -405,6 +407,23 @@ def run(faults: int, seed: int, ranks: list[int], ways: list[str]) -> tuple[str,
     return markdown(["fault", "over", "ranks", "faults", "wrong", "slowest, s"], rows), made, bad
 
 
+def run_changes(seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int, int]:
+    """The same for every change that one rank makes alone."""
+    rows, made, bad = [], 0, 0
+    for way in ways:
+        for count in ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                told = one_sided.run(count, WAYS[way], seed, folder)
+            firsts = (next((one["wrong"] for one in each if one["wrong"]), "") for each in zip(*told, strict=True))
+            wrong = [text for text in firsts if text]
+            made, bad = made + len(told[0]), bad + len(wrong)
+            longest = max(one["seconds"] for found in told for one in found)
+            rows.append([way, str(count), str(len(told[0])), str(len(wrong)), f"{longest:.1f}"])
+            for text in wrong:
+                print(f"{way}, {text}", file=sys.stderr)
+    return markdown(["changes of one rank, over", "ranks", "changes", "wrong", "slowest, s"], rows), made, bad
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2, help="of each kind in each world")
@@ -414,8 +433,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     table, made, bad = run(options.faults, options.seed, options.ranks, options.ways)
-    print(f"{table}\n\n{made} faults, {bad} of them ended otherwise than they should")
-    sys.exit(bool(bad))
+    print(f"{table}\n\n{made} faults, {bad} of them ended otherwise than they should\n", flush=True)
+    changes, tried, unnoticed = run_changes(options.seed, options.ranks, options.ways)
+    print(f"{changes}\n\n{tried} changes, {unnoticed} of them ended otherwise than they should")
+    sys.exit(bool(bad or unnoticed))
 
 
 if __name__ == "__main__":

@@ -183,7 +183,8 @@ class Graph:
             state.before()
             results = executor.run(arguments)
             state.after(training, program.uses_seed)
-            self._selection.taken += executor.program.first_write >= 0 or program.uses_seed
+            is_step = executor.program.first_write >= 0 or program.uses_seed
+            self._selection.taken += is_step
             executor.finish()
         except BaseException as error:
             if executor.has_written:
@@ -196,6 +197,7 @@ class Graph:
                 name: held[0].detach().clone() for name, held in results.aux.items() if name.startswith("grad_norm")
             }
             self._step_schedulers()
+        self._selection.completed += is_step
         return call.outputs(results, self._world)
 
     def _why_torn(self, error: BaseException) -> str:
@@ -312,7 +314,7 @@ class Graph:
                 fitting = self._ranks.agree_on(LOAD, check, checked.contents)
                 loading.load(fitting, state, schedulers, strict, nds)
                 if fitting.is_complete:
-                    self._selection.taken = 0
+                    self._selection.taken = self._selection.completed = 0
         self._selection.bound = None
 
     @_compat.cpu_by_default

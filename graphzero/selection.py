@@ -84,6 +84,7 @@ class Selection:
     reader: makes what reads arguments; called once, raises for a build that cannot be called.
     bound: the program whose state is bound, None when that has changed.
     taken: steps that the Graph has taken since it was made or loaded; a call that a rank has stopped is one on some.
+    completed: those after which all schedulers have stepped too; one that raises leaves its rank behind.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Selection:
         reader: Callable[[], Reader],
     ) -> None:  # fmt: skip
         self.bound: Compiled | None = None
-        self.taken = 0
+        self.taken = self.completed = 0
         self._programs, self._attributes, self._ranks, self._config = programs, attributes, ranks, config
         self._optimizers, self._step, self._now, self._make_reader = optimizers, step, state, reader
         self._reader: Reader | None = None
@@ -212,13 +213,14 @@ class Selection:
             found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
             found |= shared.describe(inputs) if running else {}
             found |= {"random draws": draws, "check_inputs": self._config.check_inputs, "threads": str(threads)}
-            found[_TAKEN] = str(self.taken)
+            found[_TAKEN] = f"{self.taken}" + (f", {self.completed} completed" if self.completed != self.taken else "")
             found["collectives that a stopped step has left"] = state.under_way
             found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
             return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
         known = self._programs.hash_of(key, lambda: describe(key, inputs, state, self._config))
-        facts = [stateless, draws, self._config.check_inputs, str(self.taken), state.under_way, str(is_known)]
+        steps = f"{self.taken} {self.completed}"
+        facts = [stateless, draws, self._config.check_inputs, steps, state.under_way, str(is_known)]
         facts += [str(threads), *self._attributes.texts, *(shared.values(inputs) if running else ())]
         return digest(str(known), *facts, *map(repr, numbers.values())), parts
 

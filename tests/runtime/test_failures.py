@@ -90,6 +90,35 @@ def test_an_op_that_fails_on_one_rank_is_an_error_on_all_and_the_next_call_works
                                           ((0, first), (2, second), (3, third))]  # fmt: skip
 
 
+def a_scheduler_fails_on_rank_1(rank: int) -> Any:
+    graph = Train()
+    schedule = torch.optim.lr_scheduler.LambdaLR(graph._optimizers[0].optimizer, lambda step: 1.0)
+    graph._schedulers[0] = schedule
+    graph(batch(0, rank))
+    saved = graph.full_state_dict()
+
+    def fail() -> None:
+        raise LookupError("no such rate")
+
+    if rank == 1:
+        schedule.step = fail  # type: ignore[method-assign]
+    found = [tried(lambda: graph(batch(1, rank)))]
+    vars(schedule).pop("step", None)
+    found += [tried(lambda: graph(batch(1, rank))) for _ in range(2 - rank)]  # rank 0 hears of it in a call of its own
+    graph.load_state_dict(saved)
+    return [*found, tried(lambda: graph(batch(1, rank))), schedule.last_epoch]
+
+
+def test_a_scheduler_that_fails_on_one_rank_is_refused_until_all_have_loaded(tmp_path: Path, way: str) -> None:
+    found = failure_toys.run(a_scheduler_fails_on_rank_1, 2, tmp_path, way)
+    assert found[1][0]["kind"] == "LookupError" and "value" in found[0][0]
+    assert found[0][1]["kind"] == "RankError" and "no such rate" in found[0][1]["text"]
+    for rank in range(2):
+        *_, refused, again, epoch = found[rank]
+        assert "load_state_dict" in refused["text"] and "rank 1: 2, 1 completed" in refused["text"], refused
+        assert again["value"] == found[0][0]["value"] and epoch == 2
+
+
 def ends(rank: int, how: Any) -> Any:
     graph = Train()
     graph(batch(0, rank))
