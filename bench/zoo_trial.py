@@ -263,11 +263,12 @@ class Forward(nn.Module):
 
 
 def peer(make: Callable[[], Trial], name: str) -> dict[str, Any]:
-    """Whether torch.export or torch.compile takes the forward: in one graph, and without running it elsewhere."""
-    torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")
+    """Whether torch.export or torch.compile takes the forward in one graph, without running it elsewhere.
+
+    It is asked of the inputs and in the dtypes that a Graph is given.
+    """
     try:
-        with products_in_float64():
+        with measured():
             trial = made(make)
             module, batch = Forward(trial), batch_of(trial, 0)
             if name == "export":
