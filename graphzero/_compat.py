@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, lru_cache, wraps
 from operator import attrgetter
@@ -34,6 +34,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import stateless
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
@@ -369,6 +370,26 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Itera
         yield
     finally:
         torch._check_with = original
+
+
+@contextmanager
+def autograd_under(mode: TorchFunctionMode) -> Iterator[None]:
+    """Python code that autograd runs in this thread, what is recomputed among it, runs under ``mode``, as forward does.
+
+    torch leaves a mode for as long as it handles a call of ``backward()``.
+    """
+    autograd: Any = torch.autograd
+    thread, original = get_ident(), autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode if get_ident() == thread else nullcontext():
+            return original(*args, **kwargs)
+
+    autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = original
 
 
 def below_autograd() -> Any:

@@ -182,6 +182,27 @@ def test_what_recomputation_checks_again_is_one_check():
     assert str(graph.compile(X, Y).program).count("check(") == 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_for_backward_may_check(reentrant):
+    class Recomputes(Train):
+        def build(self, x, y):
+            def checked(h):
+                if (h.abs() > 1e3).any() and not h.isnan().all():
+                    raise ValueError("inside")
+                if h.sum().item() > 1e9:
+                    raise ValueError("sum")
+                return self.model(h)
+
+            loss = F.cross_entropy(checkpoint(checked, x.clone().requires_grad_(), use_reentrant=reentrant), y)
+            loss.backward()
+            return loss
+
+    graph = Recomputes(None)
+    graph(X, Y)
+    assert str(graph.program).count("check(") == 2
+    assert_stops(graph, "inside")
+
+
 def test_checks_can_be_left_out_and_put_back_without_another_capture():
     graph = Train(asserts)
     graph(X, Y)

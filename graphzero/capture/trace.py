@@ -180,6 +180,7 @@ class BuildTrace:
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
                 self.gradients.watching(named_params),
+                _compat.autograd_under(user_code),
                 _compat.small_constants(CONSTANT),
                 torch.enable_grad(),
                 refusals(self.code),
