@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from samples import LOCALIZED_ELSEWHERE, NO_CPU_KERNEL, UNCHECKED_VALUES, Sample, by_op, samples
 
 from graphzero.sbp.call import op_name
@@ -24,3 +25,17 @@ def test_every_signature_joins_to_the_op_itself(calls: list[Sample], ranks: int)
 def test_every_op_with_a_rule_has_a_sample() -> None:
     tried = {op_name(sample.op) for sample in samples()} | {*LOCALIZED_ELSEWHERE, *NO_CPU_KERNEL}
     assert {op_name(op) for op in registered()} <= tried
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 6), (1, 2, 3)), ((6, 1), (2, 3, 1)), ((0, 6), (0, 3, 2)), ((6, 0), (3, 2, 0)), ((0,), (3, 0)),
+        ((0, 5), (7, 0)), ((2, 0, 4), (0,)), ((0, 1), (1, 0)),
+    ],
+)  # fmt: skip
+def test_views_of_dims_of_one_and_of_no_elements_keep_it(
+    before: tuple[int, ...], after: tuple[int, ...], ranks: int
+) -> None:
+    assert not violations(torch.ops.aten.view.default, (torch.rand(before), list(after)), {}, ranks)
