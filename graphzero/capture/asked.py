@@ -61,13 +61,11 @@ class Asked:
         raises, plain PyTorch would raise too.
         """
         depths: dict[tuple[int, CodeType], int] = {}
-        traceback, raises = error.__traceback__, False
+        traceback = error.__traceback__
         while traceback is not None:
-            frame, at = traceback.tb_frame, traceback.tb_lasti
-            depths[id(frame), frame.f_code] = len(depths)
-            raises = dis.opname[frame.f_code.co_code[at]] == "RAISE_VARARGS"
+            depths[id(traceback.tb_frame), traceback.tb_frame.f_code] = len(depths)
             traceback = traceback.tb_next
-        if not self.no or (raises and not isinstance(error, GraphZeroError)):
+        if not self.no or (is_raised(error) and not isinstance(error, GraphZeroError)):
             return False
         found: list[tuple[int, _Calls]] = []
         for calls, frames in self.no.items():
@@ -80,3 +78,13 @@ class Asked:
         self.attempts += 1
         self.always = not found or self.attempts > _ATTEMPTS
         return True
+
+
+def is_raised(error: Exception) -> bool:
+    """Whether a line of Python raises it, with ``raise`` or ``assert``."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return (
+        traceback is not None and dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    )

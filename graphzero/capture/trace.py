@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture import decompositions
-from graphzero.capture.asked import Asked
+from graphzero.capture.asked import Asked, is_raised
 from graphzero.capture.free_tensors import FreeTensors
 from graphzero.capture.functional import functional
 from graphzero.capture.gradients import Gradients
@@ -81,7 +81,7 @@ def trace_build(step: Step, root: nn.Module, leaves: list[Any], in_spec: pytree.
                 raise
         except Exception as error:
             if not asked.learns(error):
-                if refused is None:
+                if refused is None or is_raised(error):
                     raise
                 raise refused from error  # the way that is not plain PyTorch's leads nowhere
 

@@ -118,6 +118,16 @@ def test_what_fails_on_the_other_way_is_refused_as_plain_pytorch_would_go():
     assert isinstance(caught.value.__cause__, TypeError)
 
 
+def test_what_build_raises_itself_comes_through_from_the_other_way_too():
+    def forward(self, h):
+        if traced():
+            raise LookupError("where it is traced")
+        return h[h > 0].sum() * h
+
+    with pytest.raises(LookupError, match="where it is traced"):
+        run(forward)
+
+
 def test_what_build_raises_itself_comes_through():
     def forward(self, h):
         if not traced() and torch.arange(3).sum() == 3:
