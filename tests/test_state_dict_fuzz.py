@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import random
 
 import pytest
@@ -162,9 +163,6 @@ def test_what_is_wrong_is_named_by_its_path(what, trained):
     assert_same(graph.full_state_dict(), before, what)
 
 
-def test_a_graph_that_is_pickled_or_copied_says_what_to_save():
-    import pickle
-
-    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(gz.ConfigError, match="state_dict"):
-            copied(Train())
+def test_a_graph_that_is_pickled_says_what_to_save():
+    with pytest.raises(gz.ConfigError, match="state_dict"):
+        pickle.dumps(Train())

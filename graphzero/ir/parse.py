@@ -11,6 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from graphzero.sbp.types import Sbp, parse_sbp
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MOST_RANKS = 2**17  # of a placement that a text names
 MOST_AXES = 8
+_PLACES = f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes"
 MOST_DIMS = 64  # as torch has it
 MOST_BYTES = 2**50  # of one value
 
@@ -100,7 +102,9 @@ class _Parser:
             name, bracket, rest = reader.rest().rpartition("(")
             name = name.strip()
             reader = Reader(bracket + rest, self.fail, {})
-        axes = list(self._axes(reader, expected))
+        axes = list(islice(self._axes(reader, expected), MOST_AXES + 1))
+        if len(axes) > MOST_AXES:
+            raise self.fail(_PLACES)
         level = reader.rest() or "captured"
         if not name or not axes:
             raise self.fail(expected)
@@ -121,8 +125,8 @@ class _Parser:
             yield axis, size
 
     def _placed(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Placement:
-        if len(names) > MOST_AXES or any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
-            raise self.fail(f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes")
+        if any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
+            raise self.fail(_PLACES)
         if self.place is not None:
             if (self.place.names, self.place.hierarchy) != (names, shape):
                 raise self.fail(f"it was written for other axes than those of {self.place!r}")

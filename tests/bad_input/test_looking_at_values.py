@@ -78,7 +78,7 @@ def test_len_shape_device_and_rows_of_a_tensor_are_no_values():
 # ---- shapes that are data
 
 SHAPES = {
-    "boolean mask": lambda x, y: x[y > 0],
+    "boolean mask": lambda x, y: x[y > 0] * 2,
     "masked_select": lambda x, y: torch.masked_select(x, x > 0),
     "nonzero": lambda x, y: torch.where(y > 0),
     "unique": lambda x, y: torch.unique(y),

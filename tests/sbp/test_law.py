@@ -6,6 +6,7 @@ import pytest
 import torch
 from samples import LOCALIZED_ELSEWHERE, NO_CPU_KERNEL, UNCHECKED_VALUES, Sample, by_op, samples
 
+from graphzero.ir.known_ops import NAMESPACES
 from graphzero.sbp.call import op_name
 from graphzero.sbp.law import violations
 from graphzero.sbp.registry import registered
@@ -24,7 +25,8 @@ def test_every_signature_joins_to_the_op_itself(calls: list[Sample], ranks: int)
 
 def test_every_op_with_a_rule_has_a_sample() -> None:
     tried = {op_name(sample.op) for sample in samples()} | {*LOCALIZED_ELSEWHERE, *NO_CPU_KERNEL}
-    assert {op_name(op) for op in registered()} <= tried
+    ours = {op_name(op) for op in registered() if op.namespace in NAMESPACES}  # others come with tests that need them
+    assert len(ours) > 600 and ours <= tried
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
