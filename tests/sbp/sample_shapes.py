@@ -28,7 +28,8 @@ def view() -> None:
     for op in (aten.squeeze.dims, aten.squeeze_copy.dims):
         add(op, f(1, 4, 1, 5), [0, 2])
     for op, dim in itertools.product((aten.unsqueeze.default, aten.unsqueeze_copy.default), (0, 1, -1)):
-        add(op, f(4, 5), dim)
+        for shape in ((4, 5), (1, 5), (4, 1)):
+            add(op, f(*shape), dim)
     for op in (aten.expand.default, aten.expand_copy.default):
         for before, after in (((4, 1), [4, 5]), ((5,), [4, 5]), ((4, 1, 5), [-1, 3, -1]), ((), [4]), ((1,), [6])):
             add(op, f(*before), after)

@@ -95,8 +95,10 @@ def view_dtype(call: Call) -> str:
 
 
 @rule(overloads("unsqueeze", "unsqueeze_copy"))
-def unsqueeze(call: Call) -> str | None:
-    return view_line(call.shape, call.out)
+def unsqueeze(call: Call) -> str:
+    """The new dim has size one on every rank, whatever stands beside it."""
+    dims, at = letters(len(call.shape)), dim_of(call["dim"], len(call.out))
+    return f"{MOVE}{''.join(dims)}->{''.join((*dims[:at], '1', *dims[at:]))}"
 
 
 @rule(overloads("squeeze", "squeeze_copy"))
