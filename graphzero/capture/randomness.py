@@ -100,6 +100,10 @@ class Draws:
                 kw.get("dtype") or x.dtype
             ),
         }
+        for op, made in list(table.items()):  # the same with generator=None; one that is given is refused before
+            name = op._overloadname.replace("low", "low_generator").replace("default", "generator")
+            if "generator" in name and name in op.overloadpacket.overloads():
+                table[getattr(op.overloadpacket, name)] = made
         table.update(dict.fromkeys(_refused(), self._refuse))
         return table
 

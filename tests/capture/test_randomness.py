@@ -131,6 +131,23 @@ def test_batches_are_shuffled_and_noised_alike_on_any_number_of_ranks(stage):
     torch.testing.assert_close(losses(2), losses(1))
 
 
+NO_GENERATOR = {
+    "rand": lambda x, **kw: torch.rand(3, 4, **kw),
+    "randn": lambda x, **kw: torch.randn((3, 4), dtype=torch.float64, **kw),
+    "randint": lambda x, **kw: torch.randint(9, (3, 4), **kw),
+    "randint low": lambda x, **kw: torch.randint(2, 9, (3, 4), **kw),
+    "randperm": lambda x, **kw: torch.randperm(12, **kw),
+    "normal": lambda x, **kw: torch.normal(0.0, 1.0, (3, 4), **kw),
+}
+
+
+@pytest.mark.parametrize("name", NO_GENERATOR)
+def test_no_generator_is_the_default_one(name):
+    draw, x = NO_GENERATOR[name], torch.ones(3, 4)
+    without, none = (evaluate(lambda x, kw=kw: draw(x, **kw), x) for kw in ({}, {"generator": None}))
+    torch.testing.assert_close(none(x, seed=3), without(x, seed=3), rtol=0, atol=0)
+
+
 def test_nothing_is_drawn_for_a_tensor_without_elements():
     x = torch.zeros(5, 0, 3)
     assert evaluate(F.dropout, x)(x).shape == (5, 0, 3)
