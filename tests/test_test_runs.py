@@ -45,19 +45,8 @@ def test_after_it():
 def run(text: str, folder: Path, *options: str) -> str:
     """What pytest prints, as this project sets it up, with the test in a process of its own."""
     (folder / "test_given.py").write_text(text)
-    words = [
-        "-c",
-        str(ROOT / "setup.cfg"),
-        "--rootdir",
-        str(folder),
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:graphzero",
-        "-n",
-        "1",
-        *options,
-    ]
+    words = ["-c", str(ROOT / "setup.cfg"), "--rootdir", str(folder), "-n", "1", *options]
+    words += ["-p", "no:cacheprovider", "-p", "no:graphzero"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, str(folder / "test_given.py")],

@@ -213,13 +213,9 @@ def _candidates(bound: _Bound, cut: Cut, nonempty: bool) -> Iterator[Candidate]:
 def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
     """In how many sections a label may be split, 1 first, so that some dim it lies in has a wanted count."""
     before = {places[label][1] for places in (*bound.inputs, *bound.outputs) if label in places}
-    inner = {count // b for count in wanted for b in before if count % b == 0}
-    return [
-        1,
-        *sorted(
-            n for n in inner - {1} if bound.sizes[label] % n == 0 and (n < bound.sizes[label] or not bound.sizes[label])
-        ),
-    ]
+    inner = {count // b for count in wanted for b in before if count % b == 0} - {1}
+    size = bound.sizes[label]
+    return [1, *sorted(n for n in inner if size % n == 0 and (n < size or size == 0))]
 
 
 def _cuts(bound: _Bound, label: str, count: int, cut: Cut, full: bool) -> bool:
