@@ -1,5 +1,7 @@
 """Another thread that uses the modules while a step is captured sees the real ones."""
 
+import copy
+import sys
 import threading
 import time
 
@@ -69,6 +71,60 @@ def test_a_thread_that_uses_the_modules_gets_real_tensors_throughout(reads):
             assert torch.equal(found[0], expected)
         if reads == "parameters":
             assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+READS = {
+    "state_dict": ("_save_to_state_dict", lambda layer: layer.state_dict().values()),
+    "parameters": ("named_parameters", lambda layer: [p.detach() for p in layer.parameters()]),
+    "members": ("_named_members", lambda layer: [p.detach() for p in layer.parameters()]),
+    "attribute": ("__getattr__", lambda layer: [layer.weight.detach()]),
+    "copy": ("_reconstruct", lambda layer: [p.detach() for p in copy.deepcopy(layer).parameters()]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_thread_that_is_put_to_sleep_while_it_reads_a_module_goes_on_with_real_tensors(name):
+    """As one is whose core is taken away, for as long as it is."""
+    function, read = READS[name]
+    inside, traced, found = threading.Event(), threading.Event(), []
+
+    def sleep(frame, event, arg):
+        if frame.f_code.co_name == function:
+            inside.set()
+            traced.wait(30)
+
+    def reader():
+        sys.settrace(sleep)
+        found.extend(read(model[0]))
+
+    def build(self, x):
+        traced.set()
+        time.sleep(0.2)
+        return self.model(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    expected = [x.detach().clone() for x in read(model[0])]
+    thread = threading.Thread(target=reader)
+    thread.start()
+    assert inside.wait(30)
+    Program(Owner(build, model=model), [], (torch.randn(6, 8),))
+    thread.join(30)
+    assert len(found) == len(expected)
+    assert all(type(x) is torch.Tensor and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_what_build_registers_and_what_it_copies_are_as_without_other_threads():
+    def build(self, x):
+        twin = copy.deepcopy(self.model)
+        assert type(twin._parameters) is dict
+        return self.model(x) + twin(x)
+
+    model = nn.Linear(8, 4)
+    registers = model._parameters, model._buffers
+    with Both(lambda: None):
+        Program(Owner(build, model=model), [], (torch.randn(6, 8),))
+    assert model._parameters is registers[0] and model._buffers is registers[1]
+    assert type(model.weight) is nn.Parameter
 
 
 def test_functions_of_torch_are_those_of_torch_in_other_threads():
