@@ -84,7 +84,7 @@ class _Entry:
 _entries: dict[Op, _Entry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
 _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: calls of many shapes have the same
-_CACHED = 2**13  # calls whose signatures are kept: some 1 KB each
+_CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
 _state = {"loaded": False, "loading": False}

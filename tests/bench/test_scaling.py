@@ -71,14 +71,14 @@ def test_efficiency_is_of_ranks_and_beyond_the_cores_of_cores(monkeypatch):
 
 
 def test_loading_modules_is_not_in_the_seconds(tmp_path, monkeypatch):
-    (tmp_path / "slow_to_load.py").write_text("import time; time.sleep(0.2); import slow_too")
-    (tmp_path / "slow_too.py").write_text("import time; time.sleep(0.2)")
+    (tmp_path / "slow_to_load.py").write_text("import time; time.sleep(0.8); import slow_too")
+    (tmp_path / "slow_too.py").write_text("import time; time.sleep(0.8)")
     monkeypatch.syspath_prepend(tmp_path)
     with clocks() as clock:
         began = clock.wall()
         importlib.import_module("slow_to_load")
         time.sleep(0.05)
-        assert 0.05 <= clock.wall() - began < 0.2
-    assert clock.loading_wall >= 0.4
+        assert 0.05 <= clock.wall() - began < 0.8  # loading is none of it
+    assert clock.loading_wall >= 1.6
     for name in ("slow_to_load", "slow_too"):
         del sys.modules[name]
