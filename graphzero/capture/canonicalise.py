@@ -99,9 +99,13 @@ def _copied(node: fx.Node) -> fx.Node | None:
             wide.meta.update(node.meta, val=found.expand(fake.shape))
         node.args = (wide,)
         return None
-    if found.shape == fake.shape:
+    if _same_layout(found, fake):
         return new
+    if found.shape == fake.shape:  # views of it are known by the strides of ``old``
+        node.target, node.args, node.kwargs = aten.clone.default, (new,), {}
+        return None
     node.target, node.args, node.kwargs = aten.expand.default, (new, list(fake.shape)), {}
+    node.meta["copied"] = True
     return None
 
 
@@ -120,7 +124,8 @@ def _same_view(node: fx.Node, source: fx.Node, fake: Tensor) -> fx.Node | None:
         old = first.meta.get("val")
         if isinstance(old, Tensor) and old.dtype == fake.dtype and _same_place(old, fake):
             return first
-        previous = first.args[0] if first.target in VIEWS and first.args else None
+        is_view = first.target in VIEWS and not first.meta.get("copied")  # a copy has strides of its own
+        previous = first.args[0] if is_view and first.args else None
         first = previous if isinstance(previous, fx.Node) else None
     if node.target is aten.view.default and source.target is aten.view.default:
         before = source.args[0]

@@ -23,6 +23,10 @@ _WRITE_HINT = (
     "Keep what build changes in a buffer of a module (self.register_buffer(name, tensor)), which a step may change in "
     "place, or write to a copy: x = x.clone()"
 )
+_SHARED_ELEMENTS_HINT = (
+    "What is in an element that is many, as after expand, depends on the order of writes. Make them apart first: "
+    "x = x.expand(sizes).clone()"
+)
 _SHARED_HINT = (
     "Use the parameter or buffer itself, by the name that its module has for it: a graph follows names, and what it "
     "writes there need not lie where this tensor looks"
@@ -59,7 +63,7 @@ class FreeTensors:
     # ---- ops
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a write to a free tensor, and a use of one that wants a gradient."""
+        """Refuse a write to a free tensor or to shared elements, and a use of a free one that wants a gradient."""
         if func is _LIFT:  # what torch.tensor has made just now
             return
         for x in _tensors((*args, *kwargs.values())):
@@ -68,9 +72,13 @@ class FreeTensors:
         if func._schema.is_mutable:
             positions, names = _written(func)
             given = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
+            how = func._schema.name.split("::")[1]
             for x in _tensors(given):
                 if not isinstance(x, _compat.FakeTensor) or _compat.storage_id(x) in self._storages:
-                    raise self._write(x, func._schema.name.split("::")[1])
+                    raise self._write(x, how)
+                if x.layout is torch.strided and _shares_elements(x):
+                    what = f"build writes in place to elements of {list(x.shape)} that share memory: {how}"
+                    raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
 
     def made(self, func: Any, args: Any, result: Any) -> None:
         """Look at what an op has made: torch.from_numpy gives a tensor over memory that is somebody else's."""
@@ -130,6 +138,16 @@ def _tensors(args: Any) -> Any:
             for item in arg:
                 if isinstance(item, Tensor):
                     yield item
+
+
+def _shares_elements(x: Tensor) -> bool:
+    """Whether elements of a tensor may stand at one place in memory, as after expand."""
+    room = 1  # elements from the first to the last of the dims so far
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < room:
+            return x.numel() > 0
+        room += stride * (size - 1)
+    return False
 
 
 @cache

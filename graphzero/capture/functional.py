@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
+from graphzero.capture.plain_writes import rewritten
 from graphzero.capture.problems import problem
 
 _WRITE_HINT = "Write the line without an in-place op: x = x.mul(2) in place of x.mul_(2)"
@@ -18,7 +19,8 @@ def functional(
     module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]], mode: _compat.FakeTensorMode
 ) -> fx.GraphModule:
     """The same graph without writes in place: what was written becomes a new value that later readers read."""
-    if not any(_writes(node) for node in module.graph.nodes):
+    writes = [node for node in module.graph.nodes if _writes(node)]
+    if rewritten(module.graph, writes, table, mode):
         return module
     for node in module.graph.nodes:
         node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}

@@ -48,6 +48,10 @@ _MOVE_HINT = "Leave .to(device), .cuda() and device= out: a Graph keeps everythi
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _DATA_HINT = "Write into it instead: with torch.no_grad(): p.copy_(new), or p.mul_(factor)"
 
+_SHAPE_HINT = (
+    "Leave it as it is and go on with a view: y = x.t() in place of x.t_(), y = x[:, None] for x.unsqueeze_(1)"
+)
+
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 _RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
@@ -146,6 +150,7 @@ class Watch(TorchDispatchMode):
         self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
         self.line = self.backward_line = ""
         self.running = False  # whether autograd runs
+        self.given: dict[int, str] = {}  # id of a fake that stands for an input, parameter or buffer -> its name
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,8 +162,13 @@ class Watch(TorchDispatchMode):
             source = self.line
         elif self.phase != "backward":
             self.lines[_compat.sequence_number()] = source
+        turns = torch.Tag.inplace_view in func.tags and id(args[0]) in self.given
+        before = (args[0].shape, args[0].stride()) if turns else None
         with _compat.annotate({"phase": self.phase, "source": source}):
             result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
+        if turns and before != (result.shape, result.stride()):
+            what = f"build changes the shape of {self.given[id(args[0])]} in place: {func._schema.name.split('::')[1]}"
+            raise problem_here(what, _SHAPE_HINT, self.build)
         self.free.made(func, args, result)
         if func in FACTORIES:
             self.looks.know(result, func, args, kwargs or {})

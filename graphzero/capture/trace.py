@@ -176,6 +176,8 @@ class BuildTrace:
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
         versions = [fake._version for fake in batch]
+        fed = zip([leaf.name for leaf in self.leaves if isinstance(leaf, TensorLeaf)], batch, strict=True)
+        self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
         user_code = UserCode(stand_ins, self.free, self.looks, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
