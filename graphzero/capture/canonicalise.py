@@ -46,9 +46,18 @@ def canonicalise(graph: fx.Graph) -> None:
         _strip_kwargs(node)
         same = _same_as(node)
         if same is not None:
+            if _is_apart(node, same):
+                for user in node.users:
+                    user.meta["apart"] = True
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code(_impure)
+
+
+def _is_apart(node: fx.Node, same: fx.Node) -> bool:
+    """Whether views of ``node`` lie in memory, as their fakes tell, otherwise than such views of ``same`` would."""
+    fake, found = node.meta["val"], same.meta["val"]
+    return "apart" in node.meta or (isinstance(fake, Tensor) and not _same_layout(fake, found))
 
 
 def _impure(node: fx.Node) -> bool:
@@ -99,13 +108,10 @@ def _copied(node: fx.Node) -> fx.Node | None:
             wide.meta.update(node.meta, val=found.expand(fake.shape))
         node.args = (wide,)
         return None
-    if _same_layout(found, fake):
+    if found.shape == fake.shape:
         return new
-    if found.shape == fake.shape:  # views of it are known by the strides of ``old``
-        node.target, node.args, node.kwargs = aten.clone.default, (new,), {}
-        return None
     node.target, node.args, node.kwargs = aten.expand.default, (new, list(fake.shape)), {}
-    node.meta["copied"] = True
+    node.meta["apart"] = True
     return None
 
 
@@ -119,12 +125,12 @@ def _same_view(node: fx.Node, source: fx.Node, fake: Tensor) -> fx.Node | None:
         node.args = (source, list(fake.shape))
     elif node.target is aten.expand.default:
         node.args, node.kwargs = (source, list(fake.shape)), {}
-    first: fx.Node | None = source
+    first: fx.Node | None = None if "apart" in node.meta else source
     while first is not None:  # back along the chain of views
         old = first.meta.get("val")
         if isinstance(old, Tensor) and old.dtype == fake.dtype and _same_place(old, fake):
             return first
-        is_view = first.target in VIEWS and not first.meta.get("copied")  # a copy has strides of its own
+        is_view = first.target in VIEWS and "apart" not in first.meta
         previous = first.args[0] if is_view and first.args else None
         first = previous if isinstance(previous, fx.Node) else None
     if node.target is aten.view.default and source.target is aten.view.default:
