@@ -195,5 +195,11 @@ def _end_sbp(ends: Ends, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sb
 
 
 def _move_behind(node: fx.Node, box: fx.Node) -> None:
-    if node.op != "placeholder":
-        node.append(box)
+    """``box`` of ``node`` as early as it can stand: behind ``node``, and behind the gather that it may be a view of."""
+    if node.op == "placeholder":
+        return
+    gathered = box.args[0]
+    assert isinstance(gathered, fx.Node)
+    if gathered is not node and len(gathered.users) == 1:  # made for this
+        _move_behind(gathered.all_input_nodes[0], gathered)
+    max(node, gathered).append(box)
