@@ -33,7 +33,7 @@ import zoo_tables
 import zoo_trial
 
 PEER_FACTS = tuple(f"{peer}{what}" for peer in ("export", "compile") for what in ("", "_cause", "_cpu_s"))
-SECONDS, WALL, BYTES = 120, 600, 3 << 30
+SECONDS, WALL, BYTES = 120, 600, 6 << 30
 
 
 def main() -> int:

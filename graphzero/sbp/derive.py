@@ -127,7 +127,7 @@ def _places(dims: Dims, meta: Given, sizes: dict[str, int], keep: Collection[str
         for label in labels:
             if label in keep and (size != 1 or sizes[label] == 1):
                 found[label] = (i, before)
-            before *= left if label == "_" else sizes.get(label, 1)
+            before *= max(left if label == "_" else sizes.get(label, 1), 1)  # nothing lies in one section
     return found
 
 
