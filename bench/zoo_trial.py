@@ -33,6 +33,7 @@ EPSILON = (
 LOSS_BOUND = 1e-9  # relative
 STATE_BOUND = 1e-9  # absolute: a millionth of what AdamW moves a parameter in one step
 GROWTH = 100  # times what a perturbation by one rounding of the parameters grows to in plain PyTorch
+TELLING = 1e-6  # what is further apart, though no further than that growth, tells nothing
 
 
 class Skip(Exception):
@@ -247,7 +248,11 @@ def judged(make: Callable[[], Trial]) -> dict[str, Any]:
             STATE_BOUND, GROWTH * facts["grown_state"]
         )
         cause = f"loss {apart.loss:.0e}, state {apart.state:.0e} in {apart.where}"
-        return {"outcome": "equal", **facts} if within else {"outcome": "wrong", "cause": cause, **facts}
+        if not within:
+            return {"outcome": "wrong", "cause": cause, **facts}
+        if max(apart.loss, apart.state) > TELLING:
+            return {"outcome": "skipped", "cause": "amplifies rounding so much that nothing is told", "message": cause}
+        return {"outcome": "equal", **facts}
 
 
 class Forward(nn.Module):
