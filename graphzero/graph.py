@@ -134,7 +134,7 @@ class Graph:
         the step cannot be captured.
         """
         self._not_in_build("called")
-        with self._ranks.together(f"step of {self.name}"), torch.inference_mode(False):
+        with self._ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
             call = self._prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._bind(call)
@@ -149,7 +149,7 @@ class Graph:
         Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
         """
         self._not_in_build("compiled")
-        with self._ranks.together(f"compile() of {self.name}"), torch.inference_mode(False):
+        with self._ranks.together(f"compile() of {self.name}"), _compat.outside_inference_mode():
             self._prepare(args, kwargs, running=False)
         return self
 
