@@ -26,6 +26,7 @@ from graphzero.capture.masks import Selected, selected, sized_by, written
 from graphzero.capture.problems import problem_here
 from graphzero.capture.source import user_frame, user_frames
 from graphzero.capture.unchecked import STAND_INS
+from graphzero.ir.memory import UNMARKED_VIEWS, is_view
 from graphzero.ops import CHECK
 
 aten = torch.ops.aten
@@ -150,6 +151,7 @@ class Watch(TorchDispatchMode):
         self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
         self.line = self.backward_line = ""
         self.running = False  # whether autograd runs
+        self.views: dict[int, list[Tensor]] = {}  # of each storage
         self.given: dict[int, str] = {}  # id of a fake that stands for an input, parameter or buffer -> its name
         self.lines: dict[int, str] = {}  # autograd sequence number -> source
 
@@ -162,13 +164,14 @@ class Watch(TorchDispatchMode):
             source = self.line
         elif self.phase != "backward":
             self.lines[_compat.sequence_number()] = source
-        turns = torch.Tag.inplace_view in func.tags and id(args[0]) in self.given
-        before = (args[0].shape, args[0].stride()) if turns else None
+        before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
         with _compat.annotate({"phase": self.phase, "source": source}):
             result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
-        if turns and before != (result.shape, result.stride()):
-            what = f"build changes the shape of {self.given[id(args[0])]} in place: {func._schema.name.split('::')[1]}"
-            raise problem_here(what, _SHAPE_HINT, self.build)
+        if before is not None and before != (result.shape, result.stride()):
+            self._check_turned(args[0], func._schema.name.split("::")[1])
+        if func not in (aten.detach.default, *UNMARKED_VIEWS) and is_view(func):  # what autograd takes for a view
+            for x in result if isinstance(result, (list, tuple)) else [result]:
+                self.views.setdefault(_compat.storage_id(x), []).append(x)
         self.free.made(func, args, result)
         if func in FACTORIES:
             self.looks.know(result, func, args, kwargs or {})
@@ -218,6 +221,15 @@ class Watch(TorchDispatchMode):
         if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
             raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE, self.build)
         self.free.check(func, args, kwargs or {})
+
+    def _check_turned(self, x: Tensor, how: str) -> None:
+        """A view in place, of a tensor that stays, or of one whose views autograd would trace back to the new form."""
+        stays = self.given.get(id(x))
+        views = [view for view in self.views.get(_compat.storage_id(x), []) if view is not x]
+        if stays is None and not (x.requires_grad and views):
+            return
+        of = stays or "a tensor that has views and wants a gradient"
+        raise problem_here(f"build changes the shape of {of} in place: {how}", _SHAPE_HINT, self.build)
 
     def _check_product(self, func: Any, args: Any) -> None:
         operands = [arg for arg in args if isinstance(arg, Tensor)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from capture_reference import Owner, Program, close
+from capture_reference import Owner, Program, assert_same, close
 from random_writes import PARTS, WHOLE, Model, taken_by_eager
 from torch import fx, nn
 
@@ -149,6 +149,35 @@ def test_the_shape_of_what_stays_is_not_changed_in_place(name, of):
     with pytest.raises(CaptureError, match=rf"shape of {of.split(' ')[0]} in place: {name}(.|\n)*y = x.t"):
         Program(Owner(build, model=model), [], (torch.zeros(3, 4),))
     assert model.oblong.shape == (3, 4)
+
+
+def test_the_shape_of_what_has_views_and_wants_a_gradient_is_not_changed_in_place():
+    """Autograd would make the views anew, of the other shape."""
+
+    def build(self, x):
+        value = self.model.weight * 2
+        view = value.unfold(0, 2, 2)
+        value.t_()
+        loss = value.sin().sum() + view.cos().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(CaptureError, match="shape of a tensor that has views and wants a gradient in place: t_"):
+        Program(Owner(build, model=Model()), [], (torch.zeros(3),))
+
+
+@pytest.mark.parametrize("how", ["unsqueeze_", "transpose_", "squeeze_"])
+def test_the_shape_of_what_a_layer_returns_is_changed_in_place(how):
+    def build(self, x):
+        value = self.model(x)
+        value = value.unsqueeze_(1) if how == "unsqueeze_" else value.transpose_(0, 1) if how == "transpose_" else value
+        loss = (value.squeeze_() if how == "squeeze_" else value).sin().sum()
+        loss.backward()
+        return loss
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).double()
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    assert_same(Owner(build, model=model), lambda owner: [torch.optim.SGD(owner.model.parameters())], [((x,), {})])
 
 
 def test_views_in_place_that_change_no_shape_and_those_of_other_tensors_are_taken():
