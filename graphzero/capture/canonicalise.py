@@ -56,8 +56,10 @@ def canonicalise(graph: fx.Graph) -> None:
 
 def _is_apart(node: fx.Node, same: fx.Node) -> bool:
     """Whether views of ``node`` lie in memory, as their fakes tell, otherwise than such views of ``same`` would."""
-    fake, found = node.meta["val"], same.meta["val"]
-    return "apart" in node.meta or (isinstance(fake, Tensor) and not _same_layout(fake, found))
+    fake, found = node.meta.get("val"), same.meta.get("val")
+    if not isinstance(fake, Tensor) or not isinstance(found, Tensor):
+        return "apart" in node.meta
+    return "apart" in node.meta or not _same_layout(fake, found)
 
 
 def _impure(node: fx.Node) -> bool:

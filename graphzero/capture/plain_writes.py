@@ -82,10 +82,8 @@ def _pure(node: fx.Node, decomposed: Container[Any]) -> Any:
 @cache
 def _that_makes(op: Any) -> Any:
     """The op of the same name and arguments that writes to none of them; overloads of one name may differ in both."""
-    name, written = (
-        op._schema.name.removeprefix("aten::"),
-        [x for x in op._schema.arguments if x.alias_info is not None],
-    )
+    name = op._schema.name.removeprefix("aten::")
+    written = [x for x in op._schema.arguments if x.alias_info is not None]
     if not name.endswith("_") or written != op._schema.arguments[:1] or torch.Tag.nondeterministic_seeded in op.tags:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
