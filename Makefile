@@ -10,13 +10,14 @@ STEPS  ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # else each process compiles the sources, and pytest all tests, anew: seconds
 
-.PHONY: train test test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
+.PHONY: train test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
 
 train: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
 
-test: lint test-fast test-slow test-rounding
+test: lint test-all test-rounding
 
 # Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.  A process that
 # crashes is not replaced: xdist would wait for ever for the rest of its file.
@@ -26,6 +27,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file bench/mypy.ini
+
+test-all: $(READY)
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shlex
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _ranks import start_as_torchrun
+
+from graphzero import _compat
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))  # measure.py is shared with the examples
@@ -48,6 +51,7 @@ def on_gloo(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
 
 def _enter(rank: int, result: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compat.inductor_folder()  # other systems' too
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names FSDP2 calls
     dist.init_process_group("gloo")
     found = work(rank, *args)

@@ -80,7 +80,7 @@ def main() -> None:
         profile.enable()
     graph, seconds = measure(options.blocks, options.stage)
     profile.disable()
-    parts = {"captured": graph._last.captured.graph} if graph._last else {}
+    parts = {"captured": graph._selection.last.captured.graph} if graph._selection.last else {}
     nodes = {name: len(list(part.nodes)) for name, part in {**parts, "final": graph.program}.items()}
     passes = {record.name: record.seconds for record in graph.history}
     print(f"{options.blocks} blocks, {nodes['captured']} nodes captured, {nodes['final']} in the program")

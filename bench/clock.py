@@ -38,7 +38,8 @@ class Clocks:
 @contextmanager
 def clocks() -> Iterator[Clocks]:
     """Python finds and runs a module that is not there yet in one function, whoever imports it."""
-    found, machinery, depth = Clocks(), importlib._bootstrap, 0  # type: ignore[attr-defined]
+    found, depth = Clocks(), 0
+    machinery: Any = importlib._bootstrap  # type: ignore[attr-defined]
     original = machinery._find_and_load
 
     def load(*args: Any) -> Any:
@@ -64,12 +65,13 @@ class Compiling:
     """The seconds that ``clock`` counts while Graphs compile, by part; made before they do."""
 
     def __init__(self, clock: Clock) -> None:
-        from graphzero import compiled, fit
         from graphzero.passes import base
+        from graphzero.plan import variants
+        from graphzero.step import compile as compiling
 
         self.clock, self.seconds = clock, dict[str, float]()
-        compiled.capture = self._timed(compiled.capture, "capture")
-        fit.plan_of = self._timed(fit.plan_of, "plan")
+        compiling.capture = self._timed(compiling.capture, "capture")
+        variants.plan_of = self._timed(variants.plan_of, "plan")
         base.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]  # for the seconds of each pass
 
     def parts(self, graph: gz.Graph, total: float) -> dict[str, float]:

@@ -37,7 +37,7 @@ from _run import markdown
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.peer_memory import SWITCH
+from graphzero.runtime.transport.peer_memory import SWITCH
 
 WAYS = {"memory": "1", "sockets": "0"}
 SOON = 10.0  # seconds
@@ -85,8 +85,8 @@ class Job:
     @property
     def steps(self) -> list[Any]:
         """Of the program that ran last."""
-        assert self.graph._last is not None
-        return self.graph._last.executor(self.graph._world).program.steps
+        assert self.graph._selection.last is not None
+        return self.graph._selection.last.part.executor(self.graph._source.world).program.steps
 
     def wanted(self) -> float:
         """The loss of the step that comes."""
@@ -185,7 +185,7 @@ def compiles_alone(job: Job, chance: random.Random) -> Any:
 
 
 def another_rate(job: Job, chance: random.Random) -> Any:
-    (group,) = job.graph._optimizers[0].optimizer.param_groups
+    (group,) = job.graph._source.optimizers[0].optimizer.param_groups
     before, group["lr"] = group["lr"], 0.5
     try:
         return job.call()

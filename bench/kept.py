@@ -16,7 +16,7 @@ from jobs import JOBS
 from matmul import products
 from peak import MALLOC, mb, reset
 
-from graphzero.runtime.products import Product
+from graphzero.runtime.execute.products import Product
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from torch import fx
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.plan import Collective
+from graphzero.sbp.placement import Placement
 
 STEPS, LIMIT = 5, 1e-6
 STAGES = (0, 1, 2, 3)
@@ -48,7 +49,7 @@ class Layout:
     names: tuple[str, ...]
     axis: str | None = None
 
-    def placement(self, virtual: bool = True) -> gz.placement:
+    def placement(self, virtual: bool = True) -> Placement:
         ranks = torch.arange(prod(self.ranks)).reshape(self.ranks).tolist()
         return gz.placement("cpu", ranks, names=self.names, virtual=virtual)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import graphzero as gz
 from graphzero.config import MATMULS
-from graphzero.runtime.products import Product, products_of, try_out
+from graphzero.runtime.execute.products import Product, products_of, try_out
 
 HEAD = ("product", "in a step", "torch, GFLOP/s", "oneDNN, GFLOP/s", "oneDNN faster", "torch, error", "oneDNN, error")
 

@@ -19,8 +19,8 @@ from models import CASES, adamw
 
 import graphzero as gz
 from graphzero.plan import CATEGORIES, Plan
-from graphzero.runtime.meter import Measured
 from graphzero.testing import fake_world
+from graphzero.testing.meter import Measured
 
 INSIDE = ("arena", "gradients", "activations", "temporaries")  # the dispatcher sees the arena as one storage
 

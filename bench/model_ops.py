@@ -19,8 +19,8 @@ from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
 from ops import AtenCall, Tally, try_call
 from torch import Tensor, fx
 
-from graphzero.divergence.stages import walk
-from graphzero.divergence.start import start_of
+from graphzero.inspect.stages import walk
+from graphzero.inspect.start import start_of
 from graphzero.ir import calls
 from graphzero.runtime import kernels
 
@@ -28,11 +28,11 @@ from graphzero.runtime import kernels
 def calls_of(model: str) -> Iterator[AtenCall]:
     """Every call of an op in the model's first step, with its values."""
     graph = graph_of(model, LAYOUTS["dp4"], 0)
-    call = graph._prepare(CASES[model].batch(0, BATCH, torch.float64), {}, running=False)
-    captured = call.program.history[0].before
-    device = torch.device("cpu")
-    with torch.no_grad():
-        made = walk(captured, start_of(graph, call, False).values, device)
+    with graph.prepared_call(f"the ops of {model}", CASES[model].batch(0, BATCH, torch.float64), {}) as prepared:
+        captured = prepared.program.history[0].before
+        device = torch.device("cpu")
+        with torch.no_grad():
+            made = walk(captured, start_of(prepared, False).values, device)
     for node in captured.nodes:
         if calls.is_op(node):
             args = fx.node.map_arg(node.args, lambda arg: moderate(made[arg]))

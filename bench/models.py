@@ -57,7 +57,7 @@ class WithLoss(nn.Module):
 class Tagger(nn.Module):
     """A recurrent network over embedded tokens, with a class for every token."""
 
-    def __init__(self, kind: type[nn.RNNBase], vocabulary: int = 96, width: int = 16):
+    def __init__(self, kind: Callable[..., nn.RNNBase], vocabulary: int = 96, width: int = 16):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.recurrent = kind(width, width, num_layers=2, batch_first=True)

@@ -22,7 +22,7 @@ from _ranks import start_as_torchrun
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.runtime.peer_memory import SWITCH
+from graphzero.runtime.transport.peer_memory import SWITCH
 
 ROWS, SOON = 12, 30.0  # seconds
 OWN = (RuntimeError,)  # what a change may raise by itself, on the rank that makes it
@@ -151,7 +151,7 @@ BEFORE: dict[str, Change] = {
     "a pass": lambda s: s.graph.config.add_pass(lambda graph: graph),
     "another executor": lambda s: s.graph.config.set_executor("inductor"),
     "other checks": lambda s: setattr(s.graph.config, "check_inputs", "values"),
-    "other draws": lambda s: s.graph._state.random.set(5, 7),
+    "other draws": lambda s: s.graph._source.state().random.set(5, 7),
     "other threads": lambda s: torch.set_num_threads(2),
     "a build that fails": fails_in_build,
     "an optimizer's own load": lambda s: s.graph.optimizer.load_state_dict(s.saved["optimizers"][0]),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.runtime.products import onednn, onednn_add
+from graphzero.runtime.execute.products import onednn, onednn_add
 
 KERNELS = {"mm": onednn, "addmm": onednn_add}
 

@@ -24,7 +24,7 @@ from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils import _pytree as pytree
 
-from graphzero.capture import Captured, Step, TensorLeaf, capture
+from graphzero.capture import Captured, Input, Inputs, Step, capture
 from graphzero.errors import CaptureError
 from graphzero.ir import ops as ir_ops
 from graphzero.ir.value import role_of
@@ -52,7 +52,8 @@ class AtenCall(Call):
 
     def signatures(self) -> Sequence[Any]:
         """What the rule allows, taking sizes to divide by the ranks."""
-        return signatures(self.op, *_metas((self.args, self.kwargs)), _metas(self.results()))
+        args, kwargs = _metas((self.args, self.kwargs))
+        return signatures(self.op, args, kwargs, _metas(self.results()))
 
     def results(self) -> list[Tensor | None]:
         with torch.no_grad():
@@ -116,9 +117,9 @@ class Sampled:
 
     def capture(self) -> Captured:
         given = (*self.inputs, *self.weights)
-        leaves = [TensorLeaf(f"x{i}", x.dtype, tuple(x.shape)) for i, x in enumerate(given)]
+        leaves = tuple(Input(f"x{i}", x, tuple(x.shape)) for i, x in enumerate(given))
         step = Step("Sampled", PLACE, self.build, {"module": self.module})
-        return capture(step, leaves, pytree.tree_structure((given, {})))
+        return capture(step, Inputs(leaves, pytree.tree_structure((given, {}))))
 
     def calls(self, captured: Captured, made: list[Any]) -> Iterator[AtenCall]:
         """Run what was captured, call by call; the step's results go to ``made``."""

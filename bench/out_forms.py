@@ -5,7 +5,7 @@ kernel then computes the same is not said by torch: some ignore strides, some wr
 own.  Here every op of PyTorch's own operator samples and of the samples of rules that has such a form is run in it:
 strides of result and operands, marks in the memory around, operands as results, in every dtype.  What is printed is how
 often each form was tried (and gave another result than the op beside it), and every one that goes wrong though
-``graphzero/ir/kernel_forms.py`` allows it.  ``--table`` prints what that file is to say.
+``graphzero/ir/storage/kernel_forms.py`` allows it.  ``--table`` prints what that file is to say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from _run import markdown, options_of
@@ -30,14 +31,16 @@ from op_calls import FAILURES, LARGEST, Call, calls, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.ir import inplace, kernel_forms
-from graphzero.ir.dense import ROW_MAJOR
+from graphzero.ir.storage import inplace, kernel_forms
+from graphzero.ir.storage.dense import ROW_MAJOR
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64,
     torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
-SECONDS = 100  # for all calls of one op
+Found = TypeVar("Found")
+SECONDS = 100  # for all that one process tries
+TOGETHER = 16  # ops that one process tries first: to start one takes as long as what it does
 FORMS = ("out", "over first", "out is an operand", "rows of rows", "rows of the first", "always rows")
 
 
@@ -71,19 +74,26 @@ def try_call(call: Call, facts: Facts, layouts: Sequence[str] = LAYOUTS) -> None
     if wanted is None:
         return
     _note_rows(call, facts, "rows of rows", [call.run(torch.clone)])
-    first = next((x for x in call.tensors if x.shape == wanted.shape), None)
+    first = next((x for x in call.tensors if x.shape == wanted.result.shape), None)
     if kernel_forms.is_pointwise(call.op) and first is not None and len(call.tensors) > 1:
         behind = call.tensors[[x is first for x in call.tensors].index(True) + 1 :]
         made = call.run(lambda x: turned(x) if any(x is one for one in behind) else x)
         _note_rows(call, facts, "rows of the first", [made])
     if kernel_forms.out_form(call.op) is not None:
-        for name, lies in layouts_of(wanted.shape, layouts):
+        for name, lies in layouts_of(wanted.result.shape, layouts):
             for change in (torch.clone, turned):
                 facts.note("out", name, _try_out(call, wanted, lies, change), call)
     _try_operands(call, wanted, facts, layouts)
 
 
-def _plain(call: Call) -> Tensor | None:
+class Wanted(NamedTuple):
+    """What a form is to give, and the largest number among that and the operands, by which rounding is judged."""
+
+    result: Tensor
+    scale: float
+
+
+def _plain(call: Call) -> Wanted | None:
     """The op's own result; None where it has several or none, or draws."""
     try:
         wanted, again = (call.run(lambda x: x) for _ in range(2))
@@ -91,7 +101,8 @@ def _plain(call: Call) -> Tensor | None:
         return None
     if not isinstance(wanted, Tensor) or wanted.layout != torch.strided or wanted.numel() > LARGEST:
         return None
-    return dense(wanted) if same(wanted, again, largest([wanted, *call.tensors])) else None
+    scale = largest([wanted, *call.tensors])
+    return Wanted(dense(wanted), scale) if same(wanted, again, scale) else None
 
 
 def _try_turned(call: Call, facts: Facts) -> None:
@@ -107,16 +118,16 @@ def _note_rows(call: Call, facts: Facts, form: str, made: list[Tensor]) -> None:
     facts.note(form, "rows", "" if all(x.is_contiguous() for x in made) else "other strides", call)
 
 
-def _try_operands(call: Call, wanted: Tensor, facts: Facts, layouts: Sequence[str]) -> None:
+def _try_operands(call: Call, wanted: Wanted, facts: Facts, layouts: Sequence[str]) -> None:
     """Over each operand like the result, and over one that stands in all their places."""
-    alike = [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.dim() and _is_like(x, wanted)]
+    alike = [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.dim() and _is_like(x, wanted.result)]
     for at in alike:
         _over_one(call, wanted, at, facts, layouts)
     if len(alike) > 1:
         one = call.args[alike[0]]
         twin = Call(call.op, tuple(one if i in alike else x for i, x in enumerate(call.args)), call.kwargs)
         result = _plain(twin)
-        if result is not None and _is_like(one, result):
+        if result is not None and _is_like(one, result.result):
             _over_one(twin, result, alike[0], facts, layouts)
 
 
@@ -124,9 +135,9 @@ def _is_like(x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape and x.dtype == other.dtype
 
 
-def _over_one(call: Call, wanted: Tensor, at: int, facts: Facts, layouts: Sequence[str]) -> None:
+def _over_one(call: Call, wanted: Wanted, at: int, facts: Facts, layouts: Sequence[str]) -> None:
     """Over argument ``at``, by each form that the op has for that."""
-    for name, lies in layouts_of(wanted.shape, layouts):
+    for name, lies in layouts_of(wanted.result.shape, layouts):
         if kernel_forms.out_form(call.op) is not None:
             facts.note(f"out is {at}", name, _try_over(call, wanted, lies, at, _into), call)
         if at == 0 and kernel_forms.in_place_form(call.op) is not None:
@@ -142,28 +153,28 @@ def _over(call: Call, args: Any, kwargs: Any, room: Tensor) -> None:
     kernel_forms.in_place_form(call.op)(*args, **kwargs)  # type: ignore[misc]
 
 
-def _try_out(call: Call, wanted: Tensor, lies: Lies, change: Callable[[Tensor], Tensor]) -> str:
+def _try_out(call: Call, wanted: Wanted, lies: Lies, change: Callable[[Tensor], Tensor]) -> str:
     """Into a room beside the operands."""
-    room, given = Room(wanted.shape, wanted.dtype, lies), call.with_tensors(change)
-    return _outcome(call, room, wanted, lambda: _into(call, *given, room.view))
+    room, given = Room(wanted.result.shape, wanted.result.dtype, lies), call.with_tensors(change)
+    return _outcome(room, wanted, lambda: _into(call, *given, room.view))
 
 
-def _try_over(call: Call, wanted: Tensor, lies: Lies, at: int, form: Callable[..., None]) -> str:
+def _try_over(call: Call, wanted: Wanted, lies: Lies, at: int, form: Callable[..., None]) -> str:
     """Over an operand; operands that are one tensor stay one."""
-    room, original = Room(wanted.shape, wanted.dtype, lies), call.args[at]
+    room, original = Room(wanted.result.shape, wanted.result.dtype, lies), call.args[at]
     room.view.copy_(original)
     given = call.with_tensors(lambda x: room.view if x is original else x.clone())
-    return _outcome(call, room, wanted, lambda: form(call, *given, room.view))
+    return _outcome(room, wanted, lambda: form(call, *given, room.view))
 
 
-def _outcome(call: Call, room: Room, wanted: Tensor, run: Callable[[], None]) -> str:
+def _outcome(room: Room, wanted: Wanted, run: Callable[[], None]) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             run()
     except (*FAILURES, Warning) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    return room.problem(wanted, largest([wanted, *call.tensors]))
+    return room.problem(*wanted)
 
 
 # ---- all calls
@@ -175,7 +186,13 @@ def measure(dtypes: Sequence[torch.dtype], most: int = 4, every: int = 1) -> dic
     for dtype in dtypes:
         for call in calls(dtype, _is_told, most, every).values():
             by_op[call.op].append(call)
-    found = {op: in_child(given) or in_child(given, DENSE_ROWS) for op, given in by_op.items()}
+    found: dict[Any, Facts | None] = {}
+    ops = iter(by_op)
+    while some := list(islice(ops, TOGETHER)):
+        known = _in_child(lambda some=some: {i: _facts(by_op[op], LAYOUTS) for i, op in enumerate(some)}) or {}
+        for i, op in enumerate(some):  # what went wrong may be another op's doing
+            clean = i in known and not any(known[i].wrong.values())
+            found[op] = known[i] if clean else in_child(by_op[op]) or in_child(by_op[op], DENSE_ROWS)
     return {op: facts for op, facts in found.items() if facts is None or facts.tried}
 
 
@@ -186,6 +203,22 @@ def _is_told(op: Any) -> bool:
 
 def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts | None:
     """What another process finds of calls, for some kernels destroy what is around; None if it dies of them."""
+    found = _in_child(lambda: _facts(given, layouts))
+    if found is not None:
+        for layout in set(LAYOUTS) - set(layouts):
+            found.note("out", layout, "the process died", given[0])
+    return found
+
+
+def _facts(given: Sequence[Call], layouts: Sequence[str]) -> Facts:
+    facts = Facts()
+    for call in given:
+        try_call(call, facts, layouts)
+    return facts
+
+
+def _in_child(find: Callable[[], Found]) -> Found | None:
+    """What ``find`` returns in a process of its own; None if that dies."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -193,11 +226,9 @@ def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts |
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)  # one that has written over the allocator's own may wait for it for ever
         try:
-            facts = Facts()
-            for call in given:
-                try_call(call, facts, layouts)
+            found = find()
             with os.fdopen(writer, "wb") as pipe:
-                pickle.dump(facts, pipe)
+                pickle.dump(found, pipe)
             os._exit(0)
         finally:
             os._exit(1)
@@ -207,10 +238,8 @@ def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts |
     _, status = os.waitpid(child, 0)
     if status:
         return None
-    found: Facts = pickle.loads(said)
-    for layout in set(LAYOUTS) - set(layouts):
-        found.note("out", layout, "the process died", given[0])
-    return found
+    told: Found = pickle.loads(said)
+    return told
 
 
 # ---- tables
@@ -250,7 +279,7 @@ class Tables:
             and not (at == 0 and op not in strided | rows and op in first)
         }
         named = (frozenset(map(kernel_forms.name_of, ops)) for ops in (strided, rows, first, lying, apart))
-        return cls(*named, frozenset(over))
+        return cls(*(*named, frozenset(over)))
 
     def text(self) -> str:
         """As it is to stand in the file."""

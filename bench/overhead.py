@@ -28,25 +28,26 @@ from _run import markdown, on_gloo, options_of, save
 from torch import nn
 
 import graphzero as gz
-from graphzero.attributes import Attributes
-from graphzero.compiled import Programs
-from graphzero.groups import Groups
-from graphzero.key import Keys
-from graphzero.runtime.agree import Ranks
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.inputs import Reader
-from graphzero.runtime.state import State
-from graphzero.selection import Prepared
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.state.state import State
+from graphzero.runtime.state.watch import StatesWatch
+from graphzero.runtime.world.agree import Ranks
+from graphzero.step.attributes import Attributes
+from graphzero.step.groups import Groups
+from graphzero.step.inputs import Reader
+from graphzero.step.key import Keys
+from graphzero.step.program import Program
+from graphzero.step.programs import Programs
 
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "inputs": [(Reader, "read"), (Prepared, "arguments")],
+    "inputs": [(Reader, "read"), (Program, "arguments")],
     "modules": [(State, "tensors"), (Attributes, "look")],
-    "optimizer states": [(State, "is_stale"), (State, "after")],
+    "optimizer states": [(StatesWatch, "hold"), (State, "after")],
     "groups": [(Groups, "look")],
     "key": [(Keys, "of"), (Programs, "find")],
     "agreement": [(Ranks, "agree")],
     "executor": [(Executor, "run")],
-    "outputs": [(Prepared, "outputs")],
+    "outputs": [(Program, "outputs")],
 }
 COLUMNS = [part for part in PARTS if part != "agreement"]
 

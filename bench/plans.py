@@ -14,6 +14,7 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.sbp import B, S
+from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
 
 
@@ -84,7 +85,7 @@ PLANS: dict[str, list[Split]] = {
 }  # fmt: skip
 
 
-def parallelise(model: nn.Module, plan: list[Split], placement: gz.placement, axis: str = "tp") -> list[str]:
+def parallelise(model: nn.Module, plan: list[Split], placement: Placement, axis: str = "tp") -> list[str]:
     """Split ``model`` as ``plan`` says over ``axis``, in place; the names of what is split."""
     at = placement.names.index(axis)
     ranks, wanted = placement.hierarchy[at], {}

@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=3, metavar=("MODEL", "LAYERS", "RANKS"), help="one measurement, as JSON")
     options = options_of(parser)
     if options.measure:
-        model, *sizes = options.measure
-        print(json.dumps(MODELS[model](*map(int, sizes), options.stage)))
+        model, layers, ranks = options.measure
+        print(json.dumps(MODELS[model](int(layers), int(ranks), options.stage)))
         return
     repeat = options.repeat or (3 if options.full else 1)
     if options.llama:

@@ -32,8 +32,8 @@ from step_time import Timed, ms, work
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.calibrate import calibrate
-from graphzero.runtime.timer import StepTimes
+from graphzero.cli.calibrate import calibrate
+from graphzero.testing.timer import StepTimes
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHOWN = ["graphzero", BASE, "FSDP2"]

@@ -99,7 +99,7 @@ def read(at: int, graph: Train, began: float) -> Reading:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    programs = {id(one) for known in graph._programs.programs.values() for one in known}
+    programs = {id(one) for one in graph._selection.programs.all}
     return at, round(resident / 2**20, 1), threads, files, len(programs), round(time.perf_counter() - began)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import graphzero as gz
 from graphzero.plan import Collective, Plan
+from graphzero.sbp.placement import Placement
 
 UPDATE_BYTES = 3.5  # read and written by AdamW for a byte of its states: p, g, m, v read, p, m, v written, of m, v
 
@@ -43,7 +44,7 @@ class Cluster:
     inside: gz.Link
     between: gz.Link
 
-    def links(self, place: gz.placement) -> dict[str, gz.Link]:
+    def links(self, place: Placement) -> dict[str, gz.Link]:
         """An axis that leaves a host is as slow as what lies between hosts."""
         found, inner = {}, 1
         for name, ranks in reversed([*zip(place.names, place.hierarchy, strict=True)]):

@@ -17,7 +17,7 @@ from jobs import JOBS
 from peers import graph
 
 import graphzero as gz
-from graphzero.runtime.timer import StepTimes
+from graphzero.testing.timer import StepTimes
 
 KINDS = ("compute", "communication", "copies", "overhead")  # in the order of the table
 

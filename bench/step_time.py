@@ -29,7 +29,7 @@ from jobs import JOBS
 from peers import BASE, SYSTEMS, chosen, mean
 
 import graphzero as gz
-from graphzero.runtime.peer_memory import SWITCH
+from graphzero.runtime.transport.peer_memory import SWITCH
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8

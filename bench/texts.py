@@ -29,19 +29,19 @@ import torch
 from models import CASES, OPTIMIZERS
 
 import graphzero as gz
+from graphzero.inspect.simulate import lowered, run
 from graphzero.ir import known_ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.verify import verify
+from graphzero.ir.laws.verify import verify
 from graphzero.plan import plan_of
-from graphzero.simulate import lowered, run
-from graphzero.testing import _random_inputs
+from graphzero.testing.compare import random_inputs
 
 SECONDS, BYTES = 2.0, 200 * 2**20
 RUN_BYTES = 2**24  # of all values of a program together: a larger one is planned, and not run
 RANKS = 64  # likewise
 PLACEMENTS = {"1-d": range(2), "2-d": [[0, 1], [2, 3]]}
 MODELS = (("mlp", "adamw"), ("mlp", "sgd"), ("convnet", "sgd"), ("gpt2", "sgd"))
-PASSES = ("pin", "propagate", "lower_boxing", "schedule")
+PASSES = ("pin", "propagate", "lower_boxing", "overlap", "slots")
 
 
 class Step(gz.Graph):
@@ -219,7 +219,7 @@ def outcome(text: str) -> str:
         try:
             program = lowered(graph)
             plan_of(program)
-            run(program, _random_inputs(program, 0))
+            run(program, random_inputs(program, 0))
         except gz.GraphZeroError as error:
             return f"a pass refused: {type(error).__name__}"
         except Exception as error:

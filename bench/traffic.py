@@ -16,7 +16,7 @@ from models import CASES, adamw
 
 import graphzero as gz
 from graphzero.plan import Plan
-from graphzero.runtime.world import Sent
+from graphzero.runtime.world.world import Sent
 
 HEAD = [
     "model",

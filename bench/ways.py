@@ -22,8 +22,8 @@ from _run import markdown, on_gloo, options_of, save
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.runtime import meeting
-from graphzero.runtime.pairs import Pairs, Sockets
+from graphzero.runtime.transport import meeting
+from graphzero.runtime.transport.pairs import Pairs, Sockets
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 KINDS = ("reduce_scatter", "all_gather", "all_reduce")
@@ -57,10 +57,16 @@ def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
     ranks = list(range(dist.get_world_size()))
     group = dist.group.WORLD
     ways: dict[str, Any] = {"gloo's own": Own(len(ranks)), "sent": Pairs(Sockets(group, ranks), rank)}
-    near = meeting.meet(group, ranks)
+    near = meeting.meet(gathered, ranks, limit=60.0)
     if near is not None:
         ways["read"] = Pairs(near, rank)
     return {(kind, nbytes): timed(kind, nbytes, ways, rank, rounds) for kind in KINDS for nbytes in SIZES}
+
+
+def gathered(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 class Own:
@@ -69,14 +75,11 @@ class Own:
     def __init__(self, ranks: int):
         self.ranks = ranks
 
-    def all_gather(self, out: Tensor, sent: Tensor) -> Any:
-        return _compat.all_gather_single(out, sent, async_op=True)
-
-    def reduce_scatter(self, out: Tensor, sent: Tensor, reduction: str) -> Any:
-        return _compat.reduce_scatter_single(out, sent, async_op=True)
-
-    def all_reduce(self, buffer: Tensor, reduction: str) -> Any:
-        return dist.all_reduce(buffer, async_op=True)
+    def begin(self, kind: str, out: Tensor, sent: Tensor, reduction: str) -> Any:
+        if kind == "all_reduce":
+            return dist.all_reduce(out, async_op=True)
+        way = _compat.all_gather_single if kind == "all_gather" else _compat.reduce_scatter_single
+        return way(out, sent, async_op=True)
 
 
 def timed(kind: str, nbytes: int, ways: Mapping[str, Any], rank: int, rounds: int) -> dict[str, Cell]:
@@ -96,11 +99,9 @@ def timed(kind: str, nbytes: int, ways: Mapping[str, Any], rank: int, rounds: in
 
 
 def start(kind: str, collectives: Any, piece: Tensor, whole: Tensor) -> Callable[[], Any]:
-    if kind == "all_gather":
-        return lambda: collectives.all_gather(whole, piece)
-    if kind == "reduce_scatter":
-        return lambda: collectives.reduce_scatter(piece, whole, "sum")
-    return lambda: collectives.all_reduce(whole, "sum")
+    out = piece if kind == "reduce_scatter" else whole
+    sent = piece if kind == "all_gather" else whole
+    return lambda: collectives.begin(kind, out, sent, "sum")
 
 
 def check(kind: str, piece: Tensor, whole: Tensor, ranks: int) -> None:

@@ -17,8 +17,9 @@ MODULES = {
     "graphzero.sbp": "gz.sbp",
     "graphzero.passes": "gz.passes",
     "graphzero.testing": "gz.testing",
-    "graphzero.divergence": "graphzero.divergence",
+    "graphzero.inspect": "graphzero.inspect",
 }
+NOT_FOR_USERS = "For the rest of graphzero:"  # how the text of a method begins that is left out
 HEAD = """# Reference
 
 The public names, from their docstrings. `python docs/reference.py` writes this page; do not edit it.
@@ -76,7 +77,9 @@ def _module(module: str, short: str) -> Iterator[str]:
 
 def _class(held: type, name: str) -> Iterator[str]:
     made = "" if issubclass(held, Exception) else _arguments(held)
-    yield f"`class {name}{made}`\n\n{markdown(_doc(held))}\n"
+    text, example, _ = _doc(held).partition("\nExample::\n")
+    shown = f"\n\nExample: [passes.md](passes.md#{held().name})." if example else ""
+    yield f"`class {name}{made}`\n\n{markdown(text)}{shown}\n"
     for member, found in _members(held):
         shown = f"`{member}{_arguments(found)}`" if inspect.isfunction(found) else f"`{member}`"
         first, *rest = markdown(_doc(found)).splitlines() or [""]
@@ -91,6 +94,7 @@ def _members(held: type) -> list[tuple[str, Any]]:
         is_call = name == "__call__" and bool(member.__doc__)
         if (is_call or not name.startswith("_")) and (inspect.isfunction(member) or isinstance(member, property)):
             found.append((name, member))
+    found = [(name, member) for name, member in found if not _doc(member).startswith(NOT_FOR_USERS)]
     return [] if issubclass(held, Exception) else found
 
 

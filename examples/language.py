@@ -9,6 +9,7 @@ import torch
 from text import VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler
 
 import graphzero as gz
 
@@ -56,7 +57,7 @@ def make_model(kind: str, layers: int, width: int, context: int, seed: int = 0) 
     return Gpt2(layers, width, context) if kind == "gpt2" else WindowMlp(width)
 
 
-def make_optimizer(model: nn.Module, steps: int, peak: float = 3e-3) -> tuple[torch.optim.Optimizer, object]:
+def make_optimizer(model: nn.Module, steps: int, peak: float = 3e-3) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """AdamW, weight decay on matrices only, and a cosine schedule after a linear warm-up."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},

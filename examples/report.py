@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphzero as gz
 from graphzero.plan import CATEGORIES, Plan
-from graphzero.runtime.meter import Measured
+from graphzero.testing.meter import Measured
 
 INSIDE = ("arena", "gradients", "activations", "temporaries")
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from graphzero import testing as testing
     from graphzero.config import GraphConfig
     from graphzero.convert import to_global, to_local
-    from graphzero.divergence import check as check
     from graphzero.errors import CaptureError as CaptureError
     from graphzero.errors import CheckError as CheckError
     from graphzero.errors import CheckpointError as CheckpointError
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
     from graphzero.graph import Graph
+    from graphzero.inspect import check as check
     from graphzero.ir.graph import StepGraph
-    from graphzero.ir.parse import parse
+    from graphzero.ir.text.parser import parse
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
     from graphzero.region import local_region
@@ -55,12 +55,12 @@ _HOMES = {
     "SbpError": "errors",
     "StepGraph": "ir.graph",
     "VerifyError": "errors",
-    "check": "divergence",
-    "explain": "explain",
+    "check": "inspect",
+    "explain": "inspect.explain",
     "keep_freed_memory": "runtime.host_memory",
     "load": "files",
     "local_region": "region",
-    "parse": "ir.parse",
+    "parse": "ir.text.parser",
     "placement": "sbp.placement",
     "save": "files",
     "to_global": "convert",

@@ -185,6 +185,11 @@ def cpu_by_default(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
+def modes_are_on() -> bool:
+    """Whether a mode of torch functions or of dispatch is on: what ops do then is for it to say."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """Tensors are made as they are outside of torch.inference_mode; entering that for nothing costs a microsecond."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
@@ -580,17 +585,25 @@ def inductor_lacks(device_type: str) -> str:
     return ""
 
 
-@contextmanager
-def _compiled_for_this_cpu() -> Iterator[None]:
-    """Inductor keeps what it compiles here in a folder for CPUs of this kind, within the one that it would take.
+def inductor_folder() -> str:
+    """Where Inductor is to keep what it compiles for CPUs of this kind: within the folder that it would take.
 
     Its keys leave out the CPU: code written for vectors of one width is read again where it is compiled for another,
     and then computes part of the values; what ``-march=native`` was compiled to may hold instructions that others lack.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
 
+    folder, own = str(cache_dir()), f"cpu-{_kind_of_cpu()}"
+    return folder if os.path.basename(folder) == own else os.path.join(folder, own)
+
+
+@contextmanager
+def _compiled_for_this_cpu() -> Iterator[None]:
+    """Inductor keeps what it compiles here in ``inductor_folder``."""
+    from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
+
     folder = cache_dir()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, f"cpu-{_kind_of_cpu()}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_folder()
     try:
         yield
     finally:

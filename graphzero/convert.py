@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError
-from graphzero.runtime import modules as tree
-from graphzero.runtime import shards
-from graphzero.runtime.agree import PLACE, Ranks, digest
-from graphzero.runtime.launch import has_fake_world, located
-from graphzero.runtime.modules import Found
-from graphzero.runtime.placed import check_kept
-from graphzero.runtime.relocate import check_ranks, nd_here, relocated, standing
-from graphzero.runtime.shards import global_shape, is_whole, wrap
-from graphzero.runtime.world import device_of
+from graphzero.runtime.state import modules as tree
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.placed import check_kept
+from graphzero.runtime.tensors import shards
+from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
+from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
+from graphzero.runtime.world.agree import PLACE, Ranks, digest
+from graphzero.runtime.world.launch import has_fake_world, located
+from graphzero.runtime.world.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
 from graphzero.sbp.local import chunk, cutting, nests
 from graphzero.sbp.placement import Placement, as_placement

@@ -1,6 +1,6 @@
-"""Graph: the user's class.  One call is one step: read the inputs, agree with the other ranks, find or make the
-program (``selection``), bind what is not bound (``runtime.binding``), run (``runtime.executor``), and leave the user's
-modules, optimizers and schedulers true (``runtime.state``).
+"""Graph: the user's class.  One call is one step: read the arguments, agree with the other ranks, find or make the
+program (``step.selection``), bind what is not bound (``runtime.state``), run (``runtime.execute``), and leave the
+user's modules, optimizers and schedulers true (``runtime.state``).
 
 Here is only their order, and what the user may ask.
 """
@@ -9,44 +9,37 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
-from graphzero.attributes import Attributes
-from graphzero.capture import OptimizerSpec, Step, is_capturing
-from graphzero.checks import (
-    check_attribute,
-    check_build,
-    check_clipping,
-    check_optimizer,
-    check_scheduler,
-    missing_attribute,
-)
-from graphzero.compiled import Compiled, Programs
+from graphzero.capture import OptimizerSpec, is_capturing
 from graphzero.config import GraphConfig
 from graphzero.errors import CaptureError, ConfigError
-from graphzero.expected import StatesToCome
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Record
 from graphzero.plan import Plan
-from graphzero.runtime import checked, checkpoint, launch, loading, modules, prospect
-from graphzero.runtime.agree import BIND, FULL, LOAD, SAVE, Ranks, identity, tensor_text
-from graphzero.runtime.binding import bind
-from graphzero.runtime.checked import Checked
-from graphzero.runtime.inputs import Reader
-from graphzero.runtime.modules import Found
-from graphzero.runtime.state import State
-from graphzero.runtime.virtual import VirtualWorld
-from graphzero.runtime.world import World
+from graphzero.runtime.checkpoint import fit, loading, reading
+from graphzero.runtime.checkpoint.fit import Checked
+from graphzero.runtime.state import modules, preflight
+from graphzero.runtime.state.binding import bind
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.world import launch
+from graphzero.runtime.world.agree import BIND, FULL, LOAD, SAVE, tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
-from graphzero.selection import Prepared, Selection
+from graphzero.step.checks import check_attribute, check_clipping, check_optimizer, check_scheduler, missing_attribute
+from graphzero.step.program import Program
+from graphzero.step.selection import Prepared, Selection
+from graphzero.step.source import Source
+from graphzero.step.states_to_come import StatesToCome
 
 
 class Graph:
@@ -70,24 +63,15 @@ class Graph:
                 'plain inputs for the whole batch; to split the batch: gz.placement(..., names=("dp",))',
                 stacklevel=2,
             )
-        self._optimizers: list[OptimizerSpec] = []
-        self._schedulers: list[Any] = []  # one per optimizer, None for none
         self._begin()
 
     def _begin(self) -> None:
-        """The parts that are this Graph's alone: what is compiled, and what is known of the user's tensors."""
-        self._ranks = Ranks(self.placement, identity(self.name, self.placement))
-        attributes = Attributes(self)
-        self._programs = Programs(self.name, attributes, self.config)
-        self._selection = Selection(
-            self._programs, attributes, self._ranks, self.config, self._optimizers,
-            step=self._as_step, state=self._state_now, reader=self._make_reader,
-        )  # fmt: skip
-        self._lazy_world: World | None = None
-        self._lazy_state: State | None = None
-        self._last: Compiled | None = None  # used or compiled last
+        """The parts that are this Graph's alone: what it consists of, and what is compiled of that."""
+        self._source = Source(self, self.placement, self.config)
+        self._selection = Selection(self._source)
         self._grad_norms: dict[str, Tensor] = {}
 
+    @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step: written for one device and the whole batch."""
         raise ConfigError(
@@ -113,11 +97,12 @@ class Graph:
         Raises ConfigError for an optimizer that is there already, one without parameters, a scheduler of another one
         or one that takes a metric, and limits that are no positive numbers.
         """
-        check_optimizer(optim, [spec.optimizer for spec in self._optimizers])
+        source = self._source
+        check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
         check_scheduler(lr_sch, optim)
         check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
-        self._optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
-        self._schedulers.append(lr_sch)
+        source.optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
+        source.schedulers.append(lr_sch)
 
     # ---- running
 
@@ -134,8 +119,8 @@ class Graph:
         the step cannot be captured.
         """
         self._not_in_build("called")
-        with self._ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
-            call = self._prepare(args, kwargs, running=True)
+        with self._source.ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
+            call = self._selection.prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._bind(call)
                 return self._run(call)
@@ -149,42 +134,50 @@ class Graph:
         Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
         """
         self._not_in_build("compiled")
-        with self._ranks.together(f"compile() of {self.name}"), _compat.outside_inference_mode():
-            self._prepare(args, kwargs, running=False)
-        return self
+        with self.prepared_call(f"compile() of {self.name}", args, kwargs):
+            return self
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> Prepared:
-        call = self._selection.prepare(args, kwargs, self._schedulers, running)
-        self._last = call.program
-        return call
+    @contextmanager
+    def prepared_call(
+        self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
+    ) -> Iterator[Prepared]:
+        """For the rest of graphzero: the call with these arguments and its program, which is compiled and not run.
 
-    def _bind(self, call: Prepared) -> None:
-        program, state = call.program, call.state
-        if program is self._selection.bound:
+        What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
+        ranks are told so.  alone: no rank is asked, and ConfigError is raised for a program that has never run.
+        """
+        with self._source.ranks.together(doing), _compat.outside_inference_mode():
+            selection = self._selection
+            yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, running=False)
+
+    def _bind(self, prepared: Prepared) -> None:
+        program, state = prepared.program, prepared.call.state
+        if program is state.program:
             return
         captured, found = program.captured, state.tensors()
-        self._ranks.agree_on(
+        self._source.ranks.agree_on(
             BIND,
-            lambda: prospect.check(state, program.graph, captured.states, found),
-            lambda _: prospect.facts(state, captured.states, captured.constants, found, program.repeated),
+            lambda: preflight.check(state, program.graph, captured.states, found),
+            lambda _: preflight.facts(state, captured.states, captured.constants, found, program.repeated),
         )
-        executor = program.executor(self._world)
+        executor = program.part.executor(prepared.source.world)
         executor.bind(bind(state, program.graph, captured.states, captured.constants, found))
-        state.settle()
-        self._selection.bind(call)
+        state.settle(program)
+        self._selection.bound(prepared)
 
-    def _run(self, call: Prepared) -> Any:
-        program, state = call.program, call.state
-        executor, training = program.executor(self._world), program.captured.training
+    def _run(self, prepared: Prepared) -> Any:
+        program, call, world = prepared.program, prepared.call, prepared.source.world
+        state, progress = call.state, self._selection.progress
+        executor, training = program.part.executor(world), program.captured.training
         if program.uses_seed:
-            state.random.begin(self._ranks.share)
-        arguments = call.arguments(self._world, state.random)
+            state.random.begin(self._source.ranks.share)
+        arguments = program.arguments(call, world)
         try:
             state.before()
             results = executor.run(arguments)
             state.after(training, program.uses_seed)
             is_step = executor.program.first_write >= 0 or program.uses_seed
-            self._selection.taken += is_step
+            progress.taken += is_step
             executor.finish()
         except BaseException as error:
             if executor.has_written:
@@ -193,12 +186,13 @@ class Graph:
                 state.tear(self._why_torn(error), {node.meta["role"].of for node in held})
             raise
         if training:
-            self._grad_norms = {
-                name: held[0].detach().clone() for name, held in results.aux.items() if name.startswith("grad_norm")
-            }
+            norms = {name: held[0] for name, held in results.aux.items() if name.startswith("grad_norm")}
+            norms = {name: norm.detach().clone() for name, norm in norms.items()}
+            self._grad_norms.clear()
+            self._grad_norms.update(norms)
             self._step_schedulers()
-        self._selection.completed += is_step
-        return call.outputs(results, self._world)
+        progress.completed += is_step
+        return program.outputs(call, results, world)
 
     def _why_torn(self, error: BaseException) -> str:
         return (
@@ -208,7 +202,7 @@ class Graph:
         )
 
     def _step_schedulers(self) -> None:
-        for spec, scheduler in zip(self._optimizers, self._schedulers, strict=True):
+        for spec, scheduler in zip(self._source.optimizers, self._source.schedulers, strict=True):
             if scheduler is not None:
                 _compat.note_step(spec.optimizer)
                 scheduler.step()
@@ -218,12 +212,13 @@ class Graph:
     @property
     def is_compiled(self) -> bool:
         """Whether a program has been made, by a call or by ``compile``."""
-        return self._last is not None
+        return self._selection.last is not None
 
     @property
     def training(self) -> bool:
         """Whether the program used or compiled last has an update."""
-        return self._last is not None and self._last.captured.training
+        last = self._selection.last
+        return last is not None and last.captured.training
 
     @property
     def program(self) -> StepGraph:
@@ -251,7 +246,7 @@ class Graph:
         """
         if len(self._grad_norms) < 2:
             return next(iter(self._grad_norms.values()), None)
-        return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._optimizers)))
+        return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._source.optimizers)))
 
     @_compat.cpu_by_default
     def state_dict(self) -> dict[str, Any]:
@@ -265,29 +260,31 @@ class Graph:
         take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
         """
         outline = self._outline()
-        if not any(checkpoint.is_sectioned(x) for _, x in checkpoint.tensors_in(outline)):
-            return cast("dict[str, Any]", checkpoint.saveable(outline, self.placement))
-        with self._ranks.together(f"state_dict() of {self.name}"):
-            self._ranks.agree_on(SAVE, lambda: outline, checkpoint.facts)
-            made: dict[str, Any] = checkpoint.saveable(outline, self.placement)
+        if not any(reading.is_sectioned(x) for _, x in reading.tensors_in(outline)):
+            return cast("dict[str, Any]", reading.saveable(outline, self.placement))
+        with self._source.ranks.together(f"state_dict() of {self.name}"):
+            self._source.ranks.agree_on(SAVE, lambda: outline, reading.facts)
+            made: dict[str, Any] = reading.saveable(outline, self.placement)
         return made
 
     @_compat.cpu_by_default
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
-        with self._ranks.together(f"full_state_dict() of {self.name}"):
-            outline = self._ranks.agree_on(FULL, self._outline, checkpoint.facts)
-            made: dict[str, Any] = checkpoint.full(outline, self.placement, self._state.why_torn())
+        ranks = self._source.ranks
+        with ranks.together(f"full_state_dict() of {self.name}"):
+            outline = ranks.agree_on(FULL, self._outline, reading.facts)
+            made: dict[str, Any] = reading.full(outline, self.placement, self._source.state().why_torn())
         return made
 
     def _outline(self) -> dict[str, Any]:
         """What there is to save."""
         self._not_in_build("saved")
-        torn = self._state.why_torn()
+        state, last = self._source.state(), self._selection.last
+        torn = state.why_torn()
         if torn:
             warnings.warn(torn, stacklevel=4)
-        program = (None, ()) if self._last is None else (self._last.graph, self._last.captured.states)
-        return checkpoint.outline(self._state, self._schedulers, *program)
+        program = (None, ()) if last is None else (last.graph, last.captured.states)
+        return reading.outline(state, self._source.schedulers, *program)
 
     @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
@@ -300,33 +297,33 @@ class Graph:
         unexpected keys, and for shapes and kinds of values that do not fit.
         """
         self._not_in_build("loaded")
-        state, schedulers = self._state, self._schedulers
-        program = self._last
+        source, program = self._source, self._selection.last
+        state, schedulers = source.state(), source.schedulers
         nds = {} if program is None else program.state_nds()
 
         def check() -> Checked:
-            return checked.check(sd, state, schedulers, strict, StatesToCome(self._optimizers, state, program))
+            return fit.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))
 
-        if program is None and not checked.is_split(sd, state):
+        if program is None and not fit.is_split(sd, state):
             loading.load(check(), state, schedulers, strict, nds)
         else:
-            with self._ranks.together(f"load_state_dict() of {self.name}"):
-                fitting = self._ranks.agree_on(LOAD, check, checked.contents)
+            with source.ranks.together(f"load_state_dict() of {self.name}"):
+                fitting = source.ranks.agree_on(LOAD, check, fit.contents)
                 loading.load(fitting, state, schedulers, strict, nds)
                 if fitting.is_complete:
-                    self._selection.taken = self._selection.completed = 0
-        self._selection.bound = None
+                    progress = self._selection.progress
+                    progress.taken = progress.completed = 0
 
     @_compat.cpu_by_default
     def __repr__(self) -> str:
-        found = modules.tensors(self._modules())
-        nds = {path: self._state.nd_of(entry.tensor) for path, entry in found.items()}
-        body = str(self._last.graph) if self._last else "  (not compiled: call it, or graph.compile(...))"
+        found, state, last = modules.tensors(self._source.modules), self._source.state(), self._selection.last
+        nds = {path: state.nd_of(entry.tensor) for path, entry in found.items()}
+        body = str(last.graph) if last else "  (not compiled: call it, or graph.compile(...))"
         lines = [
             f"{self.name}({self.placement!r})",
             repr(self.config),
-            *(self._last.decisions if self._last else ()),
-            *(f"along {axis} {way}" for axis, way in (self._lazy_world.ways if self._lazy_world else {}).items()),
+            *(last.decisions if last else ()),
+            *(f"along {axis} {way}" for axis, way in self._source.ways.items()),
             "parameters:",
             *_parameter_lines(found, nds),
         ]
@@ -349,11 +346,10 @@ class Graph:
     def _copied(self, made: Graph, copied: Callable[[Any], Any]) -> Graph:
         """``made`` with ``copied`` settings and attributes.  It compiles programs of its own."""
         made.name, made.placement, made.config = self.name, self.placement, copied(self.config)
-        made._optimizers, made._schedulers = list(copied(self._optimizers)), list(copied(self._schedulers))
         made._begin()
+        made._source.take_settings(self._source, copied)
         vars(made).update((name, copied(held)) for name, held in vars(self).items() if name not in vars(made))
-        if self._lazy_state is not None:
-            made._state.take_over(self._lazy_state)
+        made._source.take_state(self._source)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -363,58 +359,19 @@ class Graph:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_attribute(type(self), name, "_programs" in vars(self))
+        raise missing_attribute(type(self), name, "_grad_norms" in vars(self))
 
     def __setattr__(self, name: str, held: Any) -> None:
-        check_attribute(type(self), name, held, "_programs" in vars(self))
+        check_attribute(type(self), name, held, "_grad_norms" in vars(self))
         super().__setattr__(name, held)
 
-    # ---- parts that come to life when they are needed
-
-    def _modules(self) -> dict[str, nn.Module]:
-        return {name: held for name, held in vars(self).items() if isinstance(held, nn.Module)}
-
-    def _as_step(self) -> Step:
-        return Step(self.name, self.placement, self.build, self._modules(), self._optimizers)
-
-    def _make_reader(self) -> Reader:
-        if getattr(self.build, "__func__", None) is Graph.build:
-            self.build()  # says that there is none
-        check_build(type(self), self.build)
-        return Reader(self.build, self.placement)
-
-    @property
-    def _world(self) -> World:
-        if self._lazy_world is None:
-            if self.placement.virtual:
-                self._lazy_world = VirtualWorld(self.placement)
-            else:
-                from graphzero.runtime.process import ProcessWorld
-
-                self._lazy_world = ProcessWorld(self.placement)
-        return self._lazy_world
-
-    @property
-    def _state(self) -> State:
-        held, optimizers = self._modules(), [spec.optimizer for spec in self._optimizers]
-        kept = self._lazy_state
-        if kept is not None and kept.modules == held and kept.optimizers == optimizers:
-            return kept
-        made = self._lazy_state = State(lambda: self._world, self._ranks, held, optimizers)
-        if kept is not None:
-            made.random, made.moved = kept.random, kept.moved
-        self._selection.bound = None
-        return made
-
-    def _state_now(self) -> State:
-        return self._state
-
-    def _compiled(self, what: str) -> Compiled:
-        if self._last is None:
+    def _compiled(self, what: str) -> Program:
+        last = self._selection.last
+        if last is None:
             raise ConfigError(
                 f"{self.name} has no {what} yet: call it with a batch, or graph.compile(...) to run nothing"
             )
-        return self._last
+        return last
 
 
 def _parameter_lines(found: Mapping[str, Found], nds: Mapping[str, Nd]) -> list[str]:

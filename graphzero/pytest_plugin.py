@@ -14,14 +14,14 @@ def pytest_addoption(parser: Any) -> None:
 
 def pytest_configure(config: Any) -> None:
     if config.getoption("--accept"):
-        from graphzero import accept
+        from graphzero.testing import accept
 
         accept.enable(True)
 
 
 def pytest_sessionfinish(session: Any) -> None:
     if session.config.getoption("--accept"):
-        from graphzero import accept
+        from graphzero.testing import accept
 
         for path in accept.write():
             print(f"\naccepted: {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,21 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--other-kernels", action="store_true", help="round as an unlike CPU would; see other_kernels.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from order_of_files import LONGEST
+
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looked_at_once() -> None:
+    """What stands in memory when a file begins, mostly modules, the collector looks at no more: it is most of its work,
+    and in each test that asks for a collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

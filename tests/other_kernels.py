@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphzero.runtime.executor import Executor
+from graphzero.runtime.execute.executor import Executor
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32}  # in 16 bits kernels round once what they compute in 32
 NAMES = (

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
-from graphzero.ir import arena
+from graphzero.ir.storage import arena
 
 LAYOUTS = pytest.mark.parametrize(
     ("ranks", "stage", "early"), [(2, 0, True), (4, 1, False), (2, 2, True), (3, 3, True)]
@@ -78,7 +78,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def spoil(graph: gz.Graph) -> None:
-    for storage in graph._world.arena.storages:
+    for storage in graph._source.world.arena.storages:
         torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(255)
 
 
@@ -135,4 +135,4 @@ def test_a_batch_for_which_there_is_no_memory_leaves_the_buffer_to_those_that_fi
     for number in (0, 2):
         close(tree_leaves(graph(*batch(number))), plain_step(twin, optimizer, *batch(number)))
         with pytest.raises(RuntimeError, match="memory"):
-            graph._world.arena.grow(2**60)
+            graph._source.world.arena.grow(2**60)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from _ranks import start_as_torchrun
 
 import graphzero as gz
-from graphzero.calibrate import Measured, Sample, calibrate, fit, table
 from graphzero.cli import main
+from graphzero.cli.calibrate import Measured, Sample, calibrate, fit, table
 from graphzero.config import GraphConfig
 from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
 from graphzero.sbp.links import messages

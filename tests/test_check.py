@@ -86,7 +86,7 @@ def test_a_right_step_agrees_after_every_pass_to_the_last_digits_of_float64(stag
         report = gz.check(graph, *batch, dtype=torch.float64)
         assert report and report.agrees and not report.where
         assert max(gap for stage in report.stages for gap in stage.differences.values()) < 1e-8
-        assert {"captured", "pin", "propagate", "schedule"} <= {stage.name for stage in report.stages}
+        assert {"captured", "pin", "propagate", "slots"} <= {stage.name for stage in report.stages}
         graph(*batch)
 
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import graphzero as gz
-from graphzero.ir.verify import verify
+from graphzero.ir.laws.verify import verify
 from graphzero.testing import fake_world, measure_step
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -214,7 +214,7 @@ def test_checks_can_be_left_out_and_put_back_without_another_capture():
     with pytest.raises(gz.CheckError):
         graph(LARGE, Y)
     assert str(graph.program) == with_checks
-    assert len(graph._programs.captures) == 1
+    assert len(graph._selection.programs.captures) == 1
 
 
 def test_check_values_takes_true_or_false():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphzero import fused
+from graphzero.ops import adam
 
 SHAPES = [(6, 11), (11,), (11, 3), (3,), (16, 16), (0, 3)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -32,7 +32,7 @@ def test_an_element_steps_alike_wherever_it_lies(count: int, dtype: torch.dtype,
 
     def stepped(part: slice) -> list[Tensor]:
         *kept, largest = [[x[part] for x in group] for group in kinds]
-        return fused.adam(*kept, largest if amsgrad else [], [step], *NUMBERS)
+        return adam.adam(*kept, largest if amsgrad else [], [step], *NUMBERS)
 
     pieces = zip(stepped(slice(0, cut)), stepped(slice(cut, None)), strict=True)
     for whole, both in zip(stepped(slice(None)), pieces, strict=True):
@@ -47,9 +47,9 @@ def test_many_at_once_step_as_each_alone(dtype: torch.dtype, amsgrad: bool) -> N
         kinds[4] = []
     steps = [torch.tensor(float(1 + i % 2), dtype=torch.float64) for i in range(len(SHAPES))]
     alone = [
-        fused.adam(*([group[i]] if group else [] for group in kinds), [step], *NUMBERS) for i, step in enumerate(steps)
+        adam.adam(*([group[i]] if group else [] for group in kinds), [step], *NUMBERS) for i, step in enumerate(steps)
     ]
-    fused.adam_(*kinds, steps, *NUMBERS)
+    adam.adam_(*kinds, steps, *NUMBERS)
     changed = [group for group in (kinds[0], *kinds[2:]) if group]
     for i, made in enumerate(alone):
         assert all(torch.equal(group[i], x) for group, x in zip(changed, made, strict=True)), i
@@ -61,10 +61,10 @@ def test_columns_step_in_place_beside_dense_ones() -> None:
     grads, first, second = ([torch.rand(5, 8) for _ in range(2)] for _ in range(3))
     step = torch.tensor(2.0)
     alone = [
-        fused.adam([p], [g], [m], [v], [], [step], *NUMBERS)[0]
+        adam.adam([p], [g], [m], [v], [], [step], *NUMBERS)[0]
         for p, g, m, v in zip((columns, dense), grads, first, second, strict=True)
     ]
-    fused.adam_([columns, dense], grads, first, second, [], [step, step], *NUMBERS)
+    adam.adam_([columns, dense], grads, first, second, [], [step, step], *NUMBERS)
     assert torch.equal(columns, alone[0]) and torch.equal(dense, alone[1]) and torch.equal(wide[:, 1::2], kept)
 
 
@@ -81,5 +81,5 @@ def test_it_is_torchs_kernel_to_the_bit_where_vectors_are_full(kind: Any, dtype:
     for step in (1.0, 2.0, 3.0):
         own.grad = grads[0] * step
         optimizer.step()
-        fused.adam_([p], [own.grad], [m], [v], largest, [torch.tensor(step)], *NUMBERS, **modes)
+        adam.adam_([p], [own.grad], [m], [v], largest, [torch.tensor(step)], *NUMBERS, **modes)
         assert torch.equal(p, own.detach())

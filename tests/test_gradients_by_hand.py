@@ -195,7 +195,7 @@ def refused(graph, *words):
 
 def test_gradients_that_no_optimizer_reads_are_refused():
     graph = make(by_hand)
-    graph._optimizers.clear()
+    graph._source.optimizers.clear()
     refused(graph, "puts gradients into p.grad", "no optimizer", "add_optimizer")
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero import grouped
-from graphzero.divergence.wide import Wide
+from graphzero.inspect.wide import Wide
+from graphzero.ops import grouped_mm
 from graphzero.sbp import B, S
 from graphzero.sbp.law import check_rule
 
@@ -21,9 +21,9 @@ def operands(form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float64_and_the_kernel_of_float32_agree(form):
-    exact = grouped.product(*operands(form, torch.float64), ENDS)
+    exact = grouped_mm.product(*operands(form, torch.float64), ENDS)
     torch.testing.assert_close(
-        grouped.product(*operands(form, torch.float32), ENDS).double(), exact, rtol=1e-5, atol=1e-5
+        grouped_mm.product(*operands(form, torch.float32), ENDS).double(), exact, rtol=1e-5, atol=1e-5
     )
 
 
@@ -32,7 +32,7 @@ def test_a_piece_that_the_kernel_refuses_is_computed_all_the_same():
     piece = b[..., :3].contiguous()  # rows 12 bytes apart
     with pytest.raises(RuntimeError, match="16 bytes"):
         torch.ops.aten._grouped_mm(a, piece, ENDS)
-    torch.testing.assert_close(grouped.product(a, piece, ENDS), grouped.product(a, b, ENDS)[:, :3])
+    torch.testing.assert_close(grouped_mm.product(a, piece, ENDS), grouped_mm.product(a, b, ENDS)[:, :3])
 
 
 class Experts(torch.nn.Module):

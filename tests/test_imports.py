@@ -17,7 +17,7 @@ PLACES = {
     "its errors": ("from graphzero import GraphZeroError, errors", (*TRACING, *SYMBOLIC)),
     "a Graph": ("import graphzero; graphzero.Graph; graphzero.placement", TRACING),
     "a program and what runs it": (
-        "from graphzero import parse; from graphzero.runtime.executor import Executor",
+        "from graphzero import parse; from graphzero.runtime.execute.executor import Executor",
         (*TRACING, "graphzero.capture", "graphzero.passes", "graphzero.plan", "graphzero.graph"),
     ),
 }
@@ -34,7 +34,13 @@ class Train(gz.Graph):
         return loss
 Train()(torch.ones(2, 2))
 """
-UNUSED = ("graphzero.testing", "graphzero.calibrate", "graphzero.explain", "graphzero.cli", "graphzero.divergence")
+UNUSED = (
+    "graphzero.testing",
+    "graphzero.cli.calibrate",
+    "graphzero.inspect.explain",
+    "graphzero.cli",
+    "graphzero.inspect",
+)
 
 
 def loaded_by(statement: str) -> set[str]:

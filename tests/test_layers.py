@@ -1,87 +1,139 @@
-"""The import order: errors <- sbp <- ir <- {capture | passes | runtime | plan} <- graph <- {testing | explain ...}."""
+"""Imports go down the list of layers, those in functions and for type checkers too.  Nothing imports in a circle."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import graphzero
 
 ROOT = pathlib.Path(graphzero.__file__).parent
-MIDDLE, TOP = 3, 4
-LAYERS = {
-    "errors": 0, "attention": 0, "bags": 0, "cross_entropy": 0, "fused": 0, "grouped": 0, "pieces": 0, "ops": 0,
-    "_compat": 0,
-    "sbp": 1, "ir": 2,
-    "capture": MIDDLE, "passes": MIDDLE, "runtime": MIDDLE, "plan": MIDDLE,
-    "testing": 5, "divergence": 5, "explain": 5, "accept": 5, "pytest_plugin": 5,
-}  # fmt: skip  # whatever else there is stands with graph: config, key, selection, compiled ...
-FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = (  # what stands in one line does not know each other
+    {"errors", "_compat"},
+    {"ops"},
+    {"sbp"},
+    {"ir"},
+    {"capture", "passes", "runtime"},
+    {"plan"},
+    {"config"},
+    {"step"},
+    {"graph", "region", "convert", "files"},
+    {"nn", "inspect"},
+    {"testing"},
+    {"cli", "pytest_plugin"},
+    {"__main__", "__init__"},
+)
+LAYER = {name: at for at, names in enumerate(LAYERS) for name in names}
+LARGEST = {"": 10, "sbp/rules": 25}  # files beside __init__
+OTHERS = 17
 
 
-def part(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def module_of(path: pathlib.Path) -> str:
+    """ "ir.text.printer"; a package by its name, and graphzero itself as "__init__"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-def layer(name: str) -> int:
-    return LAYERS.get(name, TOP)
+MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """(line, part of graphzero) of every import at the top of a file, TYPE_CHECKING apart."""
-    yield from _imports(ast.parse(path.read_text(encoding="utf-8")).body)
-
-
-def _imports(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-    for statement in body:
-        if isinstance(statement, ast.Import):
-            names = [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-            module = statement.module or ""
-            names = [f"graphzero.{alias.name}" for alias in statement.names] if module == "graphzero" else [module]
-        elif isinstance(statement, ast.ImportFrom):
-            raise AssertionError(f"line {statement.lineno}: graphzero writes its imports in full")
-        elif isinstance(statement, ast.If) and "TYPE_CHECKING" not in ast.unparse(statement.test):
-            yield from _imports([*statement.body, *statement.orelse])
-            continue
-        elif isinstance(statement, ast.Try):
-            yield from _imports([*statement.body, *(s for h in statement.handlers for s in h.body)])
-            continue
+def imports(path: pathlib.Path, modules: Iterable[str] = MODULES) -> Iterator[tuple[int, str]]:
+    """(line, module of graphzero) of every import in a file, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}:{node.lineno}: graphzero writes its imports in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
-            if name.startswith("graphzero."):
-                yield statement.lineno, name.split(".")[1]
+            first, _, inner = name.partition(".")
+            while first == "graphzero" and inner:
+                if inner in modules:
+                    yield node.lineno, inner
+                    break
+                inner = inner.rpartition(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_left_never_imports_right(path: pathlib.Path) -> None:
-    here = part(path)
-    if here == "__init__":
-        return
-    wrong = []
-    for line, there in imports(path):
-        sideways = layer(here) == layer(there) == MIDDLE and here != there
-        if layer(there) > layer(here) or sideways:
-            wrong.append(f"{path.name}:{line} imports graphzero.{there}, which stands beside or right of {here}")
+def part(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def first_circle(users: Mapping[str, Iterable[str]]) -> str:
+    try:
+        TopologicalSorter(users).prepare()
+    except CycleError as error:
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
+def folder(module: str) -> str:
+    """The one in which a module's file stands."""
+    return str(MODULES[module].parent.relative_to(ROOT))
+
+
+def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
+    assert {part(module) for module in MODULES} == set(LAYER)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
+def test_a_module_imports_from_layers_below_its_own_or_from_its_own_room(module: str) -> None:
+    here = part(module)
+    wrong = [
+        f"{MODULES[module].name}:{line} imports graphzero.{there}, which stands beside or above {here}"
+        for line, there in imports(MODULES[module])
+        if part(there) != here and LAYER[part(there)] >= LAYER[here]
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_layers_are_there() -> None:
-    assert {*LAYERS, "graph"} <= {part(path) for path in FILES}
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not first_circle({name: {there for _, there in imports(path)} for name, path in MODULES.items()})
+
+
+def test_no_two_folders_in_a_room_import_each_other() -> None:
+    """A room's own files, such as the one that puts its parts together, may stand on both sides."""
+    rooms = {name: folder(name) for name in MODULES}
+    inner = {name for name, where in rooms.items() if "/" in where}
+    users: dict[str, set[str]] = {}
+    for name in inner:
+        for _, there in imports(MODULES[name]):
+            if there in inner and rooms[there] != rooms[name]:
+                users.setdefault(rooms[name], set()).add(rooms[there])
+    assert not first_circle(users)
+
+
+def test_a_folder_has_as_many_files_as_one_sees_at_a_glance() -> None:
+    counts: dict[str, int] = {}
+    for name, path in MODULES.items():
+        if path.name != "__init__.py":
+            where = folder(name)
+            counts["" if where == "." else where] = counts.get("" if where == "." else where, 0) + 1
+    assert {where: n for where, n in counts.items() if n > LARGEST.get(where, OTHERS)} == {}
 
 
 def test_the_check_sees_what_it_is_to_find(tmp_path: pathlib.Path) -> None:
     text = (
-        "from typing import TYPE_CHECKING\nimport graphzero.passes.zero\nfrom graphzero import runtime, errors\n"
+        "from typing import TYPE_CHECKING\nimport graphzero.passes.base\nfrom graphzero import runtime, errors\n"
         "from graphzero.ir.value import Role\nimport torch\n"
         "if TYPE_CHECKING:\n    from graphzero.graph import Graph\n"
         "try:\n    import graphzero.plan\nexcept ImportError:\n    from graphzero import cli\n"
-        "def later():\n    from graphzero import testing\n"
+        "def later():\n    from graphzero.testing import fake_world\n"
     )
     path = tmp_path / "some.py"
     path.write_text(text)
-    assert [there for _, there in imports(path)] == ["passes", "runtime", "errors", "ir", "plan", "cli"]
+    found = {(line, there) for line, there in imports(path)}
+    assert found == {
+        (2, "passes.base"), (3, "runtime"), (3, "errors"), (4, "ir.value"), (7, "graph"), (9, "plan"), (11, "cli"),
+        (13, "testing"),
+    }  # fmt: skip
+
+
+def test_a_circle_is_found() -> None:
+    assert first_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert not first_circle({"a": {"b"}, "b": {"c"}, "d": {"a"}})

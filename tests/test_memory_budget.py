@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
-from graphzero.kept import knapsack
-from graphzero.passes import Bucket, Keep, Pipeline, default_passes
+from graphzero.passes import Keep, Options, Pipeline, default_passes
 from graphzero.plan import plan_of
-from graphzero.runtime import device_memory
-from graphzero.runtime.agree import Ranks
+from graphzero.plan.knapsack import knapsack
+from graphzero.runtime.world import device_memory
+from graphzero.runtime.world.agree import Ranks
 from graphzero.testing import fake_world
 
 FOUR = gz.placement("cpu", range(4), virtual=True)
@@ -143,7 +143,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(settings, bucket_bytes):
         graph(x)
         gc.collect()
         known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-        slots = [slot for (slot,) in graph._last.executor(graph._world).slots.values()]
+        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
         with Storages([x, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
             graph(x)
         memory = graph.plan.memory
@@ -158,8 +158,7 @@ def every(**settings):
     """(peak, seconds or bytes) of the programs that keep each set of the parameters that backward reads."""
     graph = Train(keep_gathered=True, **settings).planned()
     before = next(record.before for record in graph.history if record.name == "keep")
-    passes = default_passes(bucket=Bucket(graph.config.bucket_bytes))
-    rest = passes[[one.name for one in passes].index("bucket") :]
+    rest = default_passes(Options(bucket_bytes=graph.config.bucket_bytes), since="bucket")
     found = []
     for count in range(len(graph.plan.kept) + 1):
         for names in itertools.combinations(graph.plan.kept, count):
@@ -219,7 +218,8 @@ def test_a_change_of_the_budget_compiles_anew_from_the_same_capture():
         losses.append(graph(batch))
         kept.append(len(graph.plan.kept))
     assert (kept[0], kept[2], kept[3]) == (0, 4, 0)
-    assert len(graph._programs.programs) >= 3 and sum(map(len, graph._programs.captures.values())) == 1
+    programs = graph._selection.programs
+    assert len(programs.all) >= 3 and sum(map(len, programs.captures.values())) == 1
     reference = Train()
     assert all(torch.equal(loss, reference(batch)) for loss in losses)
 

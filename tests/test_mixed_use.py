@@ -108,7 +108,7 @@ def test_parameters_come_back_whole_when_the_stage_no_longer_splits_them(stages)
 
 def failing(graph: Train, phase: str, error: BaseException) -> Any:
     """Let the next run of the program end with ``error`` in a step of ``phase``."""
-    program = graph._last.executor(graph._world).program
+    program = graph._selection.last.part.executor(graph._source.world).program
     at = 0 if phase == "forward" else len(program.steps) - 1
     step = program.steps[at]
 

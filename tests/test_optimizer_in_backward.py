@@ -109,7 +109,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage):
         graph(*share)
         gc.collect()
         known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-        slots = [slot for (slot,) in graph._last.executor(graph._world).slots.values()]
+        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
         with Storages([*share, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
             graph(*share)
         memory = graph.plan.memory
@@ -149,10 +149,10 @@ def test_by_default_gradients_are_there_when_backward_ends():
 def test_a_change_of_the_setting_compiles_anew_from_the_same_capture():
     graph = Train(1, early=False)
     graph(*batch())
-    capture = graph._last.captured
+    capture = graph._selection.last.captured
     graph.config.set_optimizer_in_backward()
     graph(*batch())
-    assert graph._last.captured is capture and len(graph.plan.decisions) == 1
+    assert graph._selection.last.captured is capture and len(graph.plan.decisions) == 1
     assert "optimizer_in_backward=True" in repr(graph.config)
     graph.config.set_optimizer_in_backward(False)
     graph(*batch())
@@ -194,7 +194,7 @@ def test_a_step_that_stops_within_backward_has_changed_parameters_and_says_so():
     graph(*batch())
     late = Train(2, early=False)
     late(*batch())
-    program, other = (one._last.executor(one._world).program for one in (graph, late))
+    program, other = (one._selection.last.part.executor(one._source.world).program for one in (graph, late))
     steps, first = program.steps, program.first_write
     assert first < other.first_write
     saved = copy.deepcopy(graph.full_state_dict())

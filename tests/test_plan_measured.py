@@ -87,7 +87,8 @@ def check_peak(graph, stage):
     graph(*batch)
     gc.collect()
     known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-    slots = [slot for (slot,) in graph._last.executor(graph._world).slots.values()]  # the resident communication
+    executor = graph._selection.last.part.executor(graph._source.world)
+    slots = [slot for (slot,) in executor.slots.values()]  # the resident communication
     assert sum(slot.nbytes for slot in slots) == graph.plan.memory["communication"], f"stage {stage}"
     with Storages([*batch, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
         graph(*batch)
@@ -103,8 +104,8 @@ def test_every_collective_of_a_call_is_in_the_plan_with_its_bytes():
             graph = Train(stage, 1.0)
             batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
             graph(*batch)
-            graph._world.trace = []
+            graph._source.world.trace = []
             graph(*batch)
-            sent = [(entry.kind, entry.axis, entry.nbytes) for entry in graph._world.trace]
+            sent = [(entry.kind, entry.axis, entry.nbytes) for entry in graph._source.world.trace]
             assert sent == [(entry.kind, entry.axis, entry.bytes) for entry in graph.plan.collectives]
             assert not dist.is_initialized() or dist.get_world_size() == 4

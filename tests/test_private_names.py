@@ -1,10 +1,11 @@
-"""Private names of torch, and those that not all versions have, stand in ``_compat`` alone."""
+"""Private names of torch, and those that not all versions have, stand in ``_compat`` alone; a Graph's in ``graph``."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -31,6 +32,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@cache
 def own_names() -> set[str]:
     """What graphzero itself defines or assigns."""
     found: set[str] = set()
@@ -90,6 +92,43 @@ def test_only_compat_tells_versions_of_torch_apart(path: pathlib.Path) -> None:
     if path.name != "_compat.py":
         found = [f"{path.name}:{line} asks for {name}" for line, name in asked_names(TREES[path])]
         assert not found, "ask in graphzero/_compat.py:\n" + "\n".join(found)
+
+
+def private_names_of(cls: ast.ClassDef) -> set[str]:
+    """Methods, and attributes that are assigned."""
+    methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+    stored = {x.attr for x in ast.walk(cls) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)}
+    return set(filter(is_private, methods | stored))
+
+
+def read_from_outside(tree: ast.AST, names: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) wherever one of ``names`` is an attribute of anything but ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and not is_self(node.value):
+            yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_graph_reads_what_is_private_in_it(path: pathlib.Path) -> None:
+    own = ROOT / "graph.py"
+    (graph,) = (x for x in TREES[own].body if isinstance(x, ast.ClassDef) and x.name == "Graph")
+    if path != own:
+        found = [
+            f"{path.name}:{line} reads {name}" for line, name in read_from_outside(TREES[path], private_names_of(graph))
+        ]
+        assert not found, "ask the Graph: graph.prepared_call(...)\n" + "\n".join(found)
+
+
+def test_the_check_sees_what_is_private_in_a_graph() -> None:
+    text = (
+        "class Graph:\n    def __init__(self):\n        self.name, self._state = 1, 2\n    def _run(self): ...\n"
+        "def f(graph, own):\n    graph._run(own.graph._state)\n    self._run(graph.name, graph._other)\n"
+    )
+    tree = ast.parse(text)
+    assert isinstance(tree.body[0], ast.ClassDef)
+    names = private_names_of(tree.body[0])
+    assert names == {"_state", "_run"}
+    assert {name for _, name in read_from_outside(tree, names)} == {"graph._run", "own.graph._state"}
 
 
 def test_the_check_sees_how_versions_are_told_apart() -> None:

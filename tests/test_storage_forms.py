@@ -12,7 +12,7 @@ from random_forms import loss as plain_loss
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.ir import arena
+from graphzero.ir.storage import arena
 
 
 class Over(gz.Graph):

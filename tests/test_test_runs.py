@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from order_of_files import LONGEST
 
 ROOT = Path(__file__).resolve().parents[1]
 WAITS_IN_C = """
@@ -74,3 +75,8 @@ def test_a_process_that_ends_in_a_test_takes_its_ranks_with_it(tmp_path: Path) -
 
 def _is_there(process: int) -> bool:
     return Path(f"/proc/{process}").exists()
+
+
+def test_files_that_are_put_first_are_there() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(LONGEST) <= there, "tests/order_of_files.py names files that are not there"

@@ -13,13 +13,12 @@ from torch import nn
 from toys import lower, step
 
 import graphzero as gz
-from graphzero import accept
 from graphzero.errors import ConfigError, PlacementError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.parse import parse
+from graphzero.ir.text.parser import parse
 from graphzero.passes import DeadCode, Pipeline, Zero
 from graphzero.sbp.types import B
-from graphzero.testing import assert_graph, assert_same_step, fake_world
+from graphzero.testing import accept, assert_graph, assert_same_step, fake_world
 
 pytest_plugins = "pytester"
 aten = torch.ops.aten
@@ -117,7 +116,7 @@ def test_a_graph_is_compared_by_its_text_and_a_difference_is_shown() -> None:
 
 
 TEST_FILE = '''
-from graphzero.ir.parse import parse
+from graphzero.ir.text.parser import parse
 from graphzero.testing import assert_graph
 
 TEXT = "graph g(dp=2)\\n  x = batch() : f32[8, 4]\\nforward:\\n  y = relu(x) : f32[8, 4]\\n  return y\\n"

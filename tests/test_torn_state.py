@@ -18,7 +18,7 @@ class Train(gz.Graph):
 
     def build(self, x):
         loss = self.model(x).square().mean()
-        if self._optimizers:
+        if self._source.optimizers:
             loss.backward()
         return loss
 
@@ -43,7 +43,7 @@ def torn():
 
 def tear(graph):
     """A call ends in its update; the Graph refuses to go on."""
-    steps = graph._last.executor(graph._world).program.steps
+    steps = graph._selection.last.part.executor(graph._source.world).program.steps
     whole, steps[-1] = steps[-1], interrupted
     with pytest.raises(KeyboardInterrupt):
         graph(X)

@@ -305,8 +305,9 @@ def test_their_memory_is_the_plans(name):
         if name == "encoder_layer":
             batch = [x.clone() for x in case.batch()]
         graph(*batch)
-        slots = [slot for (slot,) in graph._last.executor(graph._world).slots.values()]
-        known = [*batch, *slots, *pytree.tree_leaves(graph.state_dict()), *graph._last.captured.constants.values()]
+        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
+        constants = graph._selection.last.captured.constants.values()
+        known = [*batch, *slots, *pytree.tree_leaves(graph.state_dict()), *constants]
         with Storages([x for x in known if isinstance(x, Tensor)]) as mode:
             graph(*batch)
         memory = graph.plan.memory

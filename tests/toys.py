@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.memory import storage_categories
-from graphzero.ir.parse import parse
-from graphzero.passes import Bucket, Pipeline, Record, Zero, default_passes
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.meter import Measured, measure
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.text.parser import parse
+from graphzero.passes import Bucket, Keep, Options, Pipeline, Record, Zero, default_passes
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.types import Nd
+from graphzero.testing.meter import Measured, measure
 
 STAGES = (None, Zero(1), Zero(2), Zero(3))
 MEMORY = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
@@ -29,13 +29,18 @@ def lower(
     graph: StepGraph | str, zero: Zero | None = None, bucket: Bucket | None = None, in_backward: bool = False
 ) -> StepGraph:
     """The program that runs."""
-    passes = default_passes(zero=zero, bucket=bucket, in_backward=in_backward)
+    passes = default_passes(replace(options(zero, bucket), optimizer_in_backward=in_backward))
     return Pipeline(passes)(parse(graph) if isinstance(graph, str) else graph)
+
+
+def options(*passes: Zero | Bucket | Keep | None) -> Options:
+    """Those with which the built-in passes are these."""
+    return Options(**{name: x for one in passes if one is not None for name, x in vars(one).items()})
 
 
 def history(text: str, zero: Zero | None = None) -> dict[str, Record]:
     """What each pass did, by its name."""
-    pipeline = Pipeline(default_passes(zero=zero))
+    pipeline = Pipeline(default_passes(options(zero)))
     pipeline(parse(text))
     return {record.name: record for record in pipeline.history}
 
@@ -92,7 +97,7 @@ def measured(graph: StepGraph) -> Measured:
     """Memory of rank 0 as an independent dispatch mode sees it."""
     executor, inputs = _bound(graph, 0)
     categories: dict[object, str] = {}
-    for (node, index), category in storage_categories(graph).items():
+    for (node, index), category in liveness(graph).categories.items():
         categories[node.name, index] = category
         if not isinstance(node.meta["type"], tuple):
             categories[node.name] = category

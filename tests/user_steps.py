@@ -40,7 +40,7 @@ class Train(gz.Graph):
 
     def build(self, x, y):
         loss = F.mse_loss(self.model(x), y)
-        if self._optimizers:
+        if self._source.optimizers:
             loss.backward()
         return loss
 

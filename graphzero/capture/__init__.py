@@ -5,21 +5,21 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 """
 
 from graphzero.capture.assemble import capture
-from graphzero.capture.hyper import baked_of_group
-from graphzero.capture.hyper import of_group as hypers_of_group
-from graphzero.capture.initial_state import initial_fill
-from graphzero.capture.pins import is_capturing, pin_value, placement_of_capture
-from graphzero.capture.reads import Written, frozen
-from graphzero.capture.regions import region_runs
-from graphzero.capture.spec import Captured, FloatLeaf, OptimizerSpec, StateSpec, Step, TensorLeaf
+from graphzero.capture.optimizer.hyper import baked_of_group
+from graphzero.capture.optimizer.hyper import of_group as hypers_of_group
+from graphzero.capture.optimizer.initial_state import initial_fill
+from graphzero.capture.placing.local_regions import region_runs
+from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
+from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, StateSpec, Step
+from graphzero.capture.trace.reads import Written, frozen
 
 __all__ = [
     "Captured",
-    "FloatLeaf",
+    "Input",
+    "Inputs",
     "OptimizerSpec",
     "StateSpec",
     "Step",
-    "TensorLeaf",
     "Written",
     "baked_of_group",
     "capture",

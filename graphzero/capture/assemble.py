@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from graphzero.capture import optimizer as stepping
-from graphzero.capture.canonicalise import canonicalise, merge_equal
-from graphzero.capture.clip import clip
-from graphzero.capture.finish import finish, origin
 from graphzero.capture.guards import all_guards
-from graphzero.capture.hyper import hyper_name, of_group
 from graphzero.capture.join import Join, ancestors, separable
-from graphzero.capture.optimizer import Member, Update
-from graphzero.capture.picks import pick_rows
-from graphzero.capture.pins import mark
+from graphzero.capture.optimizer import optimizer as stepping
+from graphzero.capture.optimizer.clip import clip
+from graphzero.capture.optimizer.hyper import hyper_name, of_group
+from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.optimizer import Update
+from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
+from graphzero.capture.placing.local_regions import finish_regions
+from graphzero.capture.placing.pins import mark
 from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
-from graphzero.capture.regions import finish_regions
-from graphzero.capture.spec import Captured, Entry, FloatLeaf, StateSpec, Step, TensorLeaf
-from graphzero.capture.states import Fills, equal_states, mark_first_steps
-from graphzero.capture.threads import one_at_a_time
-from graphzero.capture.trace import Slot, Traced, trace_build
-from graphzero.capture.uses import insert_uses
+from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
+from graphzero.capture.rewrite.finish import finish, origin
+from graphzero.capture.rewrite.picks import pick_rows
+from graphzero.capture.rewrite.uses import insert_uses
+from graphzero.capture.spec import Captured, Entry, Inputs, StateSpec, Step
+from graphzero.capture.trace.threads import one_at_a_time
+from graphzero.capture.trace.trace import Slot, Traced, trace_build
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
 from graphzero.ir.value import Role, phase_of
@@ -33,24 +33,23 @@ from graphzero.ir.value import Role, phase_of
 aten = torch.ops.aten
 
 
-def capture(step: Step, leaves: list[Any], in_spec: pytree.TreeSpec) -> Captured:
-    """Write down one step: build on inputs as ``leaves`` describe them, then clipping and the optimizers.
+def capture(step: Step, inputs: Inputs) -> Captured:
+    """Write down one step: build on such ``inputs``, then clipping and the optimizers.
 
     Args:
         step: the user's build, its modules and optimizers; nothing of it is changed.
-        leaves: flat arguments of build: ``TensorLeaf`` (global shape), ``FloatLeaf``, anything else is fixed.
-        in_spec: how ``(args, kwargs)`` are made from the leaves.
+        inputs: the arguments of build; no value of a tensor is read.
 
     Raises:
         CaptureError: with the user's line, where the step cannot be one graph.
     """
     with one_at_a_time:
-        return _Capture(step, leaves, in_spec).run()
+        return _Capture(step, inputs).run()
 
 
 class _Capture:
-    def __init__(self, step: Step, leaves: list[Any], in_spec: pytree.TreeSpec) -> None:
-        self.step, self.leaves, self.in_spec = step, leaves, in_spec
+    def __init__(self, step: Step, inputs: Inputs) -> None:
+        self.step, self.inputs = step, inputs
         self.root = nn.Module()
         for name, module in step.modules.items():
             self.root.add_module(name, module)
@@ -72,7 +71,7 @@ class _Capture:
         for i, spec in enumerate(self.step.optimizers):
             stepping.check(spec)
             self._check_owned(i)
-        traced = trace_build(self.step, self.root, self.leaves, self.in_spec)
+        traced = trace_build(self.step, self.root, self.inputs)
         self._check_backward(traced)
         symbols = {symbol: Role("scalar", name) for symbol, name in traced.symbols.items()}
         self.environments.append((traced.env, symbols))
@@ -181,8 +180,8 @@ class _Capture:
         self.join.add_constants(traced.module)
 
     def _build_roles(self) -> list[Role]:
-        roles = [Role("batch", leaf.name) for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
-        roles += [Role("scalar", leaf.name) for leaf in self.leaves if isinstance(leaf, FloatLeaf)]
+        roles = [Role("batch", leaf.name) for leaf in self.inputs.tensors]
+        roles += [Role("scalar", leaf.name) for leaf in self.inputs.floats]
         roles += [Role("param", path) for path in self.params]
         roles += [Role("buffer", path) for path, _ in self.root.named_buffers()]
         return [*roles, Role("seed")]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from graphzero import _compat
 from graphzero.ir.value import Role
 
-Guard = Callable[[dict[Role, float]], bool]
+Guard = Callable[[Mapping[Role, float]], bool]
 
 
 def all_guards(environments: list[tuple[Any, dict[str, Role]]]) -> Guard:
@@ -22,7 +22,7 @@ def all_guards(environments: list[tuple[Any, dict[str, Role]]]) -> Guard:
         if names:
             checks.append((check, {name: symbols[name] for name in names}))
 
-    def hold(values: dict[Role, float]) -> bool:
+    def hold(values: Mapping[Role, float]) -> bool:
         for check, roles in checks:
             if not all(role in values for role in roles.values()):
                 return False

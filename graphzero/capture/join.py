@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphzero.capture.canonicalise import node_key
-from graphzero.capture.optimizer import Member, Update
-from graphzero.capture.trace import Traced
+from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.optimizer import Update
+from graphzero.capture.rewrite.canonicalise import node_key
+from graphzero.capture.trace.trace import Traced
 from graphzero.ir.value import Role, ScalarType, TensorType
 
 _SMALL = 16

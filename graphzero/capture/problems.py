@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphzero import _compat
-from graphzero.capture.source import line_of, user_frames
 from graphzero.errors import CaptureError
+from graphzero.ir.source import line_of, user_frames
 
 SHOWN = 8
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

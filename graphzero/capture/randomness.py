@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.capture.patches import patched
+from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem_here
 from graphzero.ops import UNIFORM_LIKE
 

@@ -14,23 +14,47 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd
 
 
 @dataclass(frozen=True)
-class TensorLeaf:
-    """A tensor among build's arguments; ``shape`` is global."""
+class Input:
+    """One leaf of build's arguments.
+
+    raw: what the caller has given: a tensor, of which capture asks only its dtype; a float, which is a run-time scalar;
+    or anything else, which is fixed.  shape: the global one of a tensor, None for anything else.  nd: how a tensor lies
+    on the ranks, and is_global, whether the caller has said so of the tensor itself, are not for capture.
+    """
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    raw: Any
+    shape: tuple[int, ...] | None = None
+    nd: Nd = ()
+    is_global: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.shape is not None
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.raw, float)
 
 
 @dataclass(frozen=True)
-class FloatLeaf:
-    """A float among build's arguments: a run-time scalar, ``value`` is what it is now."""
+class Inputs:
+    """The leaves of one call's arguments, in pytree order, and the tree they came from: of (args, kwargs)."""
 
-    name: str
-    value: float
+    leaves: tuple[Input, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> list[Input]:
+        return [leaf for leaf in self.leaves if leaf.shape is not None]
+
+    @property
+    def floats(self) -> list[Input]:
+        return [leaf for leaf in self.leaves if isinstance(leaf.raw, float)]
 
 
 @dataclass
@@ -117,7 +141,7 @@ class Captured:
     training: bool
     states: list[StateSpec]
     unused: list[str]
-    guards: Callable[[dict[Role, float]], bool]
+    guards: Callable[[Mapping[Role, float]], bool]
     constants: dict[str, Tensor]
     entry: Entry = field(default_factory=Entry)
     attributes: Mapping[str, Any] = field(default_factory=dict)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphzero.errors import SbpError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.text import print_line
+from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
-from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
+from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp import registry
 from graphzero.sbp.local import nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
-
-IDENTITIES = (ops.use, PIN)  # nodes that give a value a second SBP; a box comes to stand in front of them
-
-aten = torch.ops.aten
-VIEWS = (  # ops that show all values of one operand in other dims
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
-    aten.unsqueeze.default, aten.squeeze.dim,
-)  # fmt: skip
 
 
 def is_op(node: fx.Node) -> bool:
@@ -41,22 +32,50 @@ def is_op(node: fx.Node) -> bool:
     )
 
 
+_IN_LISTS: dict[Any, int] = {
+    ADAM: 6
+}  # ops that step several tensors, each by itself: how many of their arguments are lists of them
+
+
+def parts_of(node: fx.Node) -> Sequence[int | None]:
+    """Numbers of what the op at ``node`` does apart, each under its own SBP; [None] where it is one thing."""
+    count = len(node.args[0]) if node.target in _IN_LISTS else 1  # type: ignore[arg-type]
+    return range(count) if count > 1 else (None,)
+
+
+def _args(node: fx.Node, part: int | None) -> tuple[Any, ...]:
+    if part is None:
+        return node.args
+    lists = _IN_LISTS[node.target]
+    return (*([group[part]] if group else [] for group in node.args[:lists]), *node.args[lists:])  # type: ignore[index]
+
+
+def operands_of(node: fx.Node, part: int | None = None) -> list[fx.Node]:
+    """The tensor operands of the op at ``node``, or of one of its parts, in the order a signature lists them."""
+    if part is None:
+        return value.own_operands(node)
+    return [operand for operand in value.flat_nodes(_args(node, part)) if value.is_tensor(operand)]
+
+
 def signatures_of(
-    graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = (), pieces: int | None = None
-) -> tuple[Signature, ...]:
+    graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = (), pieces: int | None = None,
+    part: int | None = None,
+) -> tuple[Signature, ...]:  # fmt: skip
     """What the op at ``node`` allows on placement axis number ``axis``, all-B first.
 
     stand: SBPs that operands or results have or shall have, for splits in as many sections as those.
     pieces: into how many pieces a dim is cut by all axes together, for what may not be empty; by default by this one.
+    part: of ``parts_of``.
     """
     if node.target in (AS_LOCAL, AS_GLOBAL):
         return (_end_of_region(node, axis),)
+    op, args, kwargs = registry.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
     try:
         return registry.signatures(
-            node.target,  # type: ignore[arg-type]
-            [meta_of(arg) for arg in node.args],
-            {name: meta_of(arg) for name, arg in node.kwargs.items()},
-            result_metas(node),
+            op,
+            [meta_of(arg) for arg in args],
+            {name: meta_of(arg) for name, arg in kwargs.items()},
+            result_metas(node, part),
             ranks=graph.placement.hierarchy[axis],
             pieces=pieces,
             sections={sbp.sections for sbp in stand if sbp is not None} - {1},
@@ -73,21 +92,21 @@ def _end_of_region(node: fx.Node, axis: int) -> Signature:
     return Signature((sbp,), (B,)) if node.target is AS_LOCAL else Signature((B,), (sbp,))
 
 
-def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature]) -> str:
+def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], part: int | None = None) -> str:
     """Why signatures that the op at ``node`` allows on placement axes, by number, do not go together; "" if they do."""
     shared = _shared(chosen.values())
     if not shared:
         return ""
     on_axes = {axis: (*signature.inputs, *signature.outputs) for axis, signature in chosen.items()}
     hierarchy = graph.placement.hierarchy
-    metas = [meta for meta in result_metas(node) if meta is not None]
-    shapes = [*(value.tensor_type(o).shape for o in value.tensor_operands(node)), *(meta.shape for meta in metas)]
+    metas = [meta for meta in result_metas(node, part) if meta is not None]
+    shapes = [*(value.tensor_type(o).shape for o in operands_of(node, part)), *(meta.shape for meta in metas)]
     nds = [tuple(on_axes[i][k] if i in on_axes else B for i in range(len(hierarchy))) for k in range(len(shapes))]
     if not nests_evenly(hierarchy, zip(shapes, nds, strict=True)):
         return "would cut a dim over several axes at other values in one operand or result than in another"
     pieces = max(prod(hierarchy[i] for i, s in enumerate(nds[k]) if s.is_split and s.dim == dim) for k, dim in shared)
     for axis, signature in chosen.items():
-        if signature not in signatures_of(graph, node, axis, on_axes[axis], pieces):
+        if signature not in signatures_of(graph, node, axis, on_axes[axis], pieces, part):
             return "would leave some rank nothing of a dim that several axes cut, which the op cannot take"
     return ""
 
@@ -131,20 +150,24 @@ def meta_of(arg: Any) -> Any:
     return arg
 
 
-def result_metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+def result_metas(node: fx.Node, part: int | None = None) -> tuple[TensorMeta | None, ...]:
     type_ = value.type_of(node)
     types = type_ if isinstance(type_, tuple) else (type_,)
+    if part is not None:
+        types = types[part :: len(parts_of(node))]
     return tuple(t.meta if isinstance(t, TensorType) else None for t in types)
 
 
-def input_sbps(node: fx.Node, axis: int) -> tuple[Sbp, ...]:
+def input_sbps(node: fx.Node, axis: int, part: int | None = None) -> tuple[Sbp, ...]:
     """The SBP in which each tensor operand stands on ``axis``."""
-    return tuple(value.nd_of(operand)[axis] for operand in value.tensor_operands(node))
+    return tuple(value.nd_of(operand)[axis] for operand in operands_of(node, part))
 
 
-def output_sbps(node: fx.Node, axis: int) -> tuple[Sbp, ...]:
+def output_sbps(node: fx.Node, axis: int, part: int | None = None) -> tuple[Sbp, ...]:
     """The SBP of each result that the node makes on ``axis``."""
     nd = value.sbp_of(node)
+    if part is not None:
+        return tuple(one[axis] for one in nd[part :: len(parts_of(node))] if one is not None)
     if value.is_multi(node):
         return tuple(one[axis] for one in nd if one is not None)
     return (nd[axis],)
@@ -158,4 +181,4 @@ def result_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:
 
 
 def operand_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:
-    return [(value.tensor_type(operand).shape, value.nd_of(operand)) for operand in value.tensor_operands(node)]
+    return [(value.tensor_type(operand).shape, value.nd_of(operand)) for operand in value.own_operands(node)]

@@ -11,7 +11,8 @@ What is known of each value is in ``graphzero.ir.value``.  Passes change a clone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from operator import is_
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,13 +20,14 @@ from torch.fx import Graph, GraphModule, Node
 from graphzero import _compat
 from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
+from graphzero.ir.text.printer import print_graph
 from graphzero.ir.value import Role, TensorType, Type
 from graphzero.ops import PIN
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
 HELD = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
-_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset  # without looking the node up in the graph's table
+Analysis = TypeVar("Analysis")
 LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
 
 
@@ -45,6 +47,9 @@ class StepGraph:
     def __init__(self, name: str, placement: Placement, graph: Graph, level: str = "captured", stated: bool = False):
         self.name, self.placement, self.graph, self.level, self.stated = name, placement, graph, level, stated
         self._module: GraphModule | None = None
+        self._analyses: dict[Any, Any] = {}
+        self._facts: list[Any] = []  # of the graph that they are of
+        self.lawful: dict[Node, list[Any]] = {}  # what ``verify`` has looked at, and the facts that it went by
 
     @property
     def fx(self) -> GraphModule:
@@ -54,8 +59,6 @@ class StepGraph:
         return self._module
 
     def __str__(self) -> str:
-        from graphzero.ir.text import print_graph  # the text module reads and makes StepGraphs
-
         return print_graph(self)
 
     # ---- reading
@@ -117,6 +120,23 @@ class StepGraph:
                 found[role.of] = node
         return found
 
+    def analysis(self, make: Callable[[StepGraph], Analysis]) -> Analysis:
+        """What ``make`` computes of the graph as it is now: once, while nothing changes.
+
+        What it returns speaks of the graph as it was, also when that has changed since.
+        """
+        facts = value.facts(self.graph.nodes)
+        if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
+            self._facts, self._analyses = facts, {}
+        if make not in self._analyses:
+            self._analyses[make] = make(self)
+        found: Analysis = self._analyses[make]
+        return found
+
+    def forget(self) -> None:
+        """Let go of what has been computed of the graph: it is some half of its memory again."""
+        self._facts, self._analyses, self.lawful = [], {}, {}
+
     # ---- changing
 
     def clone(self) -> StepGraph:
@@ -133,7 +153,10 @@ class StepGraph:
         stand last, and ``fx`` is made anew.
         """
         for node in self.graph.nodes:
-            _set_args(node, node.args)
+            node.users.clear()
+        for node in self.graph.nodes:
+            for operand in node.all_input_nodes:
+                operand.users[node] = None
         self.graph.inserting_after()
         _compat.forget_names(self.graph)
         self._module = None

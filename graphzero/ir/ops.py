@@ -19,7 +19,7 @@ bucket_all_gather(xs, dims, axis)     several at once, over one flat buffer; lik
 bucket_reduce_scatter(xs, dims, axis) ``bucket_reduce_scatter`` and ``bucket_all_reduce``
 bucket_all_reduce(xs, axis, reduction)
 launch(collective, slot, *args)       begin a bucketed collective in communication slot ``slot``; None: a bucket of
-                                      one, straight from its storage into the result's (see ``is_direct``)
+                                      one, straight from its storage into the result's (see ``ir.transfer``)
 wait(h)                               its results
 assign(p, x)                          write x into the storage of placeholder p; every reader of p ran before
 ===================================== ==================================================================
@@ -106,14 +106,7 @@ BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scat
 MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
 
 
-def is_direct(node: Any) -> bool:
-    """Whether a node launches a collective without a slot.
-
-    A gather arrives in the storage of its result, a reduce-scatter leaves from the storage of its operand, an
-    all-reduce works in it: from the launch on the operand of a reduction is read by nobody else.
-    """
-    return node.target is launch and node.args[1] is None
-
+COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
 
 _ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign)
 BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}

@@ -47,6 +47,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.complex128: "c128",
 }
 
+OUT = "out"  # the keyword, in a graph, of the value whose storage a result takes: a fact, no argument of the op
+
 
 @dataclass(frozen=True)
 class TensorType:
@@ -176,6 +178,30 @@ def phase_of(node: fx.Node) -> str:
 
 def source_of(node: fx.Node) -> str:
     return str(node.meta.get("source", ""))
+
+
+def facts(nodes: Iterable[fx.Node]) -> list[Any]:
+    """All that may be known of a program by its nodes, as objects: as long as these are the same ones, so is it.
+
+    Arguments, types, SBPs and roles are never changed, only replaced.
+    """
+    found: list[Any] = []
+    for node in nodes:
+        meta = node.meta.get
+        found += (node, node.args, node.kwargs, meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
+    return found
+
+
+def own_kwargs(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of the op itself: not where its result is put."""
+    return {name: arg for name, arg in node.kwargs.items() if name != OUT}
+
+
+def own_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of the op itself, in the order a signature lists them: args, then kwargs."""
+    found: list[fx.Node] = []
+    _collect((node.args, own_kwargs(node).values()), found)
+    return [arg for arg in found if isinstance(arg.meta.get("type"), TensorType)]
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -1,36 +1,58 @@
 """The passes, from a captured step to a program that runs.
 
-A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and records them.
+A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and records them.  ``pipeline`` lists the
+built-in ones.
 """
 
-from graphzero.passes.base import BuiltinPass, Pass, Pipeline, Record, pass_name
-from graphzero.passes.bucket import Bucket
-from graphzero.passes.dead_code import DeadCode
-from graphzero.passes.fuse import Fuse
-from graphzero.passes.insert_boxing import InsertBoxing
-from graphzero.passes.join_updates import JoinUpdates
-from graphzero.passes.keep import Keep
-from graphzero.passes.localize import Localize
-from graphzero.passes.lower_boxing import LowerBoxing
-from graphzero.passes.order import Order
-from graphzero.passes.pin import Pin
-from graphzero.passes.propagate import Propagate
-from graphzero.passes.reuse import Reuse
-from graphzero.passes.schedule import Schedule
-from graphzero.passes.zero import Zero
-from graphzero.sbp.links import Links
+from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pass_name
+from graphzero.passes.boxing.insert_boxing import InsertBoxing
+from graphzero.passes.boxing.localize import Localize
+from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.fuse.fuse_adam import FuseAdam
+from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
+from graphzero.passes.fuse.fuse_pieces import FusePieces
+from graphzero.passes.fuse.join_updates import JoinUpdates
+from graphzero.passes.memory.dead_code import DeadCode
+from graphzero.passes.memory.keep import Keep
+from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.reuse import Reuse
+from graphzero.passes.pipeline import NAMES, Fuse, Options, Schedule, default_passes
+from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.pin import Pin
+from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.zero import Zero
+from graphzero.passes.schedule.assign import Assign
+from graphzero.passes.schedule.bucket import Bucket
+from graphzero.passes.schedule.copy_old import CopyOld
+from graphzero.passes.schedule.launch import Launch
+from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
+from graphzero.passes.schedule.slots import Slots
+from graphzero.passes.schedule.step_early import StepEarly
+from graphzero.passes.text import parse_passes, print_passes
 
 __all__ = [
+    "NAMES",
+    "Assign",
     "Bucket",
     "BuiltinPass",
+    "CopyOld",
     "DeadCode",
+    "Expand",
     "Fuse",
+    "FuseAdam",
+    "FuseCrossEntropy",
+    "FusePieces",
+    "Group",
     "InsertBoxing",
     "JoinUpdates",
     "Keep",
+    "Launch",
     "Localize",
     "LowerBoxing",
+    "Options",
     "Order",
+    "Overlap",
+    "OverlapUpdate",
     "Pass",
     "Pin",
     "Pipeline",
@@ -38,41 +60,11 @@ __all__ = [
     "Record",
     "Reuse",
     "Schedule",
+    "Slots",
+    "StepEarly",
     "Zero",
     "default_passes",
+    "parse_passes",
     "pass_name",
+    "print_passes",
 ]
-
-NAMES = (
-    "pin", "zero", "propagate", "insert_boxing", "lower_boxing", "localize", "fuse", "keep", "order", "bucket",
-    "schedule", "dead_code", "reuse", "join_updates",
-)  # fmt: skip
-
-
-def default_passes(
-    pin: Pin | None = None, zero: Zero | None = None, bucket: Bucket | None = None, links: Links = (),
-    keep: Keep | None = None, in_backward: bool = False,
-) -> list[Pass]:  # fmt: skip
-    """The built-in passes in order; without ``zero`` the step is plain data parallel (stage 0).
-
-    ``Order`` is not among them: a Graph runs it before ``bucket`` where the plan of the program then peaks lower.
-
-    links: what communication costs on each placement axis; () where bytes decide.
-    keep: what stays gathered between forward and backward; None for nothing.
-    in_backward: whether the optimizer steps while backward runs.
-    """
-    first: list[Pass] = [pin or Pin()] + ([zero] if zero is not None else [])
-    rest: list[Pass] = [
-        Propagate(links),
-        InsertBoxing(links),
-        LowerBoxing(links),
-        Localize(),
-        Fuse(),
-        *([keep] if keep is not None else []),
-        bucket or Bucket(),
-        Schedule(bucket.nbytes if bucket is not None else None, in_backward),
-        DeadCode(),
-        Reuse(),
-        JoinUpdates(),
-    ]
-    return first + rest

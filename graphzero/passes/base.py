@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.laws.verify import verify
 from graphzero.ir.packed import Packed
-from graphzero.ir.text import print_graph
-from graphzero.ir.verify import verify
+from graphzero.ir.text.printer import print_graph
+from graphzero.passes.option_text import write_options
 
 Pass = Callable[[StepGraph], StepGraph]
 
@@ -39,8 +40,32 @@ class BuiltinPass:
         """The class's name in snake case: what ``history`` and ``config.add_pass`` call it."""
         return snake_case(type(self).__name__)
 
+    def __str__(self) -> str:
+        """As a list of passes in text has it: ``zero{stage=3}``."""
+        return self.name + write_options(self)
+
     def __call__(self, graph: StepGraph) -> StepGraph:
         raise NotImplementedError
+
+
+class Group(BuiltinPass):
+    """Passes that go by one name.  A ``Pipeline`` runs, verifies and records each of them by itself."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes in order."""
+        raise NotImplementedError
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for pass_ in self.passes:
+            graph = pass_(graph)
+        return graph
+
+
+def each(passes: Iterable[Pass]) -> Iterator[Pass]:
+    """The passes, those of groups one by one."""
+    for pass_ in passes:
+        yield from each(pass_.passes) if isinstance(pass_, Group) else (pass_,)
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,7 @@ class Record:
     """
 
     name: str
+    pass_: Pass = field(repr=False)
     packed: tuple[Packed, Packed] = field(repr=False)
     seconds: float
     seconds_verify: float
@@ -64,6 +90,11 @@ class Record:
     def after(self) -> StepGraph:
         """The graph that the pass returned, made anew likewise."""
         return self.packed[1].graph()
+
+    @property
+    def text(self) -> str:
+        """The pass as ``graphzero opt --passes`` takes it, options included; a user's own by its name alone."""
+        return str(self.pass_) if isinstance(self.pass_, BuiltinPass) else self.name
 
     def diff(self) -> str:
         """What the pass changed, as a unified diff of the two texts."""
@@ -86,30 +117,37 @@ class Pipeline:
     """
 
     def __init__(self, passes: Iterable[Pass]):
-        self.passes = list(passes)
+        self.passes = list(each(passes))
         self.history: list[Record] = []
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        self.history = []
         if graph.stated:
             verify(graph)
-        before, graph = Packed(graph), graph.clone()
+        return self._run(Packed(graph), graph.clone())
+
+    def after(self, record: Record) -> StepGraph:
+        """Go on from where another pipeline was behind a pass, as ``record`` keeps it."""
+        return self._run(record.packed[1], record.after)
+
+    def _run(self, before: Packed, graph: StepGraph) -> StepGraph:
+        """before: the same as ``graph``, which changes."""
+        self.history = []
         for pass_ in self.passes:
             name, given = pass_name(pass_), _Given.of(graph)
             started = time.perf_counter()
-            result = _run(pass_, graph, name)
+            result = _result(pass_, graph, name)
             finished = time.perf_counter()
             graph = _checked(given, result, name)
             verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
             verified = time.perf_counter()
             graph.settle()
             after = Packed(graph)
-            self.history.append(Record(name, (before, after), finished - started, verified - finished))
+            self.history.append(Record(name, pass_, (before, after), finished - started, verified - finished))
             before = after
         return graph
 
 
-def _run(pass_: Pass, graph: StepGraph, name: str) -> object:
+def _result(pass_: Pass, graph: StepGraph, name: str) -> object:
     try:
         return pass_(graph)
     except Exception as error:

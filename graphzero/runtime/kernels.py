@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.ir import kernel_forms, ops, value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import shape_on
-from graphzero.runtime.world import World
+from graphzero.ir.storage import kernel_forms
+from graphzero.runtime.world.world import World
 from graphzero.sbp.local import chunk
 
 aten = torch.ops.aten

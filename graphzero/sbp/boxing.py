@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.types import B, Sbp
 
 
@@ -37,24 +38,18 @@ _WIRE: dict[str, Callable[[int], float]] = {
     "slice": lambda n: 0,  # B -> S: each rank keeps its piece
     "keep_first": lambda n: 0,  # B -> P: the first rank keeps its values, the others hold zeros
     "scatter_zero": lambda n: 0,  # S -> P: each rank puts its piece into zeros
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n**2,  # S(i) -> S(j)
+    **{kind: collective.wire for kind, collective in COLLECTIVES.items()},
 }
 
 _KIND = {
     ("B", "B"): "same",
     ("B", "S"): "slice",
     ("B", "P"): "keep_first",
-    ("S", "B"): "all_gather",
-    ("S", "S"): "all_to_all",
     ("S", "P"): "scatter_zero",
-    ("P", "B"): "all_reduce",
-    ("P", "S"): "reduce_scatter",
+    **{
+        (collective.src, collective.dst): kind for kind, collective in reversed(COLLECTIVES.items())
+    },  # the first of a pair
 }
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def move(src: Sbp, dst: Sbp) -> Move:

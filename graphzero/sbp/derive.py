@@ -14,8 +14,9 @@ from math import gcd, prod
 import torch
 
 from graphzero.errors import SbpError
-from graphzero.sbp.factors import REDUCTIONS, REST, Factors, Given, Operand
+from graphzero.sbp.factors import REST, Factors, Given, Operand
 from graphzero.sbp.local import chunk
+from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, S, Sbp, partial
 

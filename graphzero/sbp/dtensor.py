@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphzero import _compat
 from graphzero.errors import SbpError
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.types import B, Nd, S, partial
 
 _annotated: Any = WeakTensorKeyDictionary()  # tensor -> (Placement, Nd)
@@ -70,12 +71,12 @@ def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
             found.append(S(item.dim % ndim))
         elif type(item) is _compat.StridedShard:
             found.append(S(item.dim % ndim, int(item.split_factor)))
-        elif type(item) is Partial and item.reduce_op in ("sum", "max", "min"):
+        elif type(item) is Partial and item.reduce_op in REDUCTIONS:
             found.append(partial(item.reduce_op))
         else:
             raise SbpError(
-                f"a DTensor placed {tuple(placements)} has no SBP: {item} is none of Replicate, Shard, Partial(sum, "
-                "max, min); redistribute it first"
+                f"a DTensor placed {tuple(placements)} has no SBP: {item} is none of Replicate, Shard, Partial("
+                f"{', '.join(REDUCTIONS)}); redistribute it first"
             )
     return tuple(found)
 

@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from graphzero.errors import SbpError
+from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.signature import TensorMeta
 
 REST = "..."
 _DIM = re.compile(r"\.\.\.|\([A-Za-z_]+\)|[A-Za-z1_]")
-REDUCTIONS = ("sum", "max", "min")
 
 
 class Number:

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from graphzero.errors import SbpError
 from graphzero.sbp.call import op_name, overload_of
 from graphzero.sbp.local import chunk, cut, joined, piece_shape
+from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.registry import has_rule, local_args, offset_form, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, S, Sbp
 
 Op = Callable[..., Any]
-_JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 SECTIONS = (2, 3)
@@ -185,4 +185,4 @@ def join(pieces: list[Tensor], sbp: Sbp) -> Tensor:
         return pieces[0]
     if sbp.is_split:
         return joined([p for p in pieces if p.shape[sbp.dim]] or pieces[:1], sbp.dim, sbp.sections)
-    return reduce(_JOIN[sbp.reduction], pieces)
+    return reduce(REDUCTIONS[sbp.reduction], pieces)

@@ -10,20 +10,13 @@ moves there are is ``boxing``'s, which of them is taken ``route``'s and propagat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
 from graphzero.errors import ConfigError
-from graphzero.sbp.boxing import COLLECTIVES, move, wire_bytes
+from graphzero.sbp.boxing import move, wire_bytes
+from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.types import Sbp
-
-_MESSAGES: dict[str, Callable[[int], int]] = {
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "all_reduce": lambda n: 2 * (n - 1),  # a reduce_scatter, then an all_gather
-    "all_to_all": lambda n: n - 1,
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ Links = tuple[Link, ...]  # one per placement axis, outermost first; () where no
 
 def messages(kind: str, ranks: int) -> int:
     """Messages that one rank sends, one after the other, in a move of ``kind``; none for what is local."""
-    return _MESSAGES[kind](ranks) if kind in COLLECTIVES and ranks > 1 else 0
+    return COLLECTIVES[kind].messages(ranks) if kind in COLLECTIVES and ranks > 1 else 0
 
 
 @dataclass(frozen=True)

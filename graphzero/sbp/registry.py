@@ -13,6 +13,7 @@ an index, the dim to which it points may be split where the op has another form,
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from graphzero.errors import SbpError
 from graphzero.sbp.call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
 from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import Factors, parse
+from graphzero.sbp.local import LocalSize, LocalStart
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
 from graphzero.sbp.types import Nd, S
 
@@ -87,6 +89,7 @@ _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: 
 _CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
 _warned: set[Op] = set()
 _own: set[Op] = set()  # ops whose rule graphzero itself gave
+RULES = "graphzero.sbp.rules"  # which register themselves, when somebody first asks
 _state = {"loaded": False, "loading": False}
 RuleFunction = TypeVar("RuleFunction", bound=Callable[[Call], Written])
 
@@ -160,8 +163,7 @@ def _load() -> None:
     if not _state["loaded"] and not _state["loading"]:
         _state["loading"] = True
         try:
-            import graphzero.sbp.rules  # noqa: F401
-
+            importlib.import_module(RULES)
             _state["loaded"] = True
         finally:
             _state["loading"] = False
@@ -214,6 +216,7 @@ def signatures(
 def _forget() -> None:
     _cache.clear()
     _equal.clear()
+    _base_of.cache_clear()
 
 
 @lru_cache(maxsize=2**8)
@@ -306,6 +309,29 @@ def offset_form(
         if start is not None:
             return offset.op, {**kwargs, "start": start, "total": shape[dim]}
     return op, dict(kwargs)
+
+
+def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
+    """The call on whole tensors of which this is what one rank makes: the way back from the two above."""
+    base = _base_of().get(op, op)
+    named = {name: arg for name, arg in kwargs.items() if base is op or name not in ("start", "total")}
+    return base, tuple(map(_global, args)), {name: _global(arg) for name, arg in named.items()}
+
+
+@lru_cache(maxsize=1)
+def _base_of() -> dict[Op, Op]:
+    _load()
+    return {entry.offset.op: op for op, entry in _entries.items() if entry.offset is not None}
+
+
+def _global(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map(_global, arg)) if any(map(_is_local, arg)) else arg
+    return _global(arg.size) if isinstance(arg, LocalSize) else 0 if isinstance(arg, LocalStart) else arg
+
+
+def _is_local(arg: Any) -> bool:
+    return isinstance(arg, (LocalSize, LocalStart, list, tuple))
 
 
 def _warn(op: Op) -> None:

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from graphzero.sbp.boxing import COLLECTIVES, Move, move, wire_bytes
+from graphzero.sbp.boxing import Move, move, wire_bytes
+from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.links import Costs, Links
 from graphzero.sbp.local import alike, nests
 from graphzero.sbp.types import B, Nd, S, Sbp

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from graphzero.errors import SbpError
+from graphzero.sbp.reductions import REDUCTIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +86,13 @@ def _split(dim: int, sections: int) -> Sbp:
     return Sbp("S", dim, sections)
 
 
-_PARTIALS = {reduction: Sbp("P", reduction=reduction) for reduction in ("sum", "max", "min")}
+_PARTIALS = {reduction: Sbp("P", reduction=reduction) for reduction in REDUCTIONS}
 
 
 def partial(reduction: str = "sum") -> Sbp:
     """Partial under ``reduction``: "sum", "max" or "min".  Raises SbpError for another."""
     if reduction not in _PARTIALS:
-        raise SbpError(f"P({reduction}): the partial values of ranks combine by sum, max or min")
+        raise SbpError(f"P({reduction}): the partial values of ranks combine by one of {', '.join(REDUCTIONS)}")
     return _PARTIALS[reduction]
 
 

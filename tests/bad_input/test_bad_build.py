@@ -258,7 +258,7 @@ def test_a_refused_capture_leaves_model_and_optimizer_as_they_were():
     refused(graph, gz.CaptureError)
     assert all(torch.equal(before[name], tensor) for name, tensor in graph.model.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in graph.model.parameters())
-    assert not graph._optimizers[0].optimizer.state
+    assert not graph._source.optimizers[0].optimizer.state
     assert logging.raiseExceptions and torch.manual_seed.__name__ == "manual_seed"
 
 

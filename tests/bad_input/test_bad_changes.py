@@ -192,20 +192,22 @@ def test_a_copy_of_a_graph_goes_on_as_it_would(how):
     expected = go_on(trained())
     graph = trained()
     twin = how(graph)
-    assert twin.config.fingerprint == graph.config.fingerprint and len(twin._state.moved) == 4
-    assert [m.before for m in twin._state.moved.values()] == [m.before for m in graph._state.moved.values()]
+    assert twin.config.fingerprint == graph.config.fingerprint and len(twin._source.state().moved) == 4
+    assert [m.before for m in twin._source.state().moved.values()] == [
+        m.before for m in graph._source.state().moved.values()
+    ]
     torch.testing.assert_close(go_on(twin), expected, rtol=0, atol=0)
     if how is copy.deepcopy:
         torch.testing.assert_close(go_on(graph), expected, rtol=0, atol=0)
     twin.config.enable_zero(False)
     twin(X, Y)
-    assert {str(nd) for nd in map(twin._state.nd_of, twin.model.parameters())} == {"(B,)"}
+    assert {str(nd) for nd in map(twin._source.state().nd_of, twin.model.parameters())} == {"(B,)"}
 
 
 def test_a_copy_of_a_torn_graph_is_torn():
     graph = make()
     graph(X, Y)
-    graph._state.tear("a call ended in the middle of its update")
+    graph._source.state().tear("a call ended in the middle of its update")
     refused(copy.deepcopy(graph), gz.GraphZeroError, "in the middle of its update")
 
 
@@ -220,6 +222,6 @@ def test_a_rate_that_is_no_number_is_refused(rate):
 
 def test_rates_that_are_not_finite_do_what_plain_pytorch_does():
     graph = make()
-    graph._optimizers[0].optimizer.param_groups[0]["lr"] = float("nan")
+    graph._source.optimizers[0].optimizer.param_groups[0]["lr"] = float("nan")
     graph(X, Y)
     assert all(p.isnan().all() for p in graph.model.parameters())

@@ -4,7 +4,7 @@ import kept
 import matmul
 import pytest
 
-from graphzero.runtime.products import Product
+from graphzero.runtime.execute.products import Product
 
 
 @pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt"])

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
 import out_forms  # noqa: E402
 
-from graphzero.ir import kernel_forms  # noqa: E402
+from graphzero.ir.storage import kernel_forms  # noqa: E402
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore")

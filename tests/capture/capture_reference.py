@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from graphzero.capture import Captured, FloatLeaf, OptimizerSpec, Step, TensorLeaf, capture
-from graphzero.groups import Groups
+from graphzero.capture import Captured, Input, Inputs, OptimizerSpec, Step, capture
 from graphzero.ir import ops, value
-from graphzero.ir.verify import verify
+from graphzero.ir.laws.verify import verify
 from graphzero.ops import PIN
 from graphzero.sbp.placement import placement
+from graphzero.step.groups import Groups
 
 PLACE = placement("cpu", range(1))
 
@@ -30,22 +30,22 @@ class Owner:
         return self.function(self, *args, **kwargs)
 
 
-def leaves_of(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[str, Any]]:
+def inputs_of(args: Any, kwargs: Any) -> tuple[Inputs, dict[str, Any]]:
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
-    leaves: list[Any] = []
+    leaves: list[Input] = []
     feed = {}
     for path, leaf in paths:
         name = "in" + "".join(str(key) for key in path)
         name = "".join(c if c.isalnum() else "_" for c in name).strip("_")
         if isinstance(leaf, torch.Tensor):
-            leaves.append(TensorLeaf(name, leaf.dtype, tuple(leaf.shape)))
+            leaves.append(Input(name, leaf, tuple(leaf.shape)))
             feed[name] = leaf
         elif isinstance(leaf, float):
-            leaves.append(FloatLeaf(name, leaf))
+            leaves.append(Input(name, leaf))
             feed[name] = leaf
         else:
-            leaves.append(leaf)
-    return leaves, spec, feed
+            leaves.append(Input(name, leaf))
+    return Inputs(tuple(leaves), spec), feed
 
 
 class Program:
@@ -57,8 +57,8 @@ class Program:
         modules = {k: m for k, m in vars(owner).items() if isinstance(m, nn.Module)}
         self.modules = modules
         self.step = Step("step", PLACE, owner.build, modules, self.optimizers)
-        leaves, spec, _ = leaves_of(args, kwargs)
-        self.captured: Captured = capture(self.step, leaves, spec)
+        inputs, _ = inputs_of(args, kwargs)
+        self.captured: Captured = capture(self.step, inputs)
         self.graph = self.captured.graph
         verify(self.graph)
         self.values = self._bind()
@@ -82,7 +82,7 @@ class Program:
         return values
 
     def __call__(self, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
-        _, _, feed = leaves_of(args, kwargs)
+        _, feed = inputs_of(args, kwargs)
         hypers = Groups(self.optimizers).numbers
         env: dict[fx.Node, Any] = {}
         graph = self.graph

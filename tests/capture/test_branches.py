@@ -6,7 +6,7 @@ import sys
 import conditions
 import pytest
 
-from graphzero.capture.branches import Part, check_at
+from graphzero.capture.host_values.branches import Part, check_at
 
 
 class Asked:

@@ -4,7 +4,7 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from capture_reference import PLACE, Owner, Program, assert_same, leaves_of
+from capture_reference import PLACE, Owner, Program, assert_same, inputs_of
 from torch import nn
 
 from graphzero.capture import OptimizerSpec, Step, capture, is_capturing, pin_value
@@ -34,9 +34,9 @@ def program_of(build, model, *args, optimizers=sgd, **kwargs):
 
 def test_the_whole_step_prints_as_a_person_would_write_it():
     owner = Owner(train, model=nn.Linear(3, 2))
-    leaves, spec, _ = leaves_of((torch.zeros(4, 3),), {})
+    inputs, _ = inputs_of((torch.zeros(4, 3),), {})
     step = Step("Train", PLACE, owner.build, {"model": owner.model}, [OptimizerSpec(sgd(owner)[0])])
-    lines = [" ".join(line.split()) for line in str(capture(step, leaves, spec).graph).splitlines()]
+    lines = [" ".join(line.split()) for line in str(capture(step, inputs).graph).splitlines()]
     assert lines[1:8] == [
         "in_0__0 = batch() : f32[4, 3]",
         "model_weight = param(model.weight) : f32[2, 3]",
@@ -251,9 +251,9 @@ def test_meta_parameters_are_captured():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     owner = Owner(train, model=model)
-    leaves, spec, _ = leaves_of((torch.zeros(3, 4),), {})
+    inputs, _ = inputs_of((torch.zeros(3, 4),), {})
     optimizer = torch.optim.AdamW(model.parameters())
-    captured = capture(Step("s", PLACE, owner.build, {"model": model}, [OptimizerSpec(optimizer)]), leaves, spec)
+    captured = capture(Step("s", PLACE, owner.build, {"model": model}, [OptimizerSpec(optimizer)]), inputs)
     assert captured.training
     assert len(captured.graph.gradients()) == 4
 

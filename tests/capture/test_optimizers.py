@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_reference import PLACE, Owner, Program, assert_same, leaves_of
+from capture_reference import PLACE, Owner, Program, assert_same, inputs_of
 from torch import nn
 
 from graphzero.capture import OptimizerSpec, Step, capture
 from graphzero.errors import CaptureError
-from graphzero.groups import Groups
 from graphzero.ir.value import Role
+from graphzero.step.groups import Groups
 
 D = torch.float64
 ARGUMENTS = {
@@ -58,8 +58,8 @@ def test_muon_for_matrices_with_sgd_for_the_rest():
 
 def fills(optimizer, model):
     owner = Owner(build, model=model)
-    leaves, spec, _ = leaves_of((torch.randn(6, 8, dtype=D), torch.randint(4, (6,))), {})
-    captured = capture(Step("step", PLACE, owner.build, {"model": model}, [OptimizerSpec(optimizer)]), leaves, spec)
+    inputs, _ = inputs_of((torch.randn(6, 8, dtype=D), torch.randint(4, (6,))), {})
+    captured = capture(Step("step", PLACE, owner.build, {"model": model}, [OptimizerSpec(optimizer)]), inputs)
     return {state.key: state.fill for state in captured.states}
 
 

@@ -6,7 +6,7 @@ from capture_reference import Owner, Program, assert_same, close
 from random_writes import PARTS, WHOLE, Model, taken_by_eager
 from torch import fx, nn
 
-from graphzero.capture import functional as second
+from graphzero.capture.rewrite import functionalize as second
 from graphzero.errors import CaptureError
 
 

@@ -8,6 +8,8 @@ import torch
 from capture_reference import Owner, Program
 from torch import nn
 
+from graphzero.capture.objects.reachable import Reached
+
 pytestmark = pytest.mark.filterwarnings("ignore:build sets", "ignore:build draws")
 
 COUNT, SEEN, CACHE = 0, [], {"a": [1]}
@@ -111,3 +113,21 @@ def test_random_streams_and_that_the_user_is_told():
     assert any("module numpy.random" in str(one.message) for one in told)
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
+
+
+def test_a_function_that_is_given_other_code_is_looked_into_anew():
+    def first():
+        global COUNT
+        COUNT += 1
+
+    def second():
+        global FRESH
+        FRESH = 1
+
+    found = []
+    for code in (first.__code__, second.__code__, first.__code__):
+        first.__code__ = code
+        reached = Reached()
+        reached.of(first)
+        found.append([kept.names for kept in reached.kept])
+    assert found == [[("COUNT",)], [("FRESH",)], [("COUNT",)]]

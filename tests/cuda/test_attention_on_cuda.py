@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphzero.attention import DEFINITION, KERNELS, case_of, choose
-from graphzero.capture.attention import attention
+from graphzero.capture.trace.attention import attention
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
+from graphzero.ops.attention_kernels import DEFINITION, KERNELS, case_of, choose
 
 BY_NAME = {kernel.name: kernel for kernel in (*KERNELS["cuda"], DEFINITION)}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -12,7 +12,7 @@ from steps import Language, Train, adamw, batches, eager
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.runtime.replay import Replayed
+from graphzero.runtime.record.replay import Replayed
 
 ONE, FOUR = (gz.placement("cuda", range(n), virtual=True) for n in (1, 4))
 STEPS = 10
@@ -37,7 +37,7 @@ class Scheduled(Train):
 
 
 def executor(graph: gz.Graph) -> Replayed:
-    found = graph._last.executor(graph._world)  # type: ignore[union-attr]
+    found = graph._selection.last.part.executor(graph._source.world)  # type: ignore[union-attr]
     assert isinstance(found, Replayed)
     return found
 

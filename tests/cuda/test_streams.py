@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.runtime.process import ProcessWorld
+from graphzero.runtime.world.process import ProcessWorld
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.complex64]
 SLOW = 20_000_000  # cycles
@@ -21,15 +21,15 @@ def world(nccl):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_travels(world, dtype):
     x = torch.arange(12, device="cuda").remainder(2).to(dtype)
-    for begin in (world._all_gather, world._all_to_all):
+    for kind in ("all_gather", "all_to_all"):
         out = torch.empty_like(x)
-        begin([out], [x], "dp").wait()
+        world._begin(kind, [out], [x], "dp", "sum").wait()
         assert torch.equal(out, x)
     out = torch.empty_like(x)
-    world._reduce_scatter([out], [x.clone()], "dp", "sum").wait()
+    world._begin("reduce_scatter", [out], [x.clone()], "dp", "sum").wait()
     assert torch.equal(out, x)
     buffer = x.clone()
-    world._all_reduce([buffer], "dp", "sum").wait()
+    world._begin("all_reduce", [buffer], [buffer], "dp", "sum").wait()
     assert torch.equal(buffer, x)
 
 
@@ -40,7 +40,7 @@ def test_memory_that_a_collective_reads_is_not_given_away(world, times):
     torch.cuda.synchronize()
     x = torch.full((size,), 3.0, device="cuda")
     torch.cuda._sleep(SLOW)
-    handle = world._all_gather([out], [x], "dp")
+    handle = world._begin("all_gather", [out], [x], "dp", "sum")
     del x
     other = torch.full((size,), 7.0, device="cuda")  # would lie where x lay, were it free
     handle.wait()
@@ -53,7 +53,7 @@ def test_a_result_is_read_after_wait_in_the_order_of_streams(world):
     torch.cuda.synchronize()
     torch.cuda._sleep(SLOW)
     x.add_(5.0)
-    handle = world._all_gather([out], [x], "dp")
+    handle = world._begin("all_gather", [out], [x], "dp", "sum")
     handle.wait()
     assert out.sum().item() == 5.0 * x.numel()
 
@@ -61,10 +61,10 @@ def test_a_result_is_read_after_wait_in_the_order_of_streams(world):
 def test_a_begun_collective_does_not_hold_the_host(world):
     x = torch.ones(1 << 20, device="cuda")
     out = torch.empty_like(x)
-    world._all_gather([out], [x], "dp").wait()
+    world._begin("all_gather", [out], [x], "dp", "sum").wait()
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * SLOW)
-    handle = world._all_gather([out], [x], "dp")
+    handle = world._begin("all_gather", [out], [x], "dp", "sum")
     handle.wait()
     done = torch.cuda.Event()
     done.record()

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.ops import UNIFORM_LIKE
-from graphzero.runtime.seed import key_tensor
+from graphzero.runtime.state.seed import key_tensor
 
 STAGES = [0, 1, 2, 3]
 
@@ -60,7 +60,7 @@ def test_eager_steps_go_on_where_a_graph_stopped(model):
     other = copy.deepcopy(model)
     graph = Train(model, gz.placement("cuda", range(1), virtual=True), clip=None)
     optimizer = adamw(other.cuda())
-    own = graph._optimizers[0].optimizer
+    own = graph._source.optimizers[0].optimizer
     for i, ids in enumerate(batches()):
         if i < 2:
             graph(ids)

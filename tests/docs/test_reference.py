@@ -5,6 +5,9 @@ import importlib.util
 import pytest
 from doc_blocks import ROOT
 
+from graphzero.config import Settings
+from graphzero.config.setting import settings_of
+
 spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
 assert spec is not None and spec.loader is not None
 reference = importlib.util.module_from_spec(spec)
@@ -41,3 +44,11 @@ def test_a_docstring_becomes_markdown() -> None:
         "```text\n===== =====\na     b\n===== =====\n```\n\n"
         "Raises:\n\n* ConfigError: for another\n  `dtype`."
     )
+
+
+def test_the_reference_has_every_setting_and_the_method_that_makes_it() -> None:
+    page = reference.PAGE.read_text(encoding="utf-8")
+    section = page.split("### gz.GraphConfig\n")[1].split("\n### ")[0]
+    for one in settings_of(Settings).values():
+        assert f"\n* `{one.name}`: " in section
+        assert not one.method or f"\n* `{one.method}(" in section

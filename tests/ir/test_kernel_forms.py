@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphzero.ir import kernel_forms
+from graphzero.ir.storage import kernel_forms
 
 aten = torch.ops.aten
 WITH_NUMBERS = [

@@ -8,8 +8,8 @@ import pytest
 from torch import fx
 from toys import STAGES, lower, step
 
-from graphzero.ir import arena, memory, ops
-from graphzero.ir.memory import Life
+from graphzero.ir.storage import arena
+from graphzero.ir.storage.liveness import Life, liveness
 from graphzero.passes import Bucket
 from graphzero.plan import memory_of
 
@@ -77,7 +77,7 @@ def test_what_leaves_the_step_and_what_stays_is_elsewhere(everything, zero):
     graph = lower(step(LAYERS, batch=64), zero)
     found = arena.arena_of(graph)
     assert found is not None
-    roots = memory.storage_roots(graph)
+    roots = liveness(graph).roots
     handed_out = {root for node in graph.output.all_input_nodes for root in roots[node]}
     assert not handed_out & found.offsets.keys()
     assert all(node.op == "call_function" for node, _ in found.offsets)
@@ -85,13 +85,12 @@ def test_what_leaves_the_step_and_what_stays_is_elsewhere(everything, zero):
 
 def test_what_another_rank_may_still_read_is_left_alone(everything):
     graph = lower(step(LAYERS, batch=64), STAGES[3], Bucket(64))
-    alive = {life.storage: life for life in arena.eligible(graph, memory.lives(graph))}
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    roots = memory.storage_roots(graph)
+    at = liveness(graph)
+    alive = {life.storage: life for life in arena.eligible(at)}
     sent = 0
-    for node in graph.graph.find_nodes(op="call_function", target=ops.launch):
-        over = max(position[user] for user in node.users)
-        for storage in (*roots[node], *(roots[node.all_input_nodes[0]] if ops.is_direct(node) else ())):
+    for node, moves in at.transfers.items():
+        over = at.position[moves.end]
+        for storage in (*at.roots[node], *(at.roots[moves.members[0]] if moves.is_direct else ())):
             if storage in alive:
                 assert alive[storage].end >= over
                 sent += 1
@@ -127,8 +126,8 @@ def test_values_below_the_threshold_and_results_of_ops_left_out_are_not_there():
     assert arena.arena_of(graph) is None
     large = lower(step(("linear 512", "relu", "linear 8"), ranks=1, batch=128))
     found = arena.arena_of(large)
-    assert found is not None and {life.storage for life in memory.lives(large) if life.nbytes >= arena.LEAST}
-    assert all(life.nbytes >= arena.LEAST for life in memory.lives(large) if life.storage in found.offsets)
+    assert found is not None and {life.storage for life in liveness(large).lives() if life.nbytes >= arena.LEAST}
+    assert all(life.nbytes >= arena.LEAST for life in liveness(large).lives() if life.storage in found.offsets)
     targets = {node.target for node, _ in found.offsets}
     without = arena.arena_of(large, without=targets)
     assert without is None

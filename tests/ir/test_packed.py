@@ -8,13 +8,13 @@ import tracemalloc
 import pytest
 import torch
 from torch import nn
-from toys import STAGES, step
+from toys import STAGES, options, step
 
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
-from graphzero.ir.parse import parse
+from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, default_passes
 from graphzero.sbp.types import B
 
@@ -41,7 +41,7 @@ def facts(graph: StepGraph) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("zero", STAGES)
 def test_every_graph_of_a_history_comes_back_with_all_that_is_known_of_its_values(zero: gz.passes.Zero | None) -> None:
     graph = parse(step())
-    for pass_ in default_passes(zero=zero):
+    for pass_ in default_passes(options(zero)):
         graph = Pipeline([pass_])(graph)
         again = Packed(graph).graph()
         assert facts(again) == facts(graph)

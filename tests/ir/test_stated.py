@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from graphzero.errors import GraphZeroError, VerifyError
-from graphzero.ir.parse import parse
-from graphzero.ir.verify import verify
+from graphzero.ir.laws.verify import verify
+from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline
 from graphzero.plan import plan_of
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world.virtual import VirtualWorld
 
 HEAD = """
 graph g(dp=2) {}
@@ -76,7 +76,7 @@ LOWERED = {
     "y = all_gather(x, 0) : f32[8, 4]  B": "takes 3 arguments",
     "y = all_reduce(x, 'dp', 'mean') : f32[8, 4]  B": "reduces by 'mean'",
     "l = launch('os.system', 0, [x], [0], 'dp') : (f32[8, 4]  B)": "launches none of bucket_all_gather",
-    "l = launch('bucket_all_gather', -1, [x], [0], 'dp') : (f32[8, 4]  B)": "has no slot -1",
+    "l = launch('bucket_all_gather', -2, [x], [0], 'dp') : (f32[8, 4]  B)": "has no slot -2",
     "l = launch('bucket_all_gather', 10**9, [x], [0], 'dp') : (f32[8, 4]  B)": "",
     "l = launch('bucket_all_gather', 1000000000, [x], [0], 'dp') : (f32[8, 4]  B)": "has no slot",
     "l = launch('bucket_all_gather', 0, [x, n], [0, 0], 'dp') : (f32[8, 4]  B, i64[8]  B)": "of several dtypes",

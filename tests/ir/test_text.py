@@ -13,10 +13,10 @@ import torch
 from toys import STAGES, history, lower, run, step
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.parse import ParseError, parse
-from graphzero.ir.text import op_name, print_graph
+from graphzero.ir.laws.verify import verify
+from graphzero.ir.text.parser import ParseError, parse
+from graphzero.ir.text.printer import op_name, print_graph
 from graphzero.ir.value import Role, TensorType
-from graphzero.ir.verify import verify
 from graphzero.sbp.local import LocalSize, LocalStart
 from graphzero.sbp.placement import placement
 from graphzero.sbp.types import B, S
@@ -232,7 +232,7 @@ BAD_LINES = {
     "y = relu(x) : q7[8, 4]": "'q7' is no dtype; f64, f32",
     "y = relu(x) : f32[8, 4]  S(a)": "'S\\(a\\)' is no SBP",
     "y = relu(x) : f32[8, 4]  B!!": "'B!' is no SBP",
-    "y = relu(x) : f32[8, 4]  P(mean)": "sum, max or min",
+    "y = relu(x) : f32[8, 4]  P(mean)": "one of sum, max, min",
     "y = relu(x) : f32[8, 4]  (B, B)": "expected one SBP for each axis",
     "y = relu(x) : (f32[8, 4], _": "types of several results in brackets",
     "y = relu(x) : (f32[8, 4]  B!, _)": "pin the value that picks one",
@@ -345,7 +345,7 @@ def test_a_text_of_any_kind_is_refused_in_time_that_grows_with_its_length_alone(
 
 WATCHED = """
 import json, sys
-from graphzero.ir.parse import ParseError, parse
+from graphzero.ir.text.parser import ParseError, parse
 from graphzero.sbp import registry
 heard, texts = [], json.load(sys.stdin)
 registry.registered(), parse(texts[-1])  # what is loaded when it is first needed

@@ -13,9 +13,9 @@ from toys import STAGES, history, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.parse import parse
+from graphzero.ir.laws.verify import verify
+from graphzero.ir.text.parser import parse
 from graphzero.ir.value import TensorType
-from graphzero.ir.verify import verify
 from graphzero.passes import Pipeline, Reuse, default_passes
 from graphzero.sbp.types import B, P, S
 
@@ -352,3 +352,27 @@ def test_a_split_of_a_scalar_cannot_be_pinned() -> None:
     with pytest.raises(ValueError, match="cannot pin 's'"):
         graph.pin("s", "dp", S(0))
     assert graph.pin("s", "dp", B).name == "s"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("y = mul.Tensor(x, x, out=x)       : f32[8, 4]  P", "runs mul as S.0., S.0. -> P"),
+        ("y = sum.dim_IntList(x, [0], out=z) : f32[4]     B", "runs sum.dim_IntList as S.0. -> B"),
+        ("y = view(x, [8, 2/dp, 2])         : f32[8, 2, 2]  S(1)", "runs view as S.0. -> S.1."),
+        ("y = embedding_from(t, i, start=8@dp, total=8) : f32[5, 4]  B", "runs embedding_from as S.0., B -> B"),
+        (
+            "y = adam([x, z], [x, z], [x, z], [x, z], [], [k, k], 0.1, 0.9, 0.99, 1e-8, 0.0) : (f32[8, 4]  S(0), "
+            "f32[4]  B, f32[8, 4]  B, f32[4]  B, f32[8, 4]  S(0), f32[4]  B)",
+            "runs adam as",
+        ),
+    ],
+)
+def test_rules_hold_where_results_have_a_place_and_sizes_are_those_of_a_rank(line: str, problem: str) -> None:
+    text = (
+        "graph g(dp=2) local\n  x = state(a) : f32[8, 4]  S(0)\n  z = state(b) : f32[4]  B\n"
+        "  t = param(w) : f32[8, 4]  S(0)\n"
+        f"  i = batch() : i64[5]  B\n  k = state(c) : f32[]  B\nforward:\n  {line}\n  return\n"
+    )
+    with pytest.raises(VerifyError, match=problem):
+        verify(parse(text))

@@ -75,7 +75,7 @@ class Train(gz.Graph):
     @property
     def count(self) -> int:
         """How many programs it has compiled."""
-        return len({id(program) for programs in self._programs.programs.values() for program in programs})
+        return len(self._selection.programs.all)
 
 
 def eager_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
-from graphzero.ir.parse import parse
+from graphzero.ir.text.parser import parse
 
 LIMIT = 1e-8  # Copies computes with a float32 counter, which the graph reads in float64
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_from_before_the_first_call_brings_the_first_step_back():
 def test_a_call_that_fails_leaves_the_first_step_to_be_taken(monkeypatch):
     graph, model, optimizers, eager, others = pair()
     graph.compile(*batch(0))
-    executor = graph._last.executor(graph._world)
+    executor = graph._selection.last.part.executor(graph._source.world)
     monkeypatch.setattr(executor, "run", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         graph(*batch(0))
@@ -223,8 +223,8 @@ def test_the_plan_of_a_first_step_is_what_it_does(stage):
         model = Small()
         graph = Train(model, copies(model), stage, placement=gz.placement("cpu", range(4)))
         data = batch(0)
-        call = graph._prepare(data, {}, running=True)
-        executor = call.program.executor(graph._world)
+        call = graph._selection.prepare(data, {}, running=True)
+        executor = call.executor
         with torch.no_grad():
             graph._bind(call)
         held = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]

@@ -11,9 +11,9 @@ from toys import STAGES, history, lines, lower, random_step, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.laws.verify import verify
 from graphzero.ir.layout import layout_of
-from graphzero.ir.parse import parse
-from graphzero.ir.verify import verify
+from graphzero.ir.text.parser import parse
 from graphzero.passes import Bucket, Zero
 from graphzero.testing import assert_graph, assert_same_step
 
@@ -65,11 +65,11 @@ def test_a_bucket_holds_collectives_of_one_axis_and_continues_one_bucket(zero: Z
     for launch in graph.graph.find_nodes(op="call_function", target=ops.launch):
         layout = layout_of(graph, launch)
         assert layout is not None
-        index = graph.placement.axis(layout.axis)
-        for member, made in zip(layout.members, value.sbp_of(launch), strict=True):
+        index = graph.placement.axis(layout.moves.axis)
+        for member, made in zip(layout.moves.members, value.sbp_of(launch), strict=True):
             have = value.nd_of(member)
             assert [i for i in range(2) if have[i] is not made[i]] == [index]
-        continued = {m.args[0] for m in layout.members if m.target is operator.getitem}
+        continued = {m.args[0] for m in layout.moves.members if m.target is operator.getitem}
         assert len(continued) <= 1
 
 
@@ -93,9 +93,9 @@ def test_what_carries_a_bucket_on_is_launched_with_the_next_bucket() -> None:
     for node in graph.graph.find_nodes(op="call_function", target=ops.launch):
         layout = layout_of(graph, node)
         assert layout is not None
-        if layout.kind == "reduce_scatter":
-            launches[layout.axis].append(order[node])
-            waits[layout.axis].append(order[next(iter(node.users))])
+        if layout.moves.kind == "reduce_scatter":
+            launches[layout.moves.axis].append(order[node])
+            waits[layout.moves.axis].append(order[next(iter(node.users))])
     outer, inner = launches["dp_replicate"], launches["dp_shard"]
     for i in range(len(outer) - 1):
         assert waits["dp_replicate"][i] < inner[i] < outer[i + 1]

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from toys import lower, step
 
 from graphzero.errors import VerifyError
-from graphzero.ir.graph import StepGraph
-from graphzero.ir.parse import parse
-from graphzero.passes import NAMES, Keep, Pass, Pin, Pipeline, Propagate, Zero, default_passes, pass_name
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.text.parser import parse
+from graphzero.passes import (
+    NAMES,
+    Bucket,
+    Fuse,
+    Options,
+    Pass,
+    Pin,
+    Pipeline,
+    Propagate,
+    Schedule,
+    Zero,
+    default_passes,
+    pass_name,
+)
+from graphzero.passes.pipeline import PASSES
+from graphzero.sbp.links import Link
 from graphzero.sbp.types import P
 from graphzero.testing import assert_same_step
 
@@ -32,17 +49,19 @@ def refused(pass_: Pass, problem: str, graph: str = RELU) -> None:
 def test_the_graph_that_is_given_stays_as_it_is() -> None:
     graph = parse(step())
     before = str(graph)
-    first = Pipeline(default_passes(zero=Zero(3)))(graph)
+    first = Pipeline(default_passes(Options(stage=3)))(graph)
     assert str(graph) == before
     assert str(lower(graph, Zero(3))) == str(first)
 
 
 def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
-    pipeline = Pipeline(default_passes(zero=Zero(2), keep=Keep()))
+    pipeline = Pipeline(default_passes(Options(stage=3, keep_gathered=())))
     graph = parse(step())
     last = pipeline(graph)
     records = pipeline.history
-    assert tuple(record.name for record in records) == tuple(name for name in NAMES if name != "order")
+    assert tuple(record.name for record in records) == tuple(
+        name for name in NAMES if name not in ("order", "step_early")
+    )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
     assert all(record.seconds >= 0 for record in records)
@@ -134,3 +153,96 @@ def test_a_broken_law_names_the_pass_that_broke_it() -> None:
 
     with pytest.raises(VerifyError, match="after pass spoil: 'y' cannot be P on axis dp"):
         Pipeline([Pin(), Propagate(), spoil])(parse(RELU))
+
+
+# ---- the list of built-in passes
+
+
+def ahead(graph: StepGraph) -> StepGraph:
+    return graph
+
+
+def behind(graph: StepGraph) -> StepGraph:
+    return graph
+
+
+def names(passes: list[Pass]) -> list[str]:
+    return [pass_name(one) for one in passes]
+
+
+def test_every_field_of_a_built_in_pass_is_an_option_and_has_one_type_wherever_it_is_taken() -> None:
+    known = {one.name: one.type for one in dataclasses.fields(Options)}
+    for entry in PASSES:
+        for one in dataclasses.fields(entry.kind):  # type: ignore[arg-type]
+            wider = {str(one.type), f"{one.type} | None"}
+            assert known[one.name] in wider, f"{entry.name}.{one.name}"
+
+
+def test_options_reach_every_pass_that_takes_them() -> None:
+    options = Options(stage=1, optimizer_in_backward=True, bucket_bytes=100, links=(Link(0, 1e9),))
+    told = [(one, field.name) for one in default_passes(options) for field in dataclasses.fields(one)]  # type: ignore[arg-type]
+    assert all(getattr(one, name) == getattr(options, name) for one, name in told)
+    assert {name for _, name in told} >= {"stage", "optimizer_in_backward", "bucket_bytes", "links"}
+
+
+def test_a_group_is_its_passes_under_one_name() -> None:
+    fused, ordered = Fuse().passes, Schedule(100, optimizer_in_backward=True).passes
+    assert [pass_name(one) for one in fused] == ["fuse_cross_entropy", "fuse_pieces", "fuse_adam"]
+    passes = default_passes(Options(bucket_bytes=100, optimizer_in_backward=True), [(ahead, "schedule")])
+    at = passes.index(ahead)
+    assert passes[at - len(ordered) : at] == list(ordered)
+    graph = parse(step())
+    apart = Pipeline(default_passes(Options()))(graph)
+    before = default_passes(Options(), until="fuse"), default_passes(Options(), since="dead_code")
+    together = Pipeline([*before[0], Fuse(), Bucket(), Schedule(), *before[1]])
+    assert str(together(graph)) == str(apart)
+    assert "slots" in [record.name for record in together.history]
+
+
+def test_a_pass_is_there_under_its_condition() -> None:
+    everything = Options(stage=3, keep_gathered=(), order=True, optimizer_in_backward=True)
+    assert names(default_passes(everything)) == list(NAMES)
+    for options, missing in (
+        (Options(keep_gathered=()), {"zero", "keep"}),
+        (Options(stage=2, keep_gathered=()), {"keep"}),
+        (Options(stage=3), {"keep"}),
+        (Options(stage=3, optimise=False), {"keep", *map(pass_name, Fuse().passes), "reuse", "join_updates"}),
+    ):
+        missing |= {"order", "step_early"}
+        assert names(default_passes(options)) == [name for name in NAMES if name not in missing]
+
+
+def test_a_part_of_the_list_is_cut_where_a_pass_would_stand() -> None:
+    """Whether that pass is there or not, with the user's passes that stand in the part."""
+    for options in (Options(), Options(order=True)):
+        parts = (
+            default_passes(options, [(ahead, "localize"), (behind, "order")], until="order"),
+            default_passes(options, [(ahead, "localize"), (behind, "order")], since="order"),
+        )
+        assert [*parts[0], *parts[1]] == default_passes(options, [(ahead, "localize"), (behind, "order")])
+        assert ahead in parts[0] and behind in parts[1]
+
+
+def test_a_users_pass_follows_the_one_it_names_or_the_place_where_that_would_be() -> None:
+    def third(graph: StepGraph) -> StepGraph:
+        return graph
+
+    own = [(ahead, "zero"), (behind, "ahead"), (third, "zero"), (third, "third")]
+    for stage in (0, 2):
+        found = names(default_passes(Options(stage=stage), own))
+        assert found[: found.index("expand")][-4:] == ["ahead", "behind", "third", "third"]
+
+
+def test_a_pass_stands_in_a_room_in_a_file_of_its_name() -> None:
+    for entry in PASSES:
+        above, _, file = entry.kind.__module__.rpartition(".")
+        assert above.startswith("graphzero.passes.") and entry.name.startswith(file)
+
+
+def test_every_level_has_passes_that_take_a_graph_on_from_it() -> None:
+    graph = parse(step())
+    for entry in PASSES:
+        if entry.when(Options(stage=2)):
+            assert entry.level == graph.level
+            graph = Pipeline([entry.made(Options(stage=2))])(graph)
+    assert graph.level == LEVELS[-1]

@@ -12,11 +12,12 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.ir import value
-from graphzero.runtime import device_memory, products
-from graphzero.runtime.agree import BIND, CALL, PROGRAM
-from graphzero.runtime.products import Figures
-from graphzero.runtime.steps import Barrier
-from graphzero.runtime.timer import AGREEING, AROUND
+from graphzero.runtime.execute import products
+from graphzero.runtime.execute.products import Figures
+from graphzero.runtime.execute.steps import Barrier
+from graphzero.runtime.world import device_memory
+from graphzero.runtime.world.agree import BIND, CALL, PROGRAM
+from graphzero.testing.timer import AGREEING, AROUND
 
 
 def check_a_check_that_one_ranks_rows_do_not_meet_stops_both_ranks_and_changes_nothing():
@@ -57,7 +58,7 @@ def check_disagreement_raises_on_all_ranks_and_says_what_differs():
     raises(gz.CaptureError, "lr: rank 0: 0.1; rank 1: 1.1", lambda: graph(*share(0)))
     optimizer.param_groups[0]["lr"] = 0.1
     graph.config.enable_zero(stage=2 + rank)
-    raises(gz.CaptureError, "configuration: rank 0: .*stage 2", lambda: graph(*share(0)))
+    raises(gz.CaptureError, "config.zero: rank 0: stage 2 over dp; rank 1: stage 3 over dp", lambda: graph(*share(0)))
     graph.config.enable_zero(stage=2)
     graph(*share(0))
 
@@ -82,7 +83,7 @@ def check_the_first_rank_says_which_products_onednn_computes():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             graph(*(x.float() for x in share(0)))
-    names = graph._last.executor(graph._world).program.names.values()
+    names = graph._selection.last.part.executor(graph._source.world).program.names.values()
     assert products.onednn_add in names  # only the first rank's view
     assert not caught or dist.get_rank() == 0
 
@@ -121,13 +122,13 @@ def check_what_one_rank_changes_alone_raises_on_all():
 
     def another_module(graph):
         graph.model.last = copy.deepcopy(graph.model.last)
-        graph._optimizers[0].optimizer.param_groups[0]["params"] = list(graph.model.parameters())
+        graph._source.optimizers[0].optimizer.param_groups[0]["params"] = list(graph.model.parameters())
 
     def a_hook(graph):
         graph.model.last.register_forward_hook(lambda module, args, out: 2 * out)
 
     def another_rate(graph):
-        graph._optimizers[0].optimizer.param_groups[0]["lr"] = 0.7
+        graph._source.optimizers[0].optimizer.param_groups[0]["lr"] = 0.7
 
     def a_pass(graph):
         graph.config.add_pass(lambda g: g)
@@ -139,7 +140,7 @@ def check_what_one_rank_changes_alone_raises_on_all():
         (another_module, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
         (a_hook, "modules: rank 0: as in an earlier call; rank 1: not as in any"),
         (another_rate, "lr: rank 0: 0.1; rank 1: 0.7"),
-        (a_pass, "configuration: rank 0: .*; rank 1: .*lambda"),
+        (a_pass, r"config.user_passes: rank 0: \(\); rank 1: \(.*lambda.* after zero\)"),
         (other_flags, "no grad"),
     ):
         model = make(0)
@@ -165,7 +166,7 @@ def check_another_model_structure_or_passes_on_one_rank_raise_on_all():
 
     graph = Train(model)
     graph.config.add_pass(breaks if rank else (lambda graph: graph), after="pin")
-    raises(gz.CaptureError, "configuration", lambda: graph(x, y))
+    raises(gz.CaptureError, "config.user_passes: rank 0: .*lambda.*; rank 1: .*breaks", lambda: graph(x, y))
 
     def same_name(graph):
         if rank == 1:
@@ -198,8 +199,8 @@ def check_first_mode_compares_only_the_program_in_later_calls():
     graph.config.check_inputs = "first"
     graph(*share(0))
     talked = []
-    agree = graph._ranks.agree
-    graph._ranks.agree = lambda *args: talked.append(args[0]) or agree(*args)
+    agree = graph._source.ranks.agree
+    graph._source.ranks.agree = lambda *args: talked.append(args[0]) or agree(*args)
     graph(*share(1))
     assert talked == [PROGRAM]
     graph(*(t[:2] for t in share(1)))
@@ -209,7 +210,7 @@ def check_first_mode_compares_only_the_program_in_later_calls():
 def _fails(graph, at, error, inputs, text=None):
     """A run ends with ``error`` in step number ``at`` of the program, after what that step does, or because the other
     rank, which stops there too, is heard of before."""
-    steps = graph._last.executor(graph._world).program.steps
+    steps = graph._selection.last.part.executor(graph._source.world).program.steps
     step = steps[at]
 
     def fail(envs):
@@ -223,7 +224,7 @@ def _fails(graph, at, error, inputs, text=None):
 
 def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
     graph, _ = trained(2, steps=1)
-    program = graph._last.executor(graph._world).program
+    program = graph._selection.last.part.executor(graph._source.world).program
     for at in range(program.first_write):  # with transfers under way in some
         _fails(graph, at, RuntimeError("odd"), share(9), "odd")
     graph(*share(1))
@@ -233,7 +234,7 @@ def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
         _fails(graph, at, KeyboardInterrupt(), share(2))
         raises(gz.GraphZeroError, "load_state_dict", lambda: graph(*share(2)))
         graph.load_state_dict(saved)
-    graph._selection.taken = dist.get_rank()
+    graph._selection.progress.taken = dist.get_rank()
     raises(gz.CaptureError, r"steps taken .*load_state_dict.*: rank 0: 0; rank 1: 1", lambda: graph(*share(2)))
     graph.load_state_dict(saved)
     graph(*share(2))
@@ -246,12 +247,12 @@ def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_it
     graph = Train(model, sgd(model), 2)
     graph.config.set_optimizer_in_backward()
     graph.config.bucket_bytes = 100
-    optimizer = graph._optimizers[0].optimizer
+    optimizer = graph._source.optimizers[0].optimizer
     for step in range(2):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         graph(*share(step))
     same(graph.full_state_dict()["modules"]["model"], wanted.full_state_dict()["modules"]["model"])
-    program = graph._last.executor(graph._world).program
+    program = graph._selection.last.part.executor(graph._source.world).program
     behind = [step.node for step in program.steps[program.first_write :] if isinstance(step, Barrier)]
     assert "backward" in map(value.phase_of, behind)
     saved = graph.full_state_dict()
@@ -415,7 +416,7 @@ def check_what_is_put_in_on_one_rank_alone_raises_on_all_and_on_all_is_taken_fro
         put = torch.full_like(getattr(module, name), 2.0 + dist.get_rank())
         if name == "weight":
             put = nn.Parameter(put)
-            graph._optimizers[0].optimizer.param_groups[0]["params"][0] = put
+            graph._source.optimizers[0].optimizer.param_groups[0]["params"][0] = put
         setattr(module, name, put)
 
     for paths in (("running_mean", None), ("weight", None), (None, "running_var"), ("running_mean", "running_var")):
@@ -438,7 +439,7 @@ def check_a_state_that_one_rank_alone_has_replaced_raises_on_all():
     rank = dist.get_rank()
     for stage in (0, 2):
         graph, _ = trained(stage, steps=1)
-        held = graph._optimizers[0].optimizer.state[graph.model.last.weight]
+        held = graph._source.optimizers[0].optimizer.state[graph.model.last.weight]
         if rank == 1:
             before, held["momentum_buffer"] = held["momentum_buffer"], torch.ones(3, 5, dtype=torch.float64)
         raises(gz.CaptureError, "momentum_buffer: rank 0: .*; rank 1: .*new here", lambda graph=graph: graph(*share(1)))
@@ -492,7 +493,7 @@ def check_other_draws_on_one_rank_raise_on_all():
 
     graph = Drop()
     graph(torch.ones(3, 4))
-    graph._state.random.step += dist.get_rank()
+    graph._source.state().random.step += dist.get_rank()
     text = r"random draws: rank 0: seed \d+, step 1; rank 1: seed \d+, step 2"
     raises(gz.CaptureError, text, lambda: graph(torch.ones(3, 4)))
     graph.load_state_dict({"random": {"seed": 1, "step": 5}}, strict=False)
@@ -528,7 +529,9 @@ def check_other_settings_of_the_check_on_one_rank_raise_on_all():
     graph = Train(make(0))
     graph(*share(0))
     graph.config.check_inputs = "values" if dist.get_rank() else "always"
-    raises(gz.CaptureError, "check_inputs: rank 0: always; rank 1: values", lambda: graph(*share(0)))
+    raises(gz.CaptureError, "config.check_inputs: rank 0: always; rank 1: values", lambda: graph(*share(0)))
+    graph.config.check_inputs, graph.config.max_programs = "always", 64 + dist.get_rank()
+    raises(gz.CaptureError, "config.max_programs: rank 0: 64; rank 1: 65", lambda: graph(*share(0)))
 
 
 def check_ranks_that_sum_for_themselves_use_equal_threads_or_raise():

@@ -6,9 +6,11 @@ from unittest import mock
 import torch.distributed as dist
 from arena_toys import MODELS, Train, batch, equal, steps, stopped
 
-from graphzero.ir import arena, ops
-from graphzero.runtime.neighbours import Neighbours
-from graphzero.runtime.steps import Barrier
+from graphzero.ir import ops
+from graphzero.ir.storage import arena
+from graphzero.ir.transfer import is_transfer
+from graphzero.runtime.execute.steps import Barrier
+from graphzero.runtime.transport.neighbours import Neighbours
 
 EVERYTHING = mock.patch.multiple(arena, LEAST=1, COST=1)
 
@@ -31,7 +33,7 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
         graph = Train(MODELS["gpt"](), stage)
         with mock.patch.object(Neighbours, "read", late):
             assert equal(steps("gpt", graph, spoiled=True, share=share), plain), stage
-        assert any(ops.is_direct(node) for node, _ in graph._last.arena.offsets) == (stage > 0)
+        assert any(is_transfer(node) for node, _ in graph._selection.last.part.arena.offsets) == (stage > 0)
 
 
 @EVERYTHING
@@ -46,6 +48,6 @@ def check_what_a_stopped_step_has_under_way_does_not_arrive_in_the_next_one():
         graph = Train(MODELS["gpt"](), 3, used=used)
         steps("gpt", graph, 1, share=share)
         stopped(graph, under_way, *map(share, batch("gpt", 5)))
-        assert graph._world.pending
+        assert graph._source.world.pending
         found.append([x.clone() for x in graph(*map(share, batch("gpt", 6, rows=8)))])
     assert equal(*found)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphzero as gz
-from graphzero.ir import arena, inplace, memory
+from graphzero.ir.aliases import is_view
+from graphzero.ir.storage import arena, inplace
+from graphzero.ir.storage.liveness import liveness
 
 
 class Block(nn.Module):
@@ -77,14 +79,13 @@ class Spoiled:
     """
 
     def __init__(self, graph: gz.Graph):
-        program = graph._last
-        self.executor, self.arena = program.executor(graph._world), program.arena
-        self.storage = graph._world.arena.storages[0]
+        program = graph._selection.last
+        self.executor, self.arena = program.part.executor(graph._source.world), program.part.arena
+        self.storage = graph._source.world.arena.storages[0]
         nodes = list(program.graph.nodes)
-        taking = {node.name: i for i, node in enumerate(nodes) if not memory.is_view(node.target)}
+        taking = {node.name: i for i, node in enumerate(nodes) if not is_view(node.target)}
         self.position = {name: i for name, i in taking.items() if nodes[i].target not in inplace.OVER_OPERANDS}
-        alive = memory.lives(program.graph)
-        self.lives = [life for life in arena.eligible(program.graph, alive) if life.storage in self.arena.offsets]
+        self.lives = [life for life in arena.eligible(liveness(program.graph)) if life.storage in self.arena.offsets]
         self.executor.meter = self
         self.at = len(nodes)
 
@@ -133,7 +134,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def stopped(graph: gz.Graph, where: Callable[[list, int], int], *given: Tensor) -> None:
     """A call that ends within the step; where: (steps, number of the first that writes) -> number of the one instead
     of which it ends."""
-    program = graph._last.executor(graph._world).program
+    program = graph._selection.last.part.executor(graph._source.world).program
     at = where(program.steps, program.first_write)
     kept, program.steps[at] = program.steps[at], _stop
     with pytest.raises(KeyboardInterrupt):

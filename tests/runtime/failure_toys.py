@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from _ranks import context, end_with_parent
 
-from graphzero.runtime.peer_memory import SWITCH
+from graphzero.runtime.transport.peer_memory import SWITCH
 
 WAYS = ("memory", "sockets")
 Work = Callable[[int], Any]

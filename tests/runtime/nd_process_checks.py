@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 import graphzero as gz
-from graphzero.ir.parse import parse
+from graphzero.ir.text.parser import parse
 from graphzero.passes import LowerBoxing
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.process import ProcessWorld
-from graphzero.runtime.shards import as_dtensor, join, piece, position_of
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.tensors.shards import as_dtensor, join, piece, position_of
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp import B, P, S
 from graphzero.sbp.dtensor import to_placements
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphzero as gz
-from graphzero.runtime.shards import piece, position_of
+from graphzero.runtime.tensors.shards import piece, position_of
 from graphzero.sbp import B, P, S
 
 D = torch.float64
@@ -57,9 +57,20 @@ def assert_placed(model, where, layout):
         assert tuple(tensor.device_mesh.shape) == where.hierarchy
 
 
+def ways():
+    """Every way within and between the first two places, and from each of these to its like and back under other names:
+    names stand in no piece, so that they need no pairs of layouts of their own."""
+    line, grid, renamed = places()
+    options = [(where, layout) for where in (line, grid) for layout in layouts(where)]
+    yield from itertools.product(options, repeat=2)
+    for i, layout in enumerate(layouts(renamed)):
+        for where in (line, grid, renamed):
+            alike = (where, layouts(where)[i % len(layouts(where))])
+            yield from (((renamed, layout), alike), (alike, (renamed, layout)))
+
+
 def check_every_way_from_one_layout_to_another():
-    options = [(where, layout) for where in places() for layout in layouts(where)]
-    for (first, one), (second, other) in itertools.product(options, repeat=2):
+    for (first, one), (second, other) in ways():
         model = gz.to_global(model_of(), first, one)
         assert gz.to_global(model, second, other) is model
         assert_placed(model, second, other)

@@ -46,7 +46,7 @@ class Train(gz.Graph):
     def build(self, x, y):
         out = self.model(x)
         loss = nn.functional.mse_loss(out, y)
-        if self._optimizers:
+        if self._source.optimizers:
             loss.backward()
         return out, loss
 

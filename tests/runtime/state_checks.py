@@ -138,7 +138,7 @@ def check_checkpoints_load_at_other_stages_through_dcp():
 
 def check_eager_optimizer_loads_are_seen():
     graph, _ = trained(1)
-    optimizer = graph._optimizers[0].optimizer
+    optimizer = graph._source.optimizers[0].optimizer
     saved = graph.full_state_dict()
     graph(*share(3))
     optimizer.load_state_dict(saved["optimizers"][0])
@@ -180,7 +180,7 @@ def check_a_first_step_makes_the_state_and_ranks_agree_on_what_there_is():
 
 def check_parameters_come_back_whole_when_the_stage_no_longer_splits_them():
     graph, _ = trained(3, steps=1)
-    model, optimizer = graph.model, graph._optimizers[0].optimizer
+    model, optimizer = graph.model, graph._source.optimizers[0].optimizer
     for step, stage in enumerate((0, 3, 2, 3), 1):
         graph.config.enable_zero(bool(stage), stage=stage or 2)
         graph(*share(step))

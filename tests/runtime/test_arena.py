@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.ir import arena, dense
+from graphzero.ir.storage import arena, dense
 
 sys.path.insert(0, str(Path(__file__).parent))
 from arena_toys import MODELS, Spoiled, Train, batch, equal, steps, stopped  # noqa: E402
@@ -31,7 +31,7 @@ def trained(name: str, stages: tuple[int, ...], used: bool = True, spoiled: bool
     for stage in stages:
         graph.config.enable_zero(stage > 0, stage=stage or 2)
         found += steps(name, graph, spoiled=spoiled)
-        assert (graph._last.arena is not None) == used
+        assert (graph._selection.last.part.arena is not None) == used
     return found
 
 
@@ -94,17 +94,17 @@ def test_all_programs_of_a_graph_share_one_buffer_as_large_as_the_largest_needs(
     for count in (128, 256, 128, 192, 256):
         assert torch.equal(graph(rows(count)), plain(rows(count)))
         needs.append(graph.plan.memory["arena"])
-        (storage,) = graph._world.arena.storages
+        (storage,) = graph._source.world.arena.storages
         assert storage.nbytes() == max(needs)
     assert 0 < needs[0] == needs[2] < needs[3] < needs[1] == needs[4]
-    assert not plain._world.arena.storages and plain.plan.memory["arena"] == 0
+    assert not plain._source.world.arena.storages and plain.plan.memory["arena"] == 0
 
 
 def test_a_batch_for_which_there_is_no_memory_leaves_the_buffer_to_those_that_fit():
     graph, plain = Regression(Wide(), placement=TWO), Regression(Wide(), used=False, placement=TWO)
     assert torch.equal(graph(rows(256)), plain(rows(256)))
     with pytest.raises(RuntimeError, match="memory"):
-        graph._world.arena.grow(2**60)
+        graph._source.world.arena.grow(2**60)
     assert torch.equal(graph(rows(256)), plain(rows(256)))
 
 
@@ -180,9 +180,9 @@ def test_what_a_stopped_step_has_begun_ends_before_any_other_program_runs():
     graph = Regression(Wide(), placement=TWO)
     graph(rows(128))
     graph(rows(256))
-    left = graph._world.pending[0] = Transfer()
+    left = graph._source.world.pending[0] = Transfer()
     graph(rows(128))
-    assert left.over and not graph._world.pending
+    assert left.over and not graph._source.world.pending
 
 
 class Layouts:
@@ -192,7 +192,7 @@ class Layouts:
         self.orders = dense.Orders(graph.program.nodes)
         self.nodes = {node.name: node for node in graph.program.nodes}
         self.known, self.wrong = 0, []
-        graph._last.executor(graph._world).meter = self
+        graph._selection.last.part.executor(graph._source.world).meter = self
 
     __enter__ = __exit__ = register = enter = meet = lambda self, *args: None
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.shards import join, piece
+from graphzero.runtime.tensors.shards import join, piece
 from graphzero.sbp import B, P, S
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.runtime.cuda_graph import CudaGraphs, recorder_of
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.record.cuda_graph import CudaGraphs, recorder_of
+from graphzero.runtime.world.virtual import VirtualWorld
 
 DEVICE = torch.device("cuda", 0)
 

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.ir.layout import shape_on
-from graphzero.runtime import launch
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.virtual import VirtualWorld
-from graphzero.runtime.world import device_of
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world import launch
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import device_of
 
 # Builds without CUDA know no guard for its tensors; of the devices that are not the CPU they know "lazy".
 DEVICE = torch.device("cuda" if torch.version.cuda else "lazy", 0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graphzero.errors import GraphZeroError, SbpError, VerifyError
-from graphzero.ir.parse import parse
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.local import chunk
 
 MOMENTUM = """

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graphzero.ir.layout import layout_of
-from graphzero.ir.parse import parse
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.local import chunk
 
 N = 4
@@ -119,7 +119,7 @@ def test_a_collective_sends_what_its_layout_says_padding_included() -> None:
     for text in (SINGLE, BUCKETS):
         _, executor = run(text, given)
         layouts = [layout_of(executor.graph, node) for node in executor.graph.nodes]
-        wanted = [(x.kind, x.axis, x.wire_bytes) for x in layouts if x is not None]
+        wanted = [(x.moves.kind, x.moves.axis, x.wire_bytes) for x in layouts if x is not None]
         assert [(s.kind, s.axis, s.nbytes) for s in executor.world.trace or []] == wanted
     # 7 x 3 over 4 ranks: pieces of 2 x 3; 2 x 6 by columns: 2 x 2; 2 x 3: 1 x 3, each sent to three ranks
     assert wanted[0] == ("all_gather", "dp", 3 * (6 + 4 + 3) * 4)

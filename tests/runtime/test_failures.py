@@ -22,7 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import failure_toys  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime import loading, modules, peer_memory, resplit  # noqa: E402
+from graphzero.runtime.checkpoint import loading  # noqa: E402
+from graphzero.runtime.state import modules  # noqa: E402
+from graphzero.runtime.tensors import resplit  # noqa: E402
+from graphzero.runtime.transport import peer_memory  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -92,8 +95,8 @@ def test_an_op_that_fails_on_one_rank_is_an_error_on_all_and_the_next_call_works
 
 def a_scheduler_fails_on_rank_1(rank: int) -> Any:
     graph = Train()
-    schedule = torch.optim.lr_scheduler.LambdaLR(graph._optimizers[0].optimizer, lambda step: 1.0)
-    graph._schedulers[0] = schedule
+    schedule = torch.optim.lr_scheduler.LambdaLR(graph._source.optimizers[0].optimizer, lambda step: 1.0)
+    graph._source.schedulers[0] = schedule
     graph(batch(0, rank))
     saved = graph.full_state_dict()
 
@@ -324,7 +327,7 @@ def test_batches_that_differ_by_rank_raise_on_all_also_where_calls_compare_nothi
 def many_collectives(rank: int) -> Any:
     graph = Train()
     before = float(graph(batch(0, rank)))
-    for pairs in graph._world._pairs.values():
+    for pairs in graph._source.world._pairs.values():
         pairs.number = 2**31 - 20
     values = [float(graph(batch(0, rank))) for _ in range(20)]
     shown = [line for line in repr(graph).splitlines() if line.startswith("along dp")]

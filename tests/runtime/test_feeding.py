@@ -10,7 +10,7 @@ from toys import lower
 
 from graphzero import _compat
 from graphzero.ops import ADAM_
-from graphzero.runtime.feeding import FORMS, Cells, Fed, Feeding, constants
+from graphzero.runtime.record.feeding import FORMS, Cells, Fed, Feeding, constants
 
 aten = torch.ops.aten
 NUMBER = 0.9973  # 0.9961 in bfloat16

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 import graphzero as gz
 from graphzero import _compat
-from graphzero.runtime import inductor
-from graphzero.runtime.inductor import Call
-from graphzero.runtime.regions import Region, form
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.runtime.inductor import compiled
+from graphzero.runtime.inductor.compiled import Call
+from graphzero.runtime.inductor.regions import Region, form
+from graphzero.runtime.world.virtual import VirtualWorld
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(which("g++") is None and "CXX" not in os.environ, reason="no C++ compiler here")
@@ -155,7 +155,7 @@ TWICE = module_of(lambda add, x: [add(aten.mul.Tensor, x, 2.0)], 1)
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr(inductor, "_functions", {})
+    monkeypatch.setattr(compiled, "_functions", {})
 
 
 def test_a_region_that_does_not_compile_runs_op_by_op_and_says_so_once(fresh, monkeypatch) -> None:
@@ -196,7 +196,7 @@ def test_results_share_storage_only_where_the_program_says_so(fresh, monkeypatch
 def test_another_layout_compiles_once_more(fresh, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr(
-        _compat, "inductor_compile", lambda m, operands, s: seen.append(operands[0].stride()) or inductor.op_by_op(m)
+        _compat, "inductor_compile", lambda m, operands, s: seen.append(operands[0].stride()) or compiled.op_by_op(m)
     )
     call = call_of(TWICE, 0)
     for x in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3)):
@@ -256,6 +256,6 @@ def test_a_compiler_is_given_the_backward_of_a_cross_entropy_as_aten_has_it() ->
     graph = Train("eager", Sequences(), gz.placement("cpu", range(2), virtual=True))
     graph.compile(torch.randn(4, 3, 8), torch.randint(5, (4,)))
     regions = [item for item in form(graph.program) if isinstance(item, Region)]
-    texts = [str(inductor.written(region, VirtualWorld(graph.placement), 0)[0].graph) for region in regions]
+    texts = [str(compiled.written(region, VirtualWorld(graph.placement), 0)[0].graph) for region in regions]
     (found,) = (text for text in texts if "nll_loss_backward" in text)
     assert "_log_softmax_backward_data" in found and "graphzero" not in found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphzero.ir import kernel_forms
+from graphzero.ir.storage import kernel_forms
 from graphzero.runtime import kernels
 from graphzero.runtime.kernels import kernel
 from graphzero.sbp.call import op_name

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphzero as gz
 from graphzero import _compat
-from graphzero.runtime import products
-from graphzero.runtime.products import Figures, Product
+from graphzero.runtime.execute import products
+from graphzero.runtime.execute.products import Figures, Product
 
 pytestmark = pytest.mark.skipif(_compat.onednn_linear() is None, reason="this torch has no oneDNN")
 LINEAR = "mkldnn::_linear_pointwise"
@@ -97,13 +97,13 @@ def test_a_change_makes_another_program_from_the_same_capture_and_back_again():
     graph = Train("default")
     before = graph.config.fingerprint
     graph(batch())
-    first = graph._last
+    first = graph._selection.last
     graph.config.set_matmul("onednn")
     assert graph.config.fingerprint != before and "matmul=onednn" in graph.config.description
     assert LINEAR in ops_of_a_call(graph)
-    assert graph._last is not first and graph._last.captured is first.captured
+    assert graph._selection.last is not first and graph._selection.last.captured is first.captured
     graph.config.set_matmul("default")
-    assert LINEAR not in ops_of_a_call(graph) and graph._last is first
+    assert LINEAR not in ops_of_a_call(graph) and graph._selection.last is first
 
 
 # ---- the kernels

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from graphzero.ir.parse import parse
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.meter import measure
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.testing.meter import measure
 
 KB = 1024  # bytes of f32[256]
 
@@ -113,6 +113,6 @@ def test_measuring_does_not_change_results() -> None:
       return y
     """)
     given = {"x": [torch.ones(3), torch.ones(3)], "lr": [2.0, 2.0]}
-    from graphzero.runtime.meter import MemoryMeter
+    from graphzero.testing.meter import MemoryMeter
 
     assert executor.run(given, MemoryMeter()).outputs[0][1].item() == executor.run(given).outputs[0][0].item() == 12

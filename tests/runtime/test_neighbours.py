@@ -14,9 +14,9 @@ from _ranks import start
 from torch import Tensor
 
 from graphzero.errors import GraphZeroError
-from graphzero.runtime import meeting, neighbours, peer_memory
-from graphzero.runtime.neighbours import Neighbours
-from graphzero.runtime.pairs import Pairs
+from graphzero.runtime.transport import meeting, neighbours, peer_memory
+from graphzero.runtime.transport.neighbours import Neighbours
+from graphzero.runtime.transport.pairs import Pairs
 
 pytestmark = pytest.mark.skipif(peer_memory.host() is None, reason="this system has no process_vm_readv")
 
@@ -66,7 +66,7 @@ def test_exchanges_may_be_awaited_in_another_order_than_they_began() -> None:
     pairs = [Pairs(link, rank) for rank, link in enumerate(links)]
     sums = [[numbers(rank + i, 40000) for i in range(3)] for rank in (0, 1)]
     wanted = [x + y for x, y in zip(*[[x.clone() for x in one] for one in sums], strict=True)]
-    handles = [[pairs[rank].all_reduce(x, "sum") for x in sums[rank]] for rank in (0, 1)]
+    handles = [[pairs[rank].begin("all_reduce", x, x, "sum") for x in sums[rank]] for rank in (0, 1)]
     for _ in range(4):  # both come by in turns, as two processes do
         for link in links:
             link._listen(0)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime import peer_memory
-from graphzero.runtime.process import ProcessWorld
+from graphzero.runtime.transport import peer_memory
+from graphzero.runtime.world.process import ProcessWorld
 
 
 class Train(gz.Graph):
@@ -41,7 +41,7 @@ def die_in_a_step(rank):
     graph = Train()
     graph(torch.ones(2, 4))
     if rank == 1:
-        ProcessWorld._all_reduce = lambda *args: os._exit(1)
+        ProcessWorld._begin = lambda *args: os._exit(1)
     try:
         graph(torch.ones(2, 4))
     except gz.GraphZeroError as error:

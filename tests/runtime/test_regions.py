@@ -11,14 +11,15 @@ from torch import fx
 
 import graphzero as gz
 from graphzero import _compat
-from graphzero.ir import kernel_forms, memory
+from graphzero.ir import aliases
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.parse import parse
-from graphzero.runtime import inductor, regions
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.joined import RegionOp, join
-from graphzero.runtime.regions import Region, form
-from graphzero.runtime.virtual import VirtualWorld
+from graphzero.ir.storage import kernel_forms
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.inductor import compiled, regions
+from graphzero.runtime.inductor.region_ops import RegionOp, join
+from graphzero.runtime.inductor.regions import Region, form
+from graphzero.runtime.world.virtual import VirtualWorld
 
 HEAD = """
 graph step(dp=2) local
@@ -176,7 +177,7 @@ def test_regions_of_equal_blocks_share_one_function():
         for i in range(3)
     )
     joined, _ = join(graph_of(f"{body}  return t2\n"), ())
-    calls = inductor.Calls(VirtualWorld(joined.placement))
+    calls = compiled.Calls(VirtualWorld(joined.placement))
     found = [calls.of(n.target, local) for n in joined.nodes if isinstance(n.target, RegionOp) for local in (0, 1)]
     assert len(found) == 6 and len(set(found)) == 1
 
@@ -186,8 +187,8 @@ def test_regions_of_equal_blocks_share_one_function():
 
 @pytest.fixture
 def op_by_op(monkeypatch):
-    monkeypatch.setattr(_compat, "inductor_compile", lambda module, operands, settings: inductor.op_by_op(module))
-    monkeypatch.setattr(inductor, "_functions", {})
+    monkeypatch.setattr(_compat, "inductor_compile", lambda module, operands, settings: compiled.op_by_op(module))
+    monkeypatch.setattr(compiled, "_functions", {})
 
 
 class Block(torch.nn.Module):
@@ -255,7 +256,7 @@ def test_a_joined_program_is_measured_and_timed_line_by_line(op_by_op) -> None:
 
 
 def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> None:
-    def broken(self: inductor.Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    def broken(self: compiled.Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("out of luck")
 
     graph = graph_of("""
@@ -265,7 +266,7 @@ def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> Non
 """)
     executor = Executor(graph, VirtualWorld(graph.placement), kind="inductor")
     executor.bind({"p": [torch.zeros(4, 4)] * 2})
-    monkeypatch.setattr(inductor.Call, "_first", broken)
+    monkeypatch.setattr(compiled.Call, "_first", broken)
     with pytest.raises(RuntimeError, match="out of luck") as caught:
         executor.run({"x": [torch.zeros(4, 4)] * 2, "y": [torch.zeros(4, 4)] * 2})
     assert "region of 2 lines from 'a' (mul, add)" in caught.value.__notes__[0]
@@ -282,7 +283,7 @@ def test_what_is_asked_of_a_region_does_not_keep_its_program() -> None:
 """)
         )
     )
-    asked = (memory.is_view, kernel_forms.name_of, kernel_forms.out_form, kernel_forms.in_place_form)
+    asked = (aliases.kind_of, kernel_forms.name_of, kernel_forms.out_form, kernel_forms.in_place_form)
     assert [bool(ask(op)) for ask in asked] == [False] * 4
     left = weakref.ref(op)
     del op

@@ -25,7 +25,7 @@ class Train(gz.Graph):
 def repeated(*arguments, **keywords):
     with fake_world(4):
         graph = Train(*arguments, **keywords).compile(torch.ones(8, 8))
-    return graph._last.repeated
+    return graph._selection.last.repeated
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -17,8 +17,8 @@ from tape import Tapes
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.runtime import cuda_graph, replay
-from graphzero.runtime.replay import Replayed
+from graphzero.runtime.record import cuda_graph, replay
+from graphzero.runtime.record.replay import Replayed
 from graphzero.testing import fake_world, measure_step, trace_step
 
 STEPS = 8
@@ -73,8 +73,8 @@ def batches(steps: int = STEPS, dtype: torch.dtype = torch.float32) -> list[tupl
 
 
 def executor(graph: gz.Graph) -> Replayed:
-    assert graph._last is not None
-    found = graph._last.executor(graph._world)
+    assert graph._selection.last is not None
+    found = graph._selection.last.part.executor(graph._source.world)
     assert isinstance(found, Replayed)
     return found
 
@@ -395,7 +395,7 @@ def test_a_check_is_read_after_each_replay_and_says_that_the_update_has_been_mad
     graph, (x, y) = Checked(nn.Linear(4, 3)), (torch.randn(8, 4), torch.randint(0, 3, (8,)))
     for _ in range(STEPS):
         graph(x, y)
-    executor = graph._last.executor(graph._world)  # type: ignore[union-attr]
+    executor = graph._selection.last.part.executor(graph._source.world)  # type: ignore[union-attr]
     assert isinstance(executor, Replayed)
     assert executor.recorded == 1
     with pytest.raises(gz.CheckError, match="x is large[\\s\\S]*its update has been made"):

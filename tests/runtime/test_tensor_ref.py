@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from graphzero.runtime.tensor_ref import TensorRef
+from graphzero.runtime.state.tensor_ref import TensorRef
 
 
 def test_it_knows_its_tensor_as_long_as_it_lives():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.runtime.timer import AROUND
+from graphzero.testing.timer import AROUND
 
 
 class Train(gz.Graph):

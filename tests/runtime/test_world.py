@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphzero.errors import PlacementError
-from graphzero.ir.parse import parse
-from graphzero.runtime.executor import Executor
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.kernels import BINDINGS
-from graphzero.runtime.process import ProcessWorld
-from graphzero.runtime.seed import key_tensor, step_key
-from graphzero.runtime.virtual import VirtualWorld
-from graphzero.runtime.world import Sent
+from graphzero.runtime.state.seed import key_tensor, step_key
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import Sent
 from graphzero.sbp.local import LocalSize, LocalStart
 from graphzero.sbp.placement import placement
 
@@ -47,10 +47,10 @@ def test_sums_run_in_the_order_of_ranks_however_the_buffer_is_cut() -> None:
     given = [torch.randn(1000) * 10.0**r for r in range(5)]
     wanted = (((given[0] + given[1]) + given[2]) + given[3]) + given[4]
     whole = [x.clone() for x in given]
-    world.all_reduce(whole, "dp").wait()
+    world.begin("all_reduce", whole, whole, "dp").wait()
     assert all(x.equal(wanted) for x in whole)
     outs = [torch.empty(200) for _ in range(5)]
-    world.reduce_scatter(outs, [x.clone() for x in given], "dp").wait()
+    world.begin("reduce_scatter", outs, [x.clone() for x in given], "dp").wait()
     assert torch.cat(outs).equal(wanted)
 
 
@@ -58,14 +58,14 @@ def test_the_trace_counts_calls_and_bytes_per_rank_and_ignores_an_axis_of_one() 
     world = VirtualWorld(placement("cpu", [[0], [1], [2], [3]], virtual=True))
     world.trace = []
     ins, outs = [torch.ones(8) for _ in range(4)], [torch.empty(8) for _ in range(4)]
-    world.all_reduce(ins, "dp")
-    world.reduce_scatter([out[:2] for out in outs], ins, "dp")
-    world.all_gather(outs, [x[:2] for x in ins], "dp")
-    world.all_to_all(outs, ins, "dp")
-    for begin in (world.all_to_all, world.reduce_scatter, world.all_gather):
-        begin(outs, ins, "tp").wait()
+    world.begin("all_reduce", ins, ins, "dp")
+    world.begin("reduce_scatter", [out[:2] for out in outs], ins, "dp")
+    world.begin("all_gather", outs, [x[:2] for x in ins], "dp")
+    world.begin("all_to_all", outs, ins, "dp")
+    for kind in ("all_to_all", "reduce_scatter", "all_gather"):
+        world.begin(kind, outs, ins, "tp").wait()
         assert all(out.equal(sent) for out, sent in zip(outs, ins, strict=True))
-    world.all_reduce(ins, "tp")
+    world.begin("all_reduce", ins, ins, "tp")
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
     assert world.trace == [Sent(kind, "dp", nbytes) for kind, nbytes in zip(kinds, (48, 24, 24, 24), strict=True)]
 
@@ -73,10 +73,10 @@ def test_the_trace_counts_calls_and_bytes_per_rank_and_ignores_an_axis_of_one() 
 def test_a_virtual_world_sums_bools_and_takes_maxima() -> None:
     world = VirtualWorld(placement("cpu", range(2), virtual=True))
     flags = [torch.tensor([True, False, False]), torch.tensor([True, True, False])]
-    world.all_reduce(flags, "dp")
+    world.begin("all_reduce", flags, flags, "dp")
     assert flags[1].tolist() == [True, True, False]
     values = [torch.tensor([1, 9]), torch.tensor([2, -3])]
-    world.all_reduce(values, "dp", "min")
+    world.begin("all_reduce", values, values, "dp", "min")
     assert values[0].tolist() == [1, -3]
 
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from _ranks import start
 
 from graphzero.errors import PlacementError
-from graphzero.ir.parse import parse
-from graphzero.runtime.executor import Executor
-from graphzero.runtime.pairs import SHORT
-from graphzero.runtime.peer_memory import SWITCH
-from graphzero.runtime.process import ProcessWorld
-from graphzero.runtime.virtual import VirtualWorld
-from graphzero.runtime.world import World
+from graphzero.ir.text.parser import parse
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.transport.pairs import SHORT
+from graphzero.runtime.transport.peer_memory import SWITCH
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import World
 from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import placement
 
@@ -71,17 +71,17 @@ def exchange_everything(world: World) -> dict[Any, list[torch.Tensor]]:
     found: dict[Any, list[torch.Tensor]] = {}
     for dtype in DTYPES:
         for size in (1, SHORT // 4 + 7):  # one message, or pieces that do not divide
-            found["all_reduce", dtype, size] = [value(dtype, size, r) for r in world.local_ranks]
-            world.all_reduce(found["all_reduce", dtype, size], "dp").wait()
+            found["all_reduce", dtype, size] = buffers = [value(dtype, size, r) for r in world.local_ranks]
+            world.begin("all_reduce", buffers, buffers, "dp").wait()
         for kind, sent, received in (("all_gather", 5, 15), ("reduce_scatter", 15, 5), ("all_to_all", 15, 15)):
             ins = [value(dtype, sent, r) for r in world.local_ranks]
             outs = [torch.empty(received, dtype=dtype) for _ in ins]
-            getattr(world, kind)(outs, ins, "dp").wait()
+            world.begin(kind, outs, ins, "dp").wait()
             found[kind, dtype] = outs
     for reduction in ("max", "min"):
         ins = [value(torch.float32, 6, r) for r in world.local_ranks]
         found[reduction] = [torch.empty(2) for _ in ins]
-        world.reduce_scatter(found[reduction], ins, "dp", reduction).wait()
+        world.begin("reduce_scatter", found[reduction], ins, "dp", reduction).wait()
     return found
 
 
@@ -90,7 +90,11 @@ def overlapping(world: World) -> dict[str, list[torch.Tensor]]:
     a, b = ([value(torch.float32, 30000 + i, r + i) for r in world.local_ranks] for i in (0, 1))
     c = [torch.zeros(12) for _ in a]
     lines = [x[4 * r : 4 * r + 4].fill_(r + 1) for x, r in zip(c, world.local_ranks, strict=True)]
-    handles = [world.all_reduce(a, "dp"), world.all_gather(c, lines, "dp"), world.all_reduce(b, "dp", "max")]
+    handles = [
+        world.begin("all_reduce", a, a, "dp"),
+        world.begin("all_gather", c, lines, "dp"),
+        world.begin("all_reduce", b, b, "dp", "max"),
+    ]
     for handle in reversed(handles):
         handle.wait()
     return {"a": a, "b": b, "c": c}
@@ -130,7 +134,7 @@ def process(rank: int, folder: str, switch: str) -> None:
         assert rank == 1
     else:
         gathered = torch.empty(2)
-        world.all_gather([gathered], [torch.tensor([float(rank)])], "dp").wait()
+        world.begin("all_gather", [gathered], [torch.tensor([float(rank)])], "dp").wait()
         found["pair"] = gathered
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import graphzero as gz
-from graphzero.capture import decompositions
 from graphzero.capture.randomness import Draws
+from graphzero.capture.rewrite import decompositions
 from graphzero.errors import CaptureError
 from graphzero.sbp.call import op_name
 from graphzero.sbp.registry import has_rule

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
-from graphzero.bags import MAX
+from graphzero.ops.bag import MAX
 from graphzero.sbp.call import Call
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import overloads

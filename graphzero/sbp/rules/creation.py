@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphzero.sbp.call import Call
+from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import letters, overloads
 from graphzero.sbp.signature import Signature
@@ -23,7 +24,7 @@ def made(call: Call) -> str:
 @rule(overloads("new_zeros", "new_ones", "new_full", "new_empty"), sizes=SIZE)
 def new(call: Call) -> list[Signature]:
     """Of the operand only dtype and device are read: however it stands, any piece can be made."""
-    operand = [B, *_splits(call.shape), *map(partial, ("sum", "max", "min"))]
+    operand = [B, *_splits(call.shape), *map(partial, REDUCTIONS)]
     return [Signature((have,), (made,)) for made in (B, *_splits(call.out)) for have in operand]
 
 

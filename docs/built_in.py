@@ -1,0 +1,60 @@
+"""Writes the section of the built-in passes in docs/passes.md from their docstrings: ``python docs/built_in.py``."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+PAGE = pathlib.Path(__file__).with_name("passes.md")
+HEAD = "## The built-in passes\n"
+INTRODUCTION = """
+In the order in which they run, each with what it makes of a small program. `python docs/built_in.py` writes this
+section from their docstrings; do not edit it.
+"""
+EVERY = 1000  # lines around a difference
+
+
+def section() -> str:
+    """The section."""
+    return "\n".join([HEAD + INTRODUCTION, *_passes()])
+
+
+def refreshed(page: str) -> str:
+    """The page with the section as it is by now."""
+    above, _, below = page.partition(HEAD)
+    _, mark, behind = below.partition("\n## ")
+    return f"{above}{section()}{mark}{behind}"
+
+
+def _passes() -> Iterator[str]:
+    from graphzero.passes.contract import contract_of
+    from graphzero.passes.pipeline import PASSES
+
+    for entry in PASSES:
+        contract = contract_of(entry.kind)
+        assert contract.example is not None
+        yield f"### {entry.name}\n"
+        yield f"`{contract.example.passes}`, on a {entry.level} program. {_code(contract.summary)}\n"
+        yield f"* Requires: {_code(contract.requires)}"
+        yield f"* Ensures: {_code(contract.ensures)}\n"
+        yield f"```diff\n{_difference(contract.example.before, contract.example.after)}\n```\n"
+
+
+def _difference(before: str, after: str) -> str:
+    """Both programs in one, without the spaces that line their columns up."""
+    from graphzero.ir.text.parser import parse
+    from graphzero.ir.text.printer import print_graph
+
+    old, new = (print_graph(parse(text), align=False).splitlines() for text in (before, after))
+    return "\n".join(line.rstrip() for line in [*difflib.unified_diff(old, new, lineterm="", n=EVERY)][3:])
+
+
+def _code(text: str) -> str:
+    return text.replace("``", "`")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(PAGE.parents[1]))
+    PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

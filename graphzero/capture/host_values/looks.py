@@ -1,0 +1,268 @@
+"""Build looks at a value: as a constant, a check, a text, or as something that a graph cannot know.
+
+* What build has made of Python numbers alone has a value while it is traced.
+* A check, a condition that only raises, becomes an op that raises when the step runs.
+* ``.item()`` gives a ``Number``, which can be computed with and checked.
+* The text of a tensor says its shape: it is made once, when the step is written down.
+* Everything else is refused at its line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+from graphzero.capture.host_values.branches import Part, caller, check_at
+from graphzero.capture.host_values.number import Number
+from graphzero.capture.objects.patches import patched
+from graphzero.capture.placing.local_regions import refuse_inside
+from graphzero.capture.problems import problem, problem_here, withdraw
+from graphzero.errors import CaptureError
+from graphzero.ops import CHECK
+
+CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
+_MOST = 1024  # numbers that one .tolist() may give
+
+_HINT = (
+    "A graph is written down before it runs, so build cannot look at values. Return the tensor from build and look "
+    "at it outside; for a branch use torch.where(condition, a, b). What only raises, as assert, may look"
+)
+_OF_INPUTS = (
+    "A graph is written down before it runs, so build cannot look at values. This one follows from the inputs of build "
+    "alone: compute what depends on it before the call, outside of build, and pass that in, as models take position "
+    "ids that are made already; for a branch use torch.where(condition, a, b). What only raises, as assert, may look"
+)
+_OF_DRAWS = (
+    "A graph is written down before it runs, so build cannot look at values. This one is drawn at random: draw it with "
+    "Python's random before the call and pass it in, or choose by torch.where(drawn < p, a, b)"
+)
+aten = torch.ops.aten
+FACTORIES = frozenset({
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default, aten.arange.start,
+    aten.arange.start_step, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default, aten.eye.m,
+})  # fmt: skip
+
+_TRUTH = "bool(tensor), as in `if tensor:`"
+_AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
+_REGION = "Return the condition from the region as a value, P(max) or P(min) of the ranks, and check it outside"
+
+
+def _size(tensors: list[Any]) -> int:
+    """How many elements an op makes of tensors, at most."""
+    try:
+        shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+        return math.prod(shape)
+    except RuntimeError:
+        return math.prod(x.numel() for x in tensors)
+
+
+def read_problem(
+    what: str, where: list[str] | None = None, build: CodeType | None = None, hint: str = _HINT
+) -> CaptureError:
+    """build needs the value of a tensor; ``where``: its lines, by default those that run now."""
+    text = f"build reads a value: {what}"
+    return problem_here(text, hint, build) if where is None else problem(text, hint, where)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A check of several values of which some have been looked at: its others are looked at where ``so_far`` holds.
+
+    problem: raised in the end unless a value turns out to be the last; what Python knows may be that, and raise.
+    """
+
+    frame: FrameType
+    part: Part
+    so_far: Tensor
+    problem: CaptureError
+    outer: Begun | None
+
+    def looks_on(self) -> bool:
+        """Whether the others are being looked at."""
+        return self.frame.f_lasti in self.part.others
+
+    def ends(self, frame: FrameType, behind: int) -> bool:
+        """Whether a value that was looked at in ``frame`` was the last; ``behind``: where the code then goes on."""
+        return frame is self.frame and self.looks_on() and behind in self.part.behind
+
+
+class Looks:
+    """What one trace of build does with values.
+
+    checks: the ops that check, in program order.  paused: whether what runs has run before, as in recomputation.
+    sources: of what kind each input of the trace is: "input", "state" or "seed".
+    """
+
+    def __init__(self, build: CodeType | None) -> None:
+        self.build = build
+        self.checks: list[Tensor] = []
+        self.begun: Begun | None = None
+        self.sources: list[str] = []
+        self.taker = ""  # the function of torch that is given a number of a tensor
+        self.paused: Callable[[], bool] = lambda: False
+        self.handlers: dict[Any, Callable[..., Any]] = {
+            Tensor.__bool__: self.truth,
+            Tensor.item: self.item,
+            Tensor.tolist: self.tolist,
+            Tensor.__repr__: self.text,
+            Tensor.__format__: self.text,
+            torch.equal: self.equal,
+            torch.allclose: self.allclose,
+            _compat.ASSERT_ASYNC: lambda ok, message="": self.check(ok, message),
+            Tensor.__float__: self._refuses("float(tensor)"),
+            Tensor.__int__: self._refuses("int(tensor)"),
+            Tensor.__index__: self._refuses("a tensor as an index or size"),
+            Tensor.numpy: self._refuses(".numpy()"),
+            Tensor.__array__: self._refuses("numpy of a tensor"),
+        }
+
+    def problem(self, what: str, x: Tensor) -> CaptureError:
+        """build needs the value of ``x``."""
+        found = _compat.traced_from(x)
+        kinds = {"state"} if found is None else {self.sources[i] for i in found}
+        hint = _OF_DRAWS if "seed" in kinds else _OF_INPUTS if kinds == {"input"} else _HINT
+        return read_problem(what, build=self.build, hint=hint)
+
+    def host_problem(self, x: Tensor) -> CaptureError:
+        """An op that takes numbers of Python's needs that of ``x``."""
+        taker = f", as {self.taker} takes sizes and indices" if self.taker else ""
+        return self.problem(f"a number of a tensor on the host{taker}", x)
+
+    def _refuses(self, what: str) -> Callable[..., Any]:
+        def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            raise self.problem(what, x)
+
+        return refuse
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func``, one of ``handlers``, of a fake tensor."""
+        known = [_compat.constant_of(x) if isinstance(x, Tensor) else x for x in args]
+        if all(x is not None for x in known):
+            with _compat.no_modes():
+                found = func(*known, **kwargs)
+            if func in _AS_NUMPY:
+                found.setflags(write=False)
+            return found
+        return self.handlers[func](*args, **kwargs)
+
+    # ---- values
+
+    def item(self, x: Tensor) -> Number:
+        if x.numel() != 1 or x.is_complex():
+            raise self.problem(".item()", x)
+        with torch.no_grad():
+            one = x.detach().reshape(())
+            wide = one.double() if x.is_floating_point() else one if x.dtype == torch.bool else one.long()
+        return Number(wide, self)
+
+    def tolist(self, x: Tensor) -> Any:
+        if x.numel() > _MOST or x.is_complex():
+            raise self.problem(".tolist()", x)
+        return self.item(x) if x.dim() == 0 else [self.tolist(row) for row in x.unbind()]
+
+    def equal(self, a: Tensor, b: Tensor) -> Any:
+        with torch.no_grad():
+            return a.shape == b.shape and Number((a == b).all(), self)
+
+    def allclose(self, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return Number(torch.isclose(a, b, *args, **kwargs).all(), self)
+
+    def text(self, x: Tensor, *_: Any, **__: Any) -> str:
+        return f"tensor(..., size={tuple(x.shape)}, dtype={x.dtype})"
+
+    def know(self, made: Any, func: Any, args: Any, kwargs: Any) -> None:
+        """``func`` has made a tensor of numbers: keep them."""
+        if isinstance(made, _compat.FakeTensor) and made.numel() <= CONSTANT:
+            flat = pytree.arg_tree_leaves(*args, **kwargs)
+            if not any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in flat):
+                with _compat.no_modes():
+                    _compat.keep_constant(made, func(*args, **{**kwargs, "device": "cpu"}))
+
+    def bounded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func`` of its arguments; of known values nothing is computed that is too large to be known itself."""
+        known = [x for x in args if isinstance(x, _compat.FakeTensor) and _compat.constant_of(x) is not None]
+        if len(known) < 2 or _size(known) <= CONSTANT:
+            return func(*args, **kwargs)
+        with _compat.unknown(known):
+            return func(*args, **kwargs)
+
+    # ---- conditions
+
+    def truth(self, x: Tensor) -> bool:
+        """The truth of a condition with which the step goes on, if it is a check, or a part of one."""
+        frame = caller()
+        found = check_at(frame) if frame is not None and x.numel() == 1 else None
+        if frame is None or found is None:
+            raise self.problem(_TRUTH, x)
+        with torch.no_grad():
+            x = x.detach().reshape(()).bool()
+            if isinstance(found, Part):
+                holds = x if found.on else x.logical_not()
+                self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
+                return found.on
+            self.check(x.logical_not() if found.when else x, found.message)
+        while self.begun is not None and self.begun.ends(frame, found.behind):
+            withdraw(self.begun.problem)
+            self.begun = self.begun.outer
+        return not found.when
+
+    def _so_far(self, holds: Tensor) -> Tensor:
+        """Where what runs here runs in plain PyTorch, too, if it does where ``holds``."""
+        return holds & self.begun.so_far if self.begun is not None and self.begun.looks_on() else holds
+
+    def check(self, ok: Tensor, message: str = "") -> None:
+        """The step raises when it runs, where ``ok``, of one element, is 0."""
+        refuse_inside("a value is checked inside of a local_region", _REGION, self.build)
+        if not self.paused():
+            with torch.no_grad():
+                bad = self._so_far(ok.detach().reshape(()).bool().logical_not())
+                self.checks.append(CHECK(bad.logical_not(), message or "a check"))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this is open, ``torch._check`` and its kind take conditions that are not known yet."""
+
+        def takes_numbers(function: Callable[..., bool]) -> Callable[..., Any]:
+            def look(x: Any) -> Any:
+                if type(x) is not Number:
+                    return function(x)
+                return Number(getattr(torch, function.__name__)(x.tensor), self)
+
+            return look
+
+        def asserts(original: Callable[..., None]) -> Callable[..., None]:
+            def look(condition: Any, message: Any = "") -> None:
+                if isinstance(condition, (Tensor, Number)) and _compat.constant_of(condition) is None:
+                    self._checked(condition, "AssertionError", message)
+                else:
+                    original(condition, message)
+
+            return look
+
+        with ExitStack() as stack:
+            for function in (math.isnan, math.isinf, math.isfinite):
+                stack.enter_context(patched(math, function.__name__, takes_numbers(function)))
+            stack.enter_context(patched(torch, "_assert", asserts(_compat.ASSERT)))
+            stack.enter_context(_compat.checks_given_to(self._checked_by_torch))
+            yield
+
+    def _checked_by_torch(self, error: type[Exception], condition: Any, message: Any) -> bool:
+        """Whether a condition of ``torch._check`` is one that only the step knows, and has been noted."""
+        if type(condition) is not Number:
+            return False
+        self._checked(condition, error.__name__, message)
+        return True
+
+    def _checked(self, condition: Any, kind: str, message: Any) -> None:
+        said = str(message() if callable(message) else message or "a check is not met")
+        self.check(condition.tensor if type(condition) is Number else condition, f"{kind}: {said}")

@@ -1,0 +1,102 @@
+"""Indexing by a mask of values that are not known: ``x[mask] = value``, and how many elements ``x[mask]`` has.
+
+How many rows a mask selects is no shape of a graph.  A value that is alike in all of them needs no rows, and their
+number may be checked as any number of a tensor; all else is refused where the mask stands.
+"""
+
+from __future__ import annotations
+
+import math
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+from graphzero.capture.host_values.number import Number
+from graphzero.capture.problems import problem_here, stand, withdraw
+from graphzero.errors import CaptureError
+
+if TYPE_CHECKING:
+    from graphzero.capture.host_values.looks import Looks
+
+SHAPE_HINT = (
+    "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
+    "or select outside of build and pass the result in"
+)
+_SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+def sized_by(what: str, build: CodeType | None) -> CaptureError:
+    """The shape of a result depends on values."""
+    return problem_here(f"the shape of a result depends on data: {what}", SHAPE_HINT, build)
+
+
+class Selected(Tensor):
+    """What ``x[mask]`` gives.  It has a number of rows, and no values: anything but its size is refused."""
+
+    rows: Number
+    rest: tuple[int, ...]
+    problem: CaptureError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x = args[0] if args else None
+        if isinstance(x, Selected):
+            shape = (x.rows, *x.rest)
+            if func is Tensor.numel or func is Tensor.nelement:
+                rows: Any = x.rows
+                return rows * math.prod(x.rest)
+            if func == _SHAPE:
+                return shape
+            if func is Tensor.size:
+                return shape[args[1] if len(args) > 1 else kwargs["dim"]] if len(args) > 1 or kwargs else shape
+            if func is Tensor.dim or func is Tensor.ndimension:
+                return len(shape)
+        found = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        raise stand(next(x.problem for x in found if isinstance(x, Selected)))
+
+
+def selected(looks: Looks, x: Tensor, index: Any) -> Selected | None:
+    """``x[index]`` where that selects by one mask whose values are not known."""
+    mask = _mask(x, index)
+    if mask is None:
+        return None
+    with torch.no_grad():
+        rows = Number(mask.sum(), looks)
+    problem = sized_by("indexing by a boolean mask", looks.build)
+    withdraw(problem)
+    with _compat.without_modes():
+        made: Selected = torch.empty(0).as_subclass(Selected)
+        made.rows, made.rest, made.problem = rows, tuple(x.shape[mask.dim() :]), problem
+    return made
+
+
+def written(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether ``x[index] = value`` has been written so that all rows stay: for a value that is alike in those selected.
+
+    Only for one that learns, as its gradient would be picked from the rows that are selected.
+    """
+    mask = _mask(x, index)
+    if mask is None or not isinstance(value, _compat.FakeTensor) or not value.requires_grad or value.dtype != x.dtype:
+        return False
+    rest = x.dim() - mask.dim()
+    if value.dim() == rest + 1 and value.shape[0] == 1:
+        value = value[0]
+    if value.dim() > rest:
+        return False
+    x.copy_(torch.where(mask.reshape(*mask.shape, *[1] * rest), value, x))
+    return True
+
+
+def _mask(x: Any, index: Any) -> Tensor | None:
+    """The one mask by which ``index`` selects, if its values are not known and it begins with the first dim."""
+    if isinstance(index, tuple):
+        index, *others = index or (None,)
+        if not all(other is Ellipsis or (isinstance(other, slice) and other == slice(None)) for other in others):
+            return None
+    fits = isinstance(index, _compat.FakeTensor) and index.dtype == torch.bool and index.dim() > 0
+    known = not fits or _compat.constant_of(index) is not None
+    return None if known or x.shape[: index.dim()] != index.shape else index

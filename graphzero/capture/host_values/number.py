@@ -1,0 +1,148 @@
+"""A number of a tensor on the host, ``x.max().item()``, while there is none yet: it is computed with as a tensor."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_PLAIN = (bool, int, float, torch.SymFloat)
+
+
+class Watcher(Protocol):
+    """What is asked where Python must know a value.  taker: the function that a number is being given to, or ""."""
+
+    taker: str
+
+    def truth(self, x: Tensor) -> bool: ...
+
+    def text(self, x: Any) -> str: ...
+
+    def problem(self, what: str, x: Tensor) -> Exception: ...
+
+
+class Number:
+    """What ``.item()`` gives while build is traced.
+
+    tensor: 0-d; of float64, int64 or bool, as Python's own numbers are.  What Python must know, a branch, an index, the
+    number itself, is refused at its line; a check becomes an op of the program.
+    """
+
+    __slots__ = ("looks", "tensor")
+
+    def __init__(self, tensor: Tensor, looks: Watcher) -> None:
+        self.tensor, self.looks = tensor, looks
+
+    def beside(self, tensors: Iterable[Tensor]) -> Tensor:
+        """As an operand beside tensors: a Python number makes integers floats of the default dtype, nothing wider."""
+        if self.tensor.is_floating_point() and not any(x.is_floating_point() or x.is_complex() for x in tensors):
+            return self.tensor.to(torch.get_default_dtype())
+        return self.tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An op on tensors and numbers: a 0-d tensor stands for each number."""
+        flat, spec = pytree.tree_flatten((args, kwargs or {}))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        args, kwargs = pytree.tree_unflatten([x.beside(tensors) if type(x) is Number else x for x in flat], spec)
+        looks = next(x.looks for x in flat if type(x) is Number)
+        looks.taker = getattr(func, "__name__", "")
+        try:
+            return func(*args, **kwargs)
+        finally:
+            looks.taker = ""
+
+    # ---- what needs a value
+
+    def __bool__(self) -> bool:
+        return self.looks.truth(self.tensor)
+
+    def __float__(self) -> float:
+        self._refuse("float() of a tensor's number")
+
+    def __int__(self) -> int:
+        self._refuse("int() of a tensor's number")
+
+    def __index__(self) -> int:
+        self._refuse("a tensor's number as an index or size")
+
+    def __hash__(self) -> int:
+        self._refuse("a tensor's number as a key")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise self.looks.problem(what, self.tensor)
+
+    def __repr__(self) -> str:
+        return f"{self.looks.text(self.tensor)}.item()"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    # ---- arithmetic
+
+    def _with(self, other: Any, function: Callable[[Any, Any], Any], turned: bool = False) -> Any:
+        if isinstance(other, Tensor):
+            mine = self.beside([other])
+            return function(other, mine) if turned else function(mine, other)
+        if not isinstance(other, (Number, *_PLAIN)):
+            return NotImplemented
+        mine, found = _alike(_arithmetic(self), _arithmetic(other))
+        return Number(_as_python(function(found, mine) if turned else function(mine, found)), self.looks)
+
+    def __round__(self, digits: int | None = None) -> Number:
+        rounded = torch.round(_arithmetic(self), decimals=digits or 0)
+        return Number(rounded if digits is not None else rounded.long(), self.looks)
+
+    def __neg__(self) -> Number:
+        return Number(-_arithmetic(self), self.looks)
+
+    def __abs__(self) -> Number:
+        return Number(_arithmetic(self).abs(), self.looks)
+
+
+def _arithmetic(x: Any) -> Any:
+    """A truth counts as 0 or 1."""
+    if isinstance(x, Number):
+        return x.tensor.long() if x.tensor.dtype == torch.bool else x.tensor
+    return int(x) if isinstance(x, bool) else x
+
+
+def _alike(a: Tensor, b: Any) -> tuple[Tensor, Any]:
+    """Where one of two is a float, so is the other: of all its 64 bits."""
+    floats = [
+        x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, (float, torch.SymFloat)) for x in (a, b)
+    ]
+    if not any(floats):
+        return a, b
+    return a.double(), b.double() if isinstance(b, Tensor) else b
+
+
+def _as_python(x: Tensor) -> Tensor:
+    """In the dtype that holds Python's numbers."""
+    return x.double() if x.is_floating_point() else x
+
+
+def _divided(a: Any, b: Any) -> Any:
+    a, b = (x.double() if isinstance(x, Tensor) and not x.is_floating_point() else x for x in (a, b))
+    return a / b
+
+
+def _forward(function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+    return lambda self, other: self._with(other, function)
+
+
+def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+    return lambda self, other: self._with(other, function, turned=True)
+
+
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _forward(getattr(operator, _name)))
+for _name in ("add", "sub", "mul", "mod", "floordiv"):
+    setattr(Number, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(Number, f"__r{_name}__", _turned(getattr(operator, _name)))
+setattr(Number, "__truediv__", _forward(_divided))  # noqa: B010 - as those above
+setattr(Number, "__rtruediv__", _turned(_divided))  # noqa: B010

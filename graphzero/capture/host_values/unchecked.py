@@ -1,0 +1,77 @@
+"""Functions of torch that look at values on the host, to check or to count, as they are without looking."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphzero.capture.host_values.bags import embedding_bag
+
+_batch_norm = nn.modules.batchnorm._BatchNorm.forward
+
+
+def batch_norm(self: Any, x: Tensor) -> Tensor:
+    """``_BatchNorm.forward``; with ``momentum=None`` the running statistics are means over all batches so far."""
+    if self.momentum is not None or not self.training or not self.track_running_stats:
+        return _batch_norm(self, x)
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    with torch.no_grad():
+        share = 1.0 / self.num_batches_tracked.double()
+        dims = [d for d in range(x.dim()) if d != 1]
+        variance, mean = torch.var_mean(x, dims, correction=1)
+        self.running_mean.copy_(share * mean + (1 - share) * self.running_mean)
+        self.running_var.copy_(share * variance + (1 - share) * self.running_var)
+    return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """``torch.nn.functional.gaussian_nll_loss`` without the check that no variance is negative."""
+    if not isinstance(var, Tensor):
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape:
+        differing = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.dim() != input.dim() or sum(differing) != 1:
+            raise ValueError("var is of incorrect size")
+    kept = var.clone()
+    with torch.no_grad():
+        kept.clamp_(min=eps)
+    loss: Tensor = 0.5 * (torch.log(kept) + (input - target) ** 2 / kept)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
+    """``torch.cov`` of real numbers without weights."""
+    if fweights is not None or aweights is not None or input.is_complex() or input.dim() > 2:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    real = input if input.is_floating_point() else input.to(torch.get_default_dtype())
+    rows = real if real.dim() == 2 else real.view(1, -1)
+    apart = rows - rows.mean(1, keepdim=True)
+    found = apart @ apart.T / max(rows.shape[1] - correction, 0)
+    return found if rows.shape[0] > 1 else found.view(())
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """``torch.corrcoef`` of real numbers."""
+    if input.is_complex() or input.dim() != 2:
+        return torch.corrcoef(input)
+    found = cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().sqrt()
+    return (found / deviation[:, None] / deviation[None]).clamp(-1, 1)
+
+
+STAND_INS = {
+    F.gaussian_nll_loss: gaussian_nll_loss, torch.cov: cov, torch.corrcoef: corrcoef, F.embedding_bag: embedding_bag,
+}  # fmt: skip

@@ -1,0 +1,243 @@
+"""What stands in Python containers and objects: kept, told from what stands there later, and put back in place.
+
+Only what differs is written, entry by entry and by the methods of the built-in class: a class that refuses writes (a
+frozen configuration) or acts on them is not asked, and nothing is emptied in order to be filled again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from types import CellType, MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING: Any = object()
+
+
+class Contents:
+    """What ``holder`` held when this was made, as a flat list of objects that count by identity.
+
+    owner: the object that it hangs off, and the attribute; "" if these are the object's attributes themselves.
+    """
+
+    __slots__ = ("content", "holder", "owner")
+
+    def __init__(self, holder: Any, owner: tuple[Any, str] = (None, "")) -> None:
+        self.holder, self.owner = holder, owner
+        self.content = self.read(holder)
+
+    def read(self, holder: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def write(self) -> None:
+        raise NotImplementedError
+
+    def children(self) -> list[Any]:
+        """What stands in it, to look into."""
+        return self.content
+
+    def differs(self) -> bool:
+        now = self.read(self.holder)
+        return len(now) != len(self.content) or not all(map(operator.is_, now, self.content))
+
+    def news(self) -> list[Any]:
+        """What stands there now and did not."""
+        before = set(map(id, self.content))
+        return [x for x in self.read(self.holder) if id(x) not in before]
+
+    def put_back(self) -> None:
+        if self.differs():
+            self.write()
+
+
+class DictContents(Contents):
+    """Of a dict: all keys, then all values."""
+
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        kind = _dict_class(holder)
+        return [*kind.keys(holder), *kind.values(holder)]
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        half = len(self.content) // 2
+        return zip(self.content[:half], self.content[half:], strict=True)
+
+    def children(self) -> list[Any]:
+        return [x for _, x in self.items()]
+
+    def changed(self) -> list[tuple[Any, Any, Any]]:
+        """(key, value before, value now) of what was added or set."""
+        before, now = dict(self.items()), list(_dict_class(self.holder).items(self.holder))
+        return [(key, before.get(key), x) for key, x in now if before.get(key, MISSING) is not x]
+
+    def write(self) -> None:
+        kind, holder, before = _dict_class(self.holder), self.holder, dict(self.items())
+        for key in [key for key in kind.keys(holder) if key not in before]:
+            kind.__delitem__(holder, key)
+        for key, x in before.items():
+            if kind.get(holder, key, MISSING) is not x:
+                kind.__setitem__(holder, key, x)
+        if not all(map(operator.is_, kind.keys(holder), before)):
+            for key, x in before.items():  # to the end, one after another
+                kind.__delitem__(holder, key)
+                kind.__setitem__(holder, key, x)
+
+
+def _dict_class(holder: Any) -> Any:
+    return OrderedDict if isinstance(holder, OrderedDict) else dict
+
+
+class ListContents(Contents):
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return list(list.__iter__(holder))
+
+    def write(self) -> None:
+        list.__setitem__(self.holder, slice(None), self.content)
+
+
+class SetContents(Contents):
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return sorted(set.__iter__(holder), key=id)
+
+    def write(self) -> None:
+        before = set(map(id, self.content))
+        for x in [x for x in set.__iter__(self.holder) if id(x) not in before]:
+            set.discard(self.holder, x)
+        for x in self.content:
+            set.add(self.holder, x)
+
+
+class DequeContents(Contents):
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return list(deque.__iter__(holder))
+
+    def write(self) -> None:
+        while deque.__len__(self.holder) > len(self.content):
+            deque.pop(self.holder)
+        for i, x in enumerate(self.content):
+            if i < deque.__len__(self.holder):
+                deque.__setitem__(self.holder, i, x)
+            else:
+                deque.append(self.holder, x)
+
+
+class SlotContents(Contents):
+    """Of an object: what its classes keep in ``__slots__``."""
+
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return [_of_slot(slot, holder) for slot in slots_of(type(holder))]
+
+    def write(self) -> None:
+        for slot, x in zip(slots_of(type(self.holder)), self.content, strict=True):
+            if x is MISSING:
+                if _of_slot(slot, self.holder) is not MISSING:
+                    slot.__delete__(self.holder)
+            elif _of_slot(slot, self.holder) is not x:
+                slot.__set__(self.holder, x)
+
+
+def slots_of(kind: type) -> list[Any]:
+    """The descriptors of all ``__slots__`` of a class and its bases, without those of built-in classes."""
+    if kind not in _slots:
+        bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+        _slots[kind] = [x for base in bases for x in vars(base).values() if type(x) is MemberDescriptorType]
+    return _slots[kind]
+
+
+_slots: dict[type, list[Any]] = {}
+
+
+def _of_slot(slot: Any, holder: Any) -> Any:
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return MISSING
+
+
+class CellContents(Contents):
+    """Of a variable that a function shares with the function around it."""
+
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        try:
+            return [holder.cell_contents]
+        except ValueError:
+            return []
+
+    def write(self) -> None:
+        if self.content:
+            self.holder.cell_contents = self.content[0]
+        else:
+            del self.holder.cell_contents
+
+
+class TensorContents(Contents):
+    """Of a leaf tensor: its gradient, and whether it wants one."""
+
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return [holder.requires_grad, holder.grad] if holder.is_leaf else []
+
+    def children(self) -> list[Any]:
+        return []
+
+    def write(self) -> None:
+        if not self.content:
+            return
+        tensor, (requires_grad, grad) = self.holder, self.content
+        if tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
+        if tensor.grad is not grad:
+            tensor.grad = grad
+
+
+_KINDS: list[tuple[type, type[Contents]]] = [
+    (dict, DictContents),
+    (list, ListContents),
+    (set, SetContents),
+    (deque, DequeContents),
+    (CellType, CellContents),
+    (Tensor, TensorContents),
+]
+
+
+def contents_of(thing: Any, owner: tuple[Any, str]) -> Iterator[Contents]:
+    """All that can be kept of one object: what it holds as a container, in its ``__dict__``, and in its slots."""
+    kind = type(thing)
+    for base, how in _KINDS:
+        if issubclass(kind, base):
+            yield how(thing, owner)
+    attributes = _attributes(thing)
+    if attributes is not None:
+        yield DictContents(attributes, (thing, ""))
+    if slots_of(kind):
+        yield SlotContents(thing, (thing, ""))
+
+
+def _attributes(thing: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return found if type(found) is dict else None
+
+
+def is_other_number(before: Any, after: Any) -> bool:
+    """Whether a step has changed a plain number that it keeps in Python."""
+    kinds = (int, float, torch.SymFloat, torch.SymInt)
+    return isinstance(after, kinds) and before is not after and (type(before) is not type(after) or before != after)

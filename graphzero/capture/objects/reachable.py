@@ -1,0 +1,106 @@
+"""What build reaches besides its own objects: globals, variables of functions around it, attributes of classes."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from graphzero.capture.objects.contents import MISSING, Contents
+from graphzero.ir.source import is_project
+
+METHODS = (MethodType, staticmethod, classmethod)
+FUNCTIONS = (FunctionType, *METHODS)
+
+
+class GlobalContents(Contents):
+    """Of the globals that functions set, by name."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, holder: dict[str, Any], names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(holder, (None, "globals"))
+
+    def read(self, holder: Any) -> list[Any]:
+        return [holder.get(name, MISSING) for name in self.names]
+
+    def write(self) -> None:
+        for name, x in zip(self.names, self.content, strict=True):
+            if x is MISSING:
+                self.holder.pop(name, None)
+            else:
+                self.holder[name] = x
+
+
+class ClassContents(Contents):
+    """Of the attributes of a class: all names, then all values."""
+
+    __slots__ = ()
+
+    def read(self, holder: Any) -> list[Any]:
+        return [*vars(holder), *vars(holder).values()]
+
+    def write(self) -> None:
+        half = len(self.content) // 2
+        before = dict(zip(self.content[:half], self.content[half:], strict=True))
+        for name in [name for name in vars(self.holder) if name not in before]:
+            type.__delattr__(self.holder, name)
+        for name, x in before.items():
+            if vars(self.holder).get(name, MISSING) is not x:
+                type.__setattr__(self.holder, name, x)
+
+
+class Reached:
+    """What the project's own functions name, of those that build reaches; ``kept``: the bindings themselves."""
+
+    def __init__(self) -> None:
+        self.kept: list[Contents] = []
+        self._seen: set[int] = set()
+
+    def of_class(self, kind: type) -> list[Any]:
+        """The attributes of a class and its bases, to be looked into."""
+        found: list[Any] = []
+        for base in kind.__mro__:
+            if id(base) not in self._seen and is_project(base.__module__):
+                self._seen.add(id(base))
+                self.kept.append(ClassContents(base))
+                found += vars(base).values()
+        return found
+
+    def of(self, x: Any) -> list[Any]:
+        """What a function names, to be looked into: globals, and variables of functions around it."""
+        function = x.__func__ if isinstance(x, METHODS) else x
+        if id(function) in self._seen or not is_project(getattr(function, "__module__", None)):
+            return []
+        self._seen.add(id(function))
+        names, written = _names(function.__code__)
+        space = function.__globals__
+        if written:
+            self.kept.append(GlobalContents(space, written))
+        return [*(function.__closure__ or ()), *(space[name] for name in names if name in space)]
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that a function and those inside of it may read, and those that they set.
+
+    Kept by the code itself, which never changes: a function that is given other code has other names.
+    """
+    names: set[str] = set()
+    written: set[str] = set()
+    for one in _codes(code):
+        names.update(one.co_names)
+        written.update(
+            str(step.argval) for step in dis.get_instructions(one) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+        )
+    return frozenset(names), frozenset(written)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)

@@ -1,0 +1,149 @@
+"""Whatever build does to Python objects while it is written down, they are afterwards as they were.
+
+What is kept: attributes and containers (dicts, lists, sets, deques, one in another) of the Graph, its modules and the
+objects that hang off these; gradients and flags of their tensors; globals, shared variables and classes that build and
+the user's functions behind it name; torch's settings, and random streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphzero.capture.objects.contents import Contents, DictContents, TensorContents, contents_of, is_other_number
+from graphzero.capture.objects.reachable import FUNCTIONS, METHODS, Reached
+from graphzero.capture.objects.settings import Streams, same_settings
+from graphzero.capture.spec import Step
+from graphzero.ir.source import is_library
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
+_OPEN = (
+    nn.Module,
+    torch.optim.Optimizer,
+    LRScheduler,
+    Tensor,
+    types.SimpleNamespace,
+    *FUNCTIONS,
+    functools.partial,
+)
+_CLOSED = (type, types.ModuleType)
+_OF_THREADS = frozenset(
+    {"threading", "_thread", "queue", "_queue", "multiprocessing.context", "concurrent.futures.thread"}
+)
+_REGISTERS = ("_parameters", "_buffers")
+_MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
+
+
+def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
+    """The contents of ``roots`` and of all that is reached from them through containers, attributes and functions."""
+    found: list[Contents] = []
+    seen: set[int] = set()
+    todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
+    while todo:
+        thing, owner = todo.popleft()
+        if type(thing) in _ATOMS or id(thing) in seen or not _is_open(type(thing)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, FUNCTIONS):
+            todo.extend((x, (None, "")) for x in reached.of(thing))
+        if isinstance(thing, METHODS):
+            todo.append((thing.__func__, owner))
+            continue
+        if isinstance(thing, (tuple, frozenset)):
+            todo.extend((x, owner) for x in thing)
+            continue
+        held = list(contents_of(thing, owner))
+        if not isinstance(thing, nn.Module) and any(_is_of_threads(x) for kept in held for x in kept.content[:_MANY]):
+            continue
+        for kept in held:
+            found.append(kept)
+            if isinstance(kept, DictContents) and kept.holder is not thing:
+                todo.extend((x, (thing, name)) for name, x in kept.items())
+            elif len(kept.content) <= _MANY:
+                todo.extend((x, owner) for x in kept.children())
+    return found
+
+
+def _is_open(kind: type) -> bool:
+    """Whether to look into objects of a class: containers, modules, optimizers, tensors, and all that is no library's.
+
+    A lock, a logger, a process group or one of our own objects is none of build's business.
+    """
+    if kind not in _known:
+        if issubclass(kind, (*_CONTAINERS, *_OPEN)):
+            _known[kind] = True
+        else:
+            _known[kind] = not issubclass(kind, _CLOSED) and not is_library(sys.modules.get(kind.__module__))
+    return _known[kind]
+
+
+_known: dict[type, bool] = {}
+
+
+def _is_of_threads(x: Any) -> bool:
+    """A lock, an event, a queue, a thread: who holds one is shared with threads, whose writes are not build's."""
+    return type(x).__module__ in _OF_THREADS
+
+
+@contextmanager
+def untouched(step: Step, root: nn.Module) -> Iterator[None]:
+    """Put back, whatever build does: see above."""
+    owner, reached = getattr(step.build, "__self__", None), Reached()
+    objects = [*root.modules(), owner]
+    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
+    kept = [*everything_in([*objects, step.build, *shared], reached), *reached.kept]
+    with same_settings() as streams:
+        try:
+            yield
+            _warn_of_writes(kept)
+            _warn_of_draws(streams)
+        finally:
+            for contents in kept:
+                contents.put_back()
+
+
+def _warn_of_writes(kept: list[Contents]) -> None:
+    """A value that build keeps in an attribute or a container is lost: build runs once, to be written down."""
+    written = list(dict.fromkeys(name for contents in kept if contents.differs() for name in _written(contents)))
+    if written:
+        shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
+        warnings.warn(
+            f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
+            "value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )
+
+
+def _warn_of_draws(streams: Streams) -> None:
+    for name in streams.drawn():
+        warnings.warn(
+            f"build draws from Python's module {name}, once, when it is written down: every step has the same number. "
+            "Draw outside of build and pass the number in, or draw a tensor with torch.rand",
+            stacklevel=2,
+        )
+
+
+def _written(contents: Contents) -> Iterator[str]:
+    """The attributes that build has changed to numbers and tensors, or to containers with other ones."""
+    owner, name = contents.owner
+    if isinstance(contents, DictContents) and not name:
+        for key, before, now in contents.changed():
+            # build may switch modes; what it traces is in the mode that it set
+            if key != "training" and (is_other_number(before, now) or isinstance(now, Tensor)):
+                yield f"{type(owner).__name__}.{key}"
+    elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
+        known = {key for key, _ in contents.items()}  # another tensor in a buffer's place is the step's update
+        yield from (f"{type(owner).__name__}.{key}" for key, _, _ in contents.changed() if key not in known)
+    elif any(isinstance(x, (int, float, Tensor)) for x in contents.news()) and not isinstance(contents, TensorContents):
+        yield name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"

@@ -1,0 +1,157 @@
+"""What optimizer state is before the first step.
+
+torch makes state inside the first step, a graph needs it before.  The keys and shapes are learnt from a step on
+fakes (``optimizer.py``), the values here, from a twin: the same class and settings on tiny real parameters.  What the
+twin first puts in its state is the initial value if it is one number; else 0 is tried (SGD's momentum buffer, first a
+copy of the gradient).  Either way the twin must then step from the filled state exactly as it stepped from none; where
+it does not, no number fills the state, and the first step is a program of its own, which makes it (``states.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.capture.objects.entries import Entries
+from graphzero.capture.optimizer.hyper import with_numbers
+from graphzero.capture.problems import first_line, problem
+from graphzero.errors import CaptureError
+
+SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
+
+
+class _Recorder(Entries):
+    """The state of one parameter; remembers what was first put under each key."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        super().__init__(start)
+        self.first: dict[str, Any] = {key: _copy(x) for key, x in start.items()}
+
+    def __setitem__(self, key: str, entry: Any) -> None:
+        if key not in self.first or self.first[key] is None:
+            self.first[key] = _copy(entry)
+        super().__setitem__(key, entry)
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
+    """State key -> the number that fills it before the first step, for parameters of ``ndim`` dims in ``group``.
+
+    None where no numbers give torch's first step, or the twin cannot step.
+    """
+    try:
+        return _fill_of_twin(optimizer, group, ndim)
+    except Exception:  # noqa: BLE001 - whatever a tiny parameter alone breaks; the step itself is traced elsewhere
+        return None
+
+
+def _fill_of_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
+    first = _run(optimizer, group, ndim, seed=0)
+    other = _run(optimizer, group, ndim, seed=1)
+    fills = {
+        key: _common(entry, other.recorded.get(key))
+        for key, entry in first.recorded.items()
+        if isinstance(entry, Tensor)
+    }
+    again = _run(optimizer, group, ndim, seed=0, fills=fills, like=first)
+    wrong = [key for key, entry in first.state.items() if _differ(entry, again.state.get(key))]
+    return None if wrong or _differ(first.param, again.param) else fills
+
+
+class _Outcome:
+    def __init__(self, param: Tensor, recorder: _Recorder) -> None:
+        self.param, self.recorded, self.state = param, recorder.first, dict(recorder)
+
+
+def _run(
+    optimizer: torch.optim.Optimizer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
+    like: _Outcome | None = None,
+) -> _Outcome:  # fmt: skip
+    """One step of a twin from no state, or from the state of ``like`` filled with ``fills``."""
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64))
+    param.grad = torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64)
+    twin, start = _twin(optimizer, group, param)
+    if fills is not None and like is not None:
+        start = {
+            key: torch.full_like(x, fills[key]) if isinstance(x, Tensor) else like.recorded.get(key, x)
+            for key, x in like.state.items()
+        }
+    recorder = _Recorder(start)
+    twin.state = defaultdict(dict, {param: recorder})
+    with torch.no_grad(), _compat.is_compiling():
+        _compat.unhooked_step(optimizer)(twin)
+    return _Outcome(param.detach(), recorder)
+
+
+def _twin(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """An optimizer like the user's that holds ``param`` alone, and the state it makes when it is constructed."""
+    settings = with_numbers({**optimizer.param_groups[group], "params": [param]}, {})
+    settings = {key: _number_of(x) for key, x in settings.items()}
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    start: dict[str, Any] = {}
+    if optimizer.state:  # loaded, stepped, or made by __init__ as Adagrad does
+        made = _constructed(optimizer, settings, param)
+        start = dict(made.state.get(param, {})) if made is not None else {}
+    twin.param_groups = [settings]
+    twin.defaults = {**optimizer.defaults, "differentiable": False}
+    return twin, start
+
+
+def _constructed(
+    optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor
+) -> torch.optim.Optimizer | None:
+    known: Callable[..., Any] = type(optimizer).__init__
+    accepted = inspect.signature(known).parameters
+    plain = {k: optimizer.param_groups[0].get(k, x) for k, x in optimizer.defaults.items()}
+    chosen = {k: settings.get(k, x) for k, x in plain.items() if k in accepted}
+    chosen.update({k: None for k in ("foreach", "fused") if k in chosen})
+    chosen.update({k: False for k in ("capturable", "differentiable") if k in chosen})
+    try:
+        return type(optimizer)([param], **chosen)
+    except Exception:
+        return None
+
+
+def _number_of(x: Any) -> Any:
+    return float(x) if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta else x
+
+
+def _common(entry: Tensor, other: Any) -> float:
+    """The one number that fills both, or 0."""
+    flat = torch.cat([entry.reshape(-1).double(), other.reshape(-1).double()]) if isinstance(other, Tensor) else entry
+    return float(flat[0]) if flat.numel() and bool((flat == flat[0]).all()) else 0.0
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return not torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
+    return isinstance(a, Tensor) or isinstance(b, Tensor)
+
+
+def missing(optimizer: torch.optim.Optimizer, path: str, key: str) -> CaptureError:
+    """The state of a parameter is there in part, and no number fills the rest."""
+    return problem(
+        f"the state of {type(optimizer).__name__} for {path} lacks {key!r}, and no constant stands for it: it begins "
+        "as a copy of a gradient or a parameter",
+        "load a checkpoint that holds the whole state of this parameter, or drop what is there to begin anew: "
+        "optimizer.state.pop(p)",
+    )
+
+
+def cannot_step(optimizer: torch.optim.Optimizer, error: BaseException) -> CaptureError:
+    return problem(
+        f"{type(optimizer).__name__}.step() cannot be written down as a graph: {first_line(error)}",
+        "an optimizer inside a Graph may not branch on values of tensors (.item(), float(t)); keep counters in 0-d "
+        "tensors and choose with torch.where, or step this optimizer outside of the Graph",
+    )

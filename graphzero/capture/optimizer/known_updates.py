@@ -1,0 +1,86 @@
+"""Traced steps of torch's own optimizers, kept for the next capture: another batch size, another Graph, a check.
+
+Tracing an optimizer takes half of the time of capturing a small step, and gives the same each time.  What it gives
+follows from what ``key_of`` puts into a key, and from nothing else:
+
+* the code that steps: torch's own, as the functions that its module and class hold now.  A class of the user's may read
+  anything, a global number say, so its step is traced each time, and so is one of torch's under modes of the user's;
+* its groups and defaults: a hyperparameter that is fixed by its value, one that may change by its kind and by the value
+  that branches were decided by when it was traced;
+* its members: path, group, shape and dtype, marks, states, and whether these are there;
+* what torch's factories and kernels go by: default dtype, autocast, deterministic filling.
+
+A key without one of them would give a step that was traced for something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+from graphzero import _compat
+from graphzero.capture.optimizer.fused_steps import is_fused
+from graphzero.capture.optimizer.hyper import baked_of_group, of_group
+from graphzero.capture.optimizer.member import Member
+
+Made = TypeVar("Made")
+MOST = 64  # kept, each of some hundred nodes
+
+_known: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+def known(key: Hashable | None, make: Callable[[], Made]) -> Made:
+    """What ``make`` gave for an equal key, or gives now; whoever asks does not change it.  None: nothing is kept."""
+    if key is None:
+        return make()
+    if key not in _known:
+        _known[key] = make()
+    _known.move_to_end(key)
+    if len(_known) > MOST:
+        _known.popitem(last=False)
+    found: Made = _known[key]
+    return found
+
+
+def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Hashable | None:
+    """All that tracing a step of ``members`` depends on; None where that cannot be listed.
+
+    what: is made of it.  index: of the optimizer in its Graph, which stands in the roles of its numbers.
+    """
+    code = _code_of(type(optimizer))
+    if code is None or _compat.modes_are_on():
+        return None
+    groups = optimizer.param_groups
+    numbers = tuple(hyper for g, group in enumerate(groups) for hyper in of_group(index, g, group))
+    fixed = tuple((*baked_of_group(index, g, group), is_fused(optimizer, group)) for g, group in enumerate(groups))
+    own = tuple((k, repr(v)) for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float, str)))
+    held = tuple(map(_described, members))
+    return what, code, numbers, fixed, own, repr(optimizer.defaults), held, _surroundings()
+
+
+def _code_of(cls: type) -> tuple[Any, ...] | None:
+    """The functions that step an optimizer of torch's own; None for another class."""
+    module: dict[str, Any] = inspect.unwrap(cls.step).__globals__  # type: ignore[attr-defined]
+    if getattr(torch.optim, cls.__name__, None) is not cls or not module["__name__"].startswith("torch.optim."):
+        return None
+    places = (module, *map(vars, cls.__mro__))
+    return (cls, *((name, x) for place in places for name, x in place.items() if isinstance(x, FunctionType)))
+
+
+def _described(member: Member) -> tuple[Any, ...]:
+    param = member.param
+    marks = tuple((k, repr(v)) for k, v in vars(param).items() if not isinstance(v, torch.Tensor))
+    states = tuple(member.states.items()), tuple(sorted(member.counters)), member.first
+    return member.path, member.group, tuple(param.shape), param.dtype, marks, states
+
+
+def _surroundings() -> tuple[Any, ...]:
+    cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    deterministic: Any = torch.utils.deterministic
+    filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    return torch.get_default_dtype(), cast, filled

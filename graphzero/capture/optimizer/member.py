@@ -1,0 +1,33 @@
+"""A parameter that an optimizer updates, as its step is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Member:
+    """A parameter that an optimizer updates.
+
+    states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
+    first: it has no state yet, and the step is the one that makes it.
+    """
+
+    path: str
+    group: int
+    param: nn.Parameter
+    kind: Any = None
+    states: dict[str, tuple[torch.dtype, Shape] | None] = field(default_factory=dict)
+    counters: frozenset[str] = frozenset()
+    first: bool = False
+
+    @property
+    def entering(self) -> dict[str, tuple[torch.dtype, Shape] | None]:
+        """The states that are there before the step."""
+        return {} if self.first else self.states

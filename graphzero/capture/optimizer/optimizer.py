@@ -1,0 +1,321 @@
+"""The optimizer's step as a graph: traced once per kind of parameter, from the user's own ``step``.
+
+Parameters of one group, shape and dtype step alike, so one of them is traced and the rest are stamped from it
+(``join.py``).  An optimizer that mixes parameters (a norm over all of them) is noticed, because the traced step of one
+then reads another, and is traced whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphzero import _compat
+from graphzero.capture.objects.contents import DictContents, is_other_number
+from graphzero.capture.objects.entries import Entries
+from graphzero.capture.optimizer.fused_steps import FusedSteps, is_fused
+from graphzero.capture.optimizer.host_numbers import HostNumbers
+from graphzero.capture.optimizer.hyper import Hyper, of_group, with_numbers
+from graphzero.capture.optimizer.initial_state import cannot_step
+from graphzero.capture.optimizer.known_updates import key_of, known
+from graphzero.capture.optimizer.member import Member
+from graphzero.capture.problems import problem
+from graphzero.capture.rewrite import decompositions
+from graphzero.capture.spec import OptimizerSpec
+from graphzero.errors import CaptureError
+
+Shape = tuple[int, ...]
+
+# 0-d states are float32, but eager optimizers compute with them as Python numbers: 1 - 0.999**step in float32 would be
+# off by 3e-5.  So a step reads them in float64.
+_COUNTER = (torch.float32, ())
+
+
+class _Making(Entries):
+    """The state of a parameter in its first step; counters are kept in float64 from where they are made."""
+
+    def __init__(self, counters: frozenset[str]) -> None:
+        super().__init__()
+        self.counters = counters
+
+    def __setitem__(self, key: str, entry: Any) -> None:
+        super().__setitem__(key, entry.double() if key in self.counters and isinstance(entry, Tensor) else entry)
+
+
+@dataclass
+class Update:
+    """A traced step of ``members`` (in the order of the graph's inputs).
+
+    inputs: placeholder -> what it stands for: ("param" or "grad", path, ""), ("state", path, key), ("hyper", Hyper).
+    params: path -> new value; states: (path, key) -> new value.
+    """
+
+    members: list[Member]
+    inputs: dict[fx.Node, tuple[Any, ...]]
+    params: dict[str, fx.Node]
+    states: dict[tuple[str, str], fx.Node]
+    symbols: dict[str, Hyper]
+    env: Any
+
+
+def check(spec: OptimizerSpec) -> None:
+    """Refuse, with a reason, what cannot be a graph."""
+    optimizer, name = spec.optimizer, type(spec.optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise problem(
+            "LBFGS evaluates the loss several times in one step and stops on its value, so a step is not one graph",
+            "use AdamW, SGD or another optimizer whose step needs no closure, or run LBFGS eagerly",
+        )
+    if name == "Adafactor":
+        raise problem(
+            "Adafactor.step() branches on a value of a tensor (the parameter's norm and the step count, on the host)",
+            "use AdamW or another optimizer of torch.optim, or step Adafactor outside of the Graph",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise problem(
+            "SparseAdam needs sparse gradients, and a graph's values are dense",
+            "use Adam or AdamW, with nn.Embedding(sparse=False)",
+        )
+    if _compat.has_step_hooks(optimizer):
+        raise problem(
+            f"{name} has step hooks (register_step_pre_hook or register_step_post_hook), which a graph cannot call",
+            "remove the hooks and run that code before or after the Graph's call",
+        )
+
+
+def state_kinds(optimizer: torch.optim.Optimizer, members: list[Member]) -> None:
+    """Fill in ``kind`` and ``states`` of the members, from a step on fakes or from state that exists."""
+    for member in members:
+        marks = tuple(sorted((k, repr(v)) for k, v in vars(member.param).items() if not isinstance(v, Tensor)))
+        member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
+    first: dict[Any, Member] = {}
+    for member in members:
+        first.setdefault(member.kind, member)
+    found = _states_by_step(optimizer, list(first.values()))
+    for member in members:
+        real = optimizer.state.get(member.param, {})
+        known = {key: _described(optimizer, key, entry) for key, entry in real.items()}
+        made = found.get(member.kind)
+        if made is None and not known:
+            raise cannot_step(optimizer, KeyError("it reads state that no first step makes"))
+        states = {**known, **(made or {})}
+        member.states = states
+        like = member.states if member.param.dim() else _states_of_a_vector(optimizer, member)
+        member.counters = frozenset(key for key in member.states if like.get(key) == _COUNTER)
+        member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in member.states.items())))
+
+
+def _states_of_a_vector(optimizer: torch.optim.Optimizer, member: Member) -> dict[str, Any]:
+    """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one."""
+    with _compat.FakeTensorMode():
+        vector = nn.Parameter(torch.empty(2, dtype=member.param.dtype))
+    stand_in = Member(member.path, member.group, vector)
+    return _states_by_step(optimizer, [stand_in]).get(stand_in.kind, {})
+
+
+def _described(optimizer: torch.optim.Optimizer, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, Tensor):
+        raise problem(
+            f"{type(optimizer).__name__} keeps {entry!r} in state[{key!r}], which is no tensor; a graph would hold it "
+            "fixed",
+            f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
+        )
+    return entry.dtype, tuple(entry.shape)
+
+
+def _states_by_step(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
+    """Kind of a member -> what a step on fakes makes of its state."""
+    return known(key_of("states", 0, optimizer, members), lambda: _stepped_states(optimizer, members))
+
+
+def _stepped_states(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
+    numbers = [{h.key: h.value for h in of_group(0, g, group)} for g, group in enumerate(optimizer.param_groups)]
+    with _compat.FakeTensorMode(shape_env=_compat.shape_env()):
+        params = [nn.Parameter(torch.empty(m.param.shape, dtype=m.param.dtype)) for m in members]
+        for param in params:
+            param.grad = torch.empty(param.shape, dtype=param.dtype)
+        groups = _groups(optimizer, members, params, numbers)
+        state: dict[Any, Any] = defaultdict(dict)
+        try:
+            with _stepping(optimizer, groups, state):
+                _compat.unhooked_step(optimizer)(optimizer)
+        except CaptureError:
+            raise
+        except KeyError:  # state made by __init__ only
+            return {}
+        except Exception as error:
+            raise cannot_step(optimizer, error) from error
+    return {
+        member.kind: {key: _described(optimizer, key, entry) for key, entry in state[param].items()}
+        for member, param in zip(members, params, strict=True)
+    }
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, members: list[Member], params: list[Any], numbers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    held: list[list[Any]] = [[] for _ in optimizer.param_groups]
+    for member, param in zip(members, params, strict=True):
+        held[member.group].append(param)
+    made = []
+    for g, group in enumerate(optimizer.param_groups):
+        fused = {"fused": True} if is_fused(optimizer, group) else {}
+        made.append({**with_numbers({**group, "params": held[g]}, numbers[g]), **fused})
+    return made
+
+
+@contextmanager
+def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
+    """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
+    before, kept = dict(vars(optimizer)), DictContents(vars(optimizer))
+    given = [dict(group) for group in groups]
+    optimizer.param_groups, optimizer.state = groups, state
+    optimizer.defaults = {**optimizer.defaults, "differentiable": False}
+    try:
+        with torch.no_grad(), _compat.is_compiling(), HostNumbers(), FusedSteps():
+            yield
+        changed = [f"self.{k}" for k, v in vars(optimizer).items() if is_other_number(before.get(k), v)]
+        for group, old in zip(groups, given, strict=True):
+            changed += [f"param_groups[...][{k!r}]" for k, v in group.items() if is_other_number(old.get(k), v)]
+        if changed:
+            raise problem(
+                f"{type(optimizer).__name__}.step() changes the Python number {changed[0]}, which a graph holds fixed",
+                "keep it in optimizer.state as a 0-d tensor and change it in place",
+            )
+    finally:
+        kept.put_back()
+
+
+def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:
+    """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
+    optimizer = spec.optimizer
+    made = known(
+        key_of("update", index, optimizer, members),
+        lambda: replace(_traced(index, optimizer, members), members=[]),  # a kept one holds on to nobody's parameters
+    )
+    return replace(made, members=members)
+
+
+def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member]) -> Update:
+    env = _compat.shape_env()
+    numbers: list[dict[str, Any]] = []
+    labels: list[tuple[Any, ...]] = []
+    values: list[Any] = []
+    symbols: dict[str, Hyper] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        numbers.append({})
+        for hyper in of_group(index, g, group):
+            symbol = _compat.new_symfloat(env, hyper.value, f"{hyper.role.path}")
+            symbols[_compat.symbol_name(symbol)] = hyper
+            labels.append(("hyper", hyper))
+            values.append(symbol)
+    mode = _compat.FakeTensorMode(shape_env=env)
+    with mode:
+        for member in members:
+            shape, dtype = member.param.shape, member.param.dtype
+            for kind in ("param", "grad"):
+                labels.append((kind, member.path, ""))
+                values.append(torch.empty(shape, dtype=dtype))
+            for key, entry in member.entering.items():
+                if entry is not None:
+                    labels.append(("state", member.path, key))
+                    values.append(torch.empty(entry[1], dtype=entry[0]))
+    results: list[tuple[Any, ...]] = []
+
+    def program(*given: Any) -> list[Any]:
+        results.clear()
+        named = dict(zip(labels, given, strict=True))
+        for label, number in named.items():
+            if label[0] == "hyper":
+                numbers[label[1].group][label[1].key] = number
+        return _step(optimizer, members, numbers, named, results)
+
+    try:
+        with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
+            traced = torch.func.functionalize(program, remove="mutations")
+            module = _compat.make_fx(traced, decompositions.TABLE)(*values)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise cannot_step(optimizer, error) from error
+    return _read(module, labels, results, members, symbols, env)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
+    results: list[tuple[Any, ...]],
+) -> list[Any]:  # fmt: skip
+    params: list[Any] = []
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for member in members:
+        param = named["param", member.path, ""]
+        param.grad = named["grad", member.path, ""]
+        param.__dict__.update({k: v for k, v in vars(member.param).items() if not isinstance(v, Tensor)})
+        state[param] = _Making(member.counters)
+        for key, entry in member.entering.items():
+            state[param][key] = None if entry is None else named["state", member.path, key]
+        params.append(param)
+    groups = _groups(optimizer, members, params, numbers)
+    with _stepping(optimizer, groups, state):
+        _compat.unhooked_step(optimizer)(optimizer)
+    out = []
+    for member, param in zip(members, params, strict=True):
+        if extra := ", ".join(sorted(set(state[param]) - set(member.states))):
+            raise problem(
+                f"{type(optimizer).__name__} makes more state after its first step: {extra}",
+                "make all state in the first step",
+            )
+        results.append(("param", member.path, ""))
+        out.append(param)
+        for key, entry in state[param].items():
+            if isinstance(entry, Tensor):
+                results.append(("state", member.path, key))
+                out.append(entry.to(member.states[key][0]))  # type: ignore[index]
+    return out
+
+
+def _read(
+    module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[Member], symbols: dict[str, Hyper],
+    env: Any,
+) -> Update:  # fmt: skip
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            graph.erase_node(node)
+        elif node.op == "get_attr":
+            _write_out(module, node)
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
+    update = Update(members, inputs, {}, {}, symbols, env)
+    flat: Any = graph.output_node().args[0]
+    for (kind, path, key), node in zip(results, flat, strict=True):
+        if kind == "param":
+            update.params[path] = node
+        else:
+            update.states[path, key] = node
+    return update
+
+
+def _write_out(module: fx.GraphModule, node: fx.Node) -> None:
+    """A tensor that step makes of Python numbers, as torch.tensor(0.0), becomes an op that makes it."""
+    made: Any = getattr(module, str(node.target))
+    tensor = made.constant if isinstance(made, _compat.FakeTensor) else made
+    if tensor is None or tensor.numel() != 1:
+        raise problem(
+            f"an optimizer's step reads a tensor of shape {list(made.shape)} that is neither its state nor a parameter",
+            "keep it in optimizer.state, or write it as numbers",
+        )
+    with module.graph.inserting_before(node):
+        full = module.graph.call_function(
+            torch.ops.aten.full.default, (list(made.shape), tensor.item()), {"dtype": made.dtype}
+        )
+    full.meta = dict(node.meta, val=made)
+    node.replace_all_uses_with(full)
+    module.graph.erase_node(node)

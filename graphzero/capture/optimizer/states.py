@@ -1,0 +1,103 @@
+"""What is in optimizer state when a capture begins: real values where the user has stepped, fills elsewhere.
+
+Where nothing is there and no number fills it, the captured step is torch's own first one: it makes the state, and
+holds only until it is there (``Entry``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero.capture.optimizer.hyper import of_group
+from graphzero.capture.optimizer.initial_state import initial_fill, missing
+from graphzero.capture.optimizer.member import Member
+from graphzero.capture.spec import Entry
+
+
+def is_real(entry: Any) -> bool:
+    """Whether a piece of optimizer state is a tensor with values."""
+    return isinstance(entry, Tensor) and not entry.is_meta
+
+
+def has_state(state: Mapping[Any, Mapping[str, Any]], param: Tensor) -> bool:
+    """Whether an optimizer's ``state`` holds any for ``param``."""
+    return any(map(is_real, state.get(param, {}).values()))
+
+
+class Fills:
+    """The number that fills each state of one optimizer before its first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.known: dict[tuple[int, int], dict[str, float] | None] = {}
+
+    def all_of(self, member: Member) -> dict[str, float] | None:
+        """Of each state of ``member``; None if no numbers fill them."""
+        place = (member.group, member.param.dim())
+        if place not in self.known:
+            self.known[place] = initial_fill(self.optimizer, *place)
+        return self.known[place]
+
+    def of(self, member: Member, key: str) -> float:
+        """Of state ``key`` of ``member``; 0 where the optimizer already holds it, or the step makes it."""
+        fills = self.all_of(member)
+        if fills is not None:
+            return fills.get(key, 0.0)
+        if not member.first and self.real(member, key) is None:
+            raise missing(self.optimizer, member.path, key)
+        return 0.0
+
+    def real(self, member: Member, key: str) -> Tensor | None:
+        """The state that the user's optimizer holds, if it is more than a shape."""
+        entry = self.optimizer.state.get(member.param, {}).get(key)
+        return entry if is_real(entry) else None
+
+    def number(self, member: Member, key: str) -> float | None:
+        """The present value of a 0-d state; None if the step makes it."""
+        if member.first:
+            return None
+        held: Any = self.real(member, key)
+        if held is None:
+            return self.of(member, key)
+        return float(held.to_local() if hasattr(held, "to_local") else held)
+
+
+def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Entry:
+    """Say which members take their first step, one that makes their state; returns what this takes for granted.
+
+    index: of the optimizer.
+    """
+    absent: set[tuple[int, str]] = set()
+    present: set[tuple[int, str]] = set()
+    filled: set[tuple[int, str]] = set()
+    for member in members:
+        if any(member.states.values()):
+            if fills.all_of(member) is not None:
+                where = filled
+            else:
+                member.first = not has_state(fills.optimizer.state, member.param)
+                where = absent if member.first else present
+            where.add((index, member.path))
+        member.kind = (*member.kind, member.first)
+    groups = {member.group for member in members if (index, member.path) in filled}
+    numbers = [h for g in groups for h in of_group(index, g, fills.optimizer.param_groups[g])]
+    return Entry(frozenset(absent), frozenset(present), frozenset(filled), {h.role: h.value for h in numbers})
+
+
+def equal_states(members: list[Member], fills: Fills) -> set[tuple[int, str]]:
+    """(group, key) of the 0-d states that are equal for all parameters of the group: step counters."""
+    values: dict[tuple[int, str], set[Any]] = {}
+    counts: dict[tuple[int, str], int] = {}
+    sizes: dict[int, int] = {}
+    for member in members:
+        sizes[member.group] = sizes.get(member.group, 0) + 1
+        for key, entry in member.states.items():
+            if key in member.counters and entry is not None:
+                place = (member.group, key)
+                counts[place] = counts.get(place, 0) + 1
+                values.setdefault(place, set()).add((entry[0], fills.number(member, key)))
+    return {place for place, found in values.items() if len(found) == 1 and counts[place] == sizes[place[0]]}

@@ -1,0 +1,71 @@
+"""What a module says to DTensor in its forward, while build is traced.
+
+``torch.distributed.tensor.parallel.parallelize_module`` leaves hooks that make DTensors of inputs, redistribute them,
+and hand out local tensors.  Build is written for one device, where every value is whole: so ``from_local`` and
+``to_local`` are the identity, and a redistribution pins the value on the axes of its mesh, as ``gz.to_global`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from graphzero import _compat
+from graphzero.capture.objects.patches import patched
+from graphzero.capture.placing.pins import pin_value
+from graphzero.sbp.dtensor import from_placements
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Sbp
+
+
+@contextmanager
+def dtensor_calls(placement: Placement) -> Iterator[None]:
+    """Tensors have a DTensor's methods here; see above."""
+    last: list[DeviceMesh | None] = [None]  # of the last ``from_local``: a plain tensor knows of no mesh
+    pinned: dict[Any, tuple[Tensor, Tensor]] = {}  # what q, k and v ask for alike is moved once
+
+    def from_local(local: Tensor, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        last[0] = device_mesh
+        return local
+
+    def same(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+    def redistribute(
+        x: Tensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **kwargs: Any
+    ) -> Tensor:
+        mesh = device_mesh or last[0]
+        pins = None if mesh is None or placements is None else _pins(x, placement, mesh, placements)
+        if pins is None:
+            return x
+        key = id(x), x._version, torch.is_grad_enabled(), tuple(pins)
+        if key not in pinned:
+            pinned[key] = x, pin_value(x, pins)  # with x, so that its id stays its own
+        return pinned[key][1]
+
+    with ExitStack() as stack:
+        stack.enter_context(patched(DTensor, "from_local", staticmethod(from_local)))
+        for name in ("to_local", "full_tensor"):
+            stack.enter_context(patched(Tensor, name, same))
+        stack.enter_context(patched(Tensor, "redistribute", redistribute))
+        stack.enter_context(patched(Tensor, "placements", ()))  # no DTensor's, so that hooks which compare redistribute
+        yield
+
+
+def _pins(x: Tensor, placement: Placement, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Sbp | None] | None:
+    """One per axis of the placement; None where the mesh is not part of it, or nothing is said that an SBP can say."""
+    with _compat.without_modes():  # a mesh keeps its ranks in a tensor
+        axes = placement.axes_of(mesh)
+    if axes is None or len(axes) != len(placements):
+        return None
+    pins: list[Sbp | None] = [None] * len(placement.names)
+    for axis, item in zip(axes, placements, strict=True):
+        if isinstance(item, (Replicate, Shard)):
+            (pins[axis],) = from_placements((item,), x.dim())
+    return pins if any(pins) else None

@@ -1,0 +1,175 @@
+"""The plain form of a captured graph: nothing that only autograd, functionalize or devices needed.
+
+One walk in program order.  Gone are: detach, alias, lifted copies, copies and clones that change nothing, views that
+give back what an earlier view was made of, chains of views, and device arguments.  Every size of a view is a plain
+number.  It works with the fakes in ``meta["val"]``, which know strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.ir.aliases import Kind, is_copy, is_plain_view, is_reshape, kind_of
+from graphzero.ops import AS_LOCAL
+
+aten = torch.ops.aten
+
+_TRACED_NAMES = (  # beside those of a program; nothing else leaves them there
+    aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default, aten.detach_.default,
+)  # fmt: skip
+_PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, AS_LOCAL)
+_DROPPED = ("device", "layout", "pin_memory", "non_blocking")
+_FACTORIES = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.arange.default,
+    aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default, aten.eye.default, aten.eye.m,
+    aten.linspace.default,
+}  # fmt: skip
+
+
+def _is_name(target: Any) -> bool:
+    return target in _TRACED_NAMES or kind_of(target) is Kind.NAME
+
+
+def shows_operand(target: Any) -> bool:
+    """Whether an op gives its one operand another name, form, place or dtype, and computes nothing."""
+    return _is_name(target) or is_plain_view(target) or is_copy(target) or target in _PIECES
+
+
+def canonicalise(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        _strip_kwargs(node)
+        same = _same_as(node)
+        if same is not None:
+            if _is_apart(node, same):
+                for user in node.users:
+                    user.meta["apart"] = True
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code(_impure)
+
+
+def _is_apart(node: fx.Node, same: fx.Node) -> bool:
+    """Whether views of ``node`` lie in memory, as their fakes tell, otherwise than such views of ``same`` would."""
+    fake, found = node.meta.get("val"), same.meta.get("val")
+    if not isinstance(fake, Tensor) or not isinstance(found, Tensor):
+        return "apart" in node.meta
+    return "apart" in node.meta or not _same_layout(fake, found)
+
+
+def _impure(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _strip_kwargs(node: fx.Node) -> None:
+    kwargs: dict[str, Any] = {key: x for key, x in node.kwargs.items() if key not in _DROPPED and x is not None}
+    if kwargs.get("memory_format") is torch.preserve_format:
+        del kwargs["memory_format"]
+    fake = node.meta.get("val")
+    if node.target in _FACTORIES and isinstance(fake, Tensor):
+        kwargs["dtype"] = fake.dtype
+    node.kwargs = kwargs
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """An earlier node that has the same value, if there is one; on the way, the node takes its plain form."""
+    target, fake = node.target, node.meta.get("val")
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if target is aten.copy.default:
+        return _copied(node)
+    if source is None or not isinstance(fake, Tensor):
+        return None
+    if _is_name(target):
+        return None if node.meta.get("keep") else source
+    old = source.meta.get("val")
+    if not isinstance(old, Tensor):
+        return None
+    if is_copy(target):
+        return source if old.dtype == fake.dtype and _same_layout(old, fake) else None
+    if is_plain_view(target):
+        return _same_view(node, source, fake)
+    return None
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """``copy(old, new)`` is ``new`` in the shape and dtype of ``old``."""
+    new = node.args[1]
+    assert isinstance(new, fx.Node)
+    fake, found = node.meta["val"], new.meta["val"]
+    if found.dtype != fake.dtype:
+        node.target, node.args, node.kwargs = aten._to_copy.default, (new,), {"dtype": fake.dtype}
+        if found.shape == fake.shape:
+            return None
+        with node.graph.inserting_before(node):
+            wide = node.graph.call_function(aten.expand.default, (new, list(fake.shape)))
+            wide.meta.update(node.meta, val=found.expand(fake.shape))
+        node.args = (wide,)
+        return None
+    if found.shape == fake.shape:
+        return new
+    node.target, node.args, node.kwargs = aten.expand.default, (new, list(fake.shape)), {}
+    node.meta["apart"] = True
+    return None
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and all(n < 2 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _same_view(node: fx.Node, source: fx.Node, fake: Tensor) -> fx.Node | None:
+    if is_reshape(node.target):
+        node.target = aten.view.default
+        node.args = (source, list(fake.shape))
+    elif node.target is aten.expand.default:
+        node.args, node.kwargs = (source, list(fake.shape)), {}
+    first: fx.Node | None = None if "apart" in node.meta else source
+    while first is not None:  # back along the chain of views
+        old = first.meta.get("val")
+        if isinstance(old, Tensor) and old.dtype == fake.dtype and _same_place(old, fake):
+            return first
+        is_view = is_plain_view(first.target) and "apart" not in first.meta
+        previous = first.args[0] if is_view and first.args else None
+        first = previous if isinstance(previous, fx.Node) else None
+    if node.target is aten.view.default and source.target is aten.view.default:
+        before = source.args[0]
+        assert isinstance(before, fx.Node)
+        if before.meta["val"].is_contiguous():
+            node.args = (before, node.args[1])
+    return None
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return _same_layout(a, b) and a.storage_offset() == b.storage_offset()
+
+
+def merge_equal(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> None:
+    """Nodes that compute the same from the same become one."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not wanted(node):
+            continue
+        key = node_key(node.target, node.args, node.kwargs)
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def node_key(target: Any, args: Any, kwargs: Any) -> Any:
+    """Equal for calls that compute the same."""
+    return target, _frozen(args), _frozen(kwargs)
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_frozen, x))
+    if isinstance(x, dict):
+        return tuple((key, _frozen(entry)) for key, entry in sorted(x.items()))
+    return (type(x), repr(x)) if isinstance(x, (int, float)) else x  # 1 is not 1.0 or True, nor 0.0 -0.0

@@ -1,0 +1,88 @@
+"""A traced graph without writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero import _compat
+from graphzero.capture.problems import problem
+from graphzero.capture.rewrite.plain_writes import rewritten
+
+_WRITE_HINT = "Write the line without an in-place op: x = x.mul(2) in place of x.mul_(2)"
+
+
+def functional(
+    module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]], mode: _compat.FakeTensorMode
+) -> fx.GraphModule:
+    """The same graph without writes in place: what was written becomes a new value that later readers read."""
+    writes = [node for node in module.graph.nodes if _writes(node)]
+    if rewritten(module.graph, writes, table, mode):
+        return module
+    for node in module.graph.nodes:
+        node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}
+    constants = _constants_as_inputs(module)
+    run = fx.Interpreter(module).run
+
+    def again(*values: Any) -> Any:
+        return run(*values)
+
+    fakes = [_fake_of(tensor, mode) for tensor in constants.values()]
+    with torch.no_grad():  # the backward is in the graph already
+        pure = torch.func.functionalize(again, remove="mutations")
+        found = _compat.make_fx(pure, table)(*inputs, *fakes)
+    for node in list(found.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            found.graph.erase_node(node)
+    _inputs_as_constants(found, constants)
+    for node in found.graph.nodes:
+        if _writes(node):
+            source = node.meta.get("custom", {}).get("source", "")
+            raise problem(f"{node.target} writes in place to what a graph cannot follow", _WRITE_HINT, [source])
+    return found
+
+
+def _constants_as_inputs(module: fx.GraphModule) -> dict[str, Tensor]:
+    """Tensors that the graph closes over become its last inputs; else functionalize would not see what is made of them
+    alone, and leave writes to that as they are."""
+    graph, found = module.graph, {}
+    placeholders = {}
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in list(graph.find_nodes(op="get_attr")):
+        name, held = str(node.target), getattr(module, str(node.target))
+        if not isinstance(held, Tensor):
+            continue
+        if name not in found:
+            found[name] = held
+            with graph.inserting_after(last):
+                last = placeholders[name] = graph.placeholder(name)
+        node.replace_all_uses_with(placeholders[name])
+        graph.erase_node(node)
+    module.recompile()
+    return found
+
+
+def _inputs_as_constants(module: fx.GraphModule, constants: dict[str, Tensor]) -> None:
+    graph = module.graph
+    for (name, tensor), node in zip(
+        reversed(constants.items()), reversed(graph.find_nodes(op="placeholder")), strict=False
+    ):
+        setattr(module, f"given{name}", tensor)
+        with graph.inserting_before(node):
+            held = graph.create_node("get_attr", f"given{name}")
+        node.replace_all_uses_with(held)
+        graph.erase_node(node)
+
+
+def _fake_of(tensor: Tensor, mode: _compat.FakeTensorMode) -> Tensor:
+    made: Tensor = tensor
+    if not isinstance(tensor, _compat.FakeTensor):
+        made = mode.fake_tensor_converter.from_real_tensor(mode, tensor)
+    return made
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

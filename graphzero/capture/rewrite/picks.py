@@ -1,0 +1,95 @@
+"""One element of each row: ``x[torch.arange(len(x)), i]`` as a gather, which a split batch can do without its others.
+
+As an index the row numbers are data, so any row may be asked for.  Written as ``gather`` along dim 1 it is plain
+that each row asks for its own; assignments and gradients become ``scatter`` and ``scatter_add``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.ir.aliases import Kind, kind_of
+from graphzero.ir.value import TensorType
+
+aten = torch.ops.aten
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def pick_rows(graph: fx.Graph) -> None:
+    """Rewrite ``index`` and ``index_put`` where the first index counts the rows."""
+    for node in list(graph.nodes):
+        if node.target in (aten.index.Tensor, aten.index_put.default) and _picks(node):
+            with graph.inserting_before(node):
+                made = _Writer(graph, node).write()
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+def _picks(node: fx.Node) -> bool:
+    arguments: Any = node.args
+    x, indices = _fake(arguments[0]), arguments[1]
+    if len(indices) != 2 or any(not isinstance(i, fx.Node) for i in indices) or x.dim() < 2:
+        return False
+    rows, at = indices
+    shape = _fake(at).shape
+    if _fake(at).dtype != torch.int64 or shape[:1] != x.shape[:1] or x.shape[1] == 0:
+        return False
+    if node.target is aten.index_put.default and not _is_accumulated(node) and len(shape) > 1:
+        return False
+    return tuple(_fake(rows).shape) == (x.shape[0], *[1] * (len(shape) - 1)) and _counts(rows, x.shape[0])
+
+
+def _is_accumulated(node: fx.Node) -> bool:
+    return len(node.args) > 3 and bool(node.args[3])
+
+
+def _counts(node: fx.Node, rows: int) -> bool:
+    """Whether the values of ``node`` are 0, 1, 2 ..."""
+    while kind_of(node.target) in (Kind.RESHAPE, Kind.UNIT):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in _ARANGES:
+        return False
+    numbers: list[Any] = list(node.args)
+    start, end = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
+    return start == 0 and end == rows and numbers[2:] in ([], [1])
+
+
+def _fake(node: Any) -> Tensor:
+    found: Tensor = node.meta["val"]
+    return found
+
+
+class _Writer:
+    """Writes what stands for ``node``."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+
+    def write(self) -> fx.Node:
+        arguments: Any = self.node.args
+        x, (_, at), *rest = arguments
+        shape, picked = _fake(x).shape, _fake(at).shape
+        count = _fake(at).numel() // shape[0]
+        below = self._call(aten.lt.Scalar, at, 0)
+        positive = self._call(aten.where.self, below, self._call(aten.add.Tensor, at, shape[1]), at)
+        ones = [1] * (len(shape) - 2)
+        index = self._call(aten.view.default, positive, [shape[0], count, *ones])
+        index = self._call(aten.expand.default, index, [shape[0], count, *shape[2:]])
+        if self.node.target is aten.index.Tensor:
+            found = self._call(aten.gather.default, x, 1, index)
+            return self._call(aten.view.default, found, [*picked, *shape[2:]])
+        values = self._call(aten.expand.default, rest[0], [*picked, *shape[2:]])
+        values = self._call(aten.reshape.default, values, [shape[0], count, *shape[2:]])
+        scatter = aten.scatter_add.default if _is_accumulated(self.node) else aten.scatter.src
+        return self._call(scatter, x, 1, index, values)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        made = self.graph.call_function(target, args)
+        fakes = fx.node.map_arg(args, _fake)
+        with _fake(self.node).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            fake = target(*fakes)
+        made.meta.update(self.node.meta, val=fake, type=TensorType(fake.dtype, tuple(fake.shape)))
+        return made

@@ -1,0 +1,158 @@
+"""Tensors of the user's that build meets and that are no parameters, buffers or inputs of the step.
+
+They are constants of the graph.  What would write to one is refused: a graph that is written down leaves tensors as
+they are, and one that runs has no name for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphzero import _compat
+from graphzero.capture.objects.contents import TensorContents
+from graphzero.capture.problems import problem, problem_here
+from graphzero.errors import CaptureError
+
+_WRITE_HINT = (
+    "Keep what build changes in a buffer of a module (self.register_buffer(name, tensor)), which a step may change in "
+    "place, or write to a copy: x = x.clone()"
+)
+_SHARED_ELEMENTS_HINT = (
+    "What is in an element that is many, as after expand, depends on the order of writes. Make them apart first: "
+    "x = x.expand(sizes).clone()"
+)
+_SHARED_HINT = (
+    "Use the parameter or buffer itself, by the name that its module has for it: a graph follows names, and what it "
+    "writes there need not lie where this tensor looks"
+)
+_FOREIGN_HINT = (
+    "Assign the module that owns it to the Graph in __init__ (self.model = model), or call .detach() on it outside of "
+    "build to use its present value as a constant"
+)
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
+_SET_FLAG: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_FLAGS = frozenset({_SET_FLAG, Tensor.requires_grad_})
+_LIFT = torch.ops.aten.lift_fresh.default
+_AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
+
+
+class FreeTensors:
+    """Those that one tracing of build meets.  ``put_back`` is for the end.
+
+    mode: of the fakes.  held: parameters and buffers of the step by path, of which those that the step may change must
+    not be met under another name.
+    """
+
+    def __init__(self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None) -> None:
+        self.mode, self.build = mode, build
+        self.held = {
+            _compat.storage_id(_compat.local_tensor(x)): path for path, x in held.items() if x.layout is torch.strided
+        }
+        self.flags: dict[int, TensorContents] = {}
+        self._known: dict[int, Tensor] = {}
+        self._storages: dict[int, Tensor] = {}  # of their fakes, which views of them share
+        self._shown = False  # as numpy arrays
+
+    # ---- ops
+
+    def check(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a write to a free tensor or to shared elements, and a use of a free one that wants a gradient."""
+        if func is _LIFT:  # what torch.tensor has made just now
+            return
+        for x in _tensors((*args, *kwargs.values())):
+            if not isinstance(x, _compat.FakeTensor) and id(x) not in self._known:
+                self._meet(x)
+        if func._schema.is_mutable:
+            positions, names = _written(func)
+            given = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
+            how = func._schema.name.split("::")[1]
+            for x in _tensors(given):
+                if not isinstance(x, _compat.FakeTensor) or _compat.storage_id(x) in self._storages:
+                    raise self._write(x, how)
+                if x.layout is torch.strided and _shares_elements(x):
+                    what = f"build writes in place to elements of {list(x.shape)} that share memory: {how}"
+                    raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
+
+    def made(self, func: Any, args: Any, result: Any) -> None:
+        """Look at what an op has made: torch.from_numpy gives a tensor over memory that is somebody else's."""
+        if func is _LIFT and not args[0].untyped_storage().resizable():
+            self._storages[_compat.storage_id(result)] = result
+
+    def _meet(self, x: Tensor) -> None:
+        if isinstance(x, nn.Parameter) or (x.requires_grad and torch.is_grad_enabled()):
+            kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor that requires a gradient,"
+            what = f"build uses {kind} of shape {list(x.shape)} that belongs to no module of this Graph"
+            raise problem_here(what, _FOREIGN_HINT, self.build)
+        shared = self.held.get(_compat.storage_id(x)) if x.layout is torch.strided else None
+        if shared is not None:
+            what = f"build uses a tensor of shape {list(x.shape)} that shares memory with {shared}, but is not it"
+            raise problem_here(what, _SHARED_HINT, self.build)
+        fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
+        self._known[id(x)], self._storages[_compat.storage_id(fake)] = x, fake
+
+    def _write(self, x: Tensor, how: str) -> CaptureError:
+        what = f"build writes to a tensor of shape {list(x.shape)} that is no buffer of its modules: {how}"
+        return problem_here(what, _WRITE_HINT, self.build)
+
+    # ---- calls
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a function of torch on a free tensor, which is not always an op."""
+        x = args[0]
+        if func == _SET_DATA:
+            raise self._write(x, ".data = ...")
+        if func == _SET_GRAD and args[1] is not x.grad:
+            raise self._write(x, ".grad = ...")
+        if func in _FLAGS and x.is_leaf:
+            self.flags.setdefault(id(x), TensorContents(x))
+        found = func(*args, **kwargs)
+        if func in _AS_NUMPY:
+            found.setflags(write=False)
+            self._shown = True
+        return found
+
+    def problem_of(self, error: Exception, where: list[str]) -> CaptureError | None:
+        """What to say of an error that a write to the memory of a free tensor has raised in numpy."""
+        if self._shown and isinstance(error, ValueError) and "read-only" in str(error):
+            return problem("build writes to a tensor that is no buffer of its modules: .numpy()", _WRITE_HINT, where)
+        return None
+
+    def put_back(self) -> None:
+        for kept in self.flags.values():
+            kept.put_back()
+
+
+def _tensors(args: Any) -> Any:
+    """The tensors among arguments of an op, which may stand in lists."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+def _shares_elements(x: Tensor) -> bool:
+    """Whether elements of a tensor may stand at one place in memory, as after expand."""
+    room = 1  # elements from the first to the last of the dims so far
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < room:
+            return x.numel() > 0
+        room += stride * (size - 1)
+    return False
+
+
+@cache
+def _written(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments an op writes to: positions, names."""
+    arguments = op._schema.arguments
+    written = [(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+    return tuple(i for i, _ in written), tuple(name for _, name in written)

@@ -1,0 +1,173 @@
+"""How build makes gradients: by ``backward()``, or by ``torch.autograd.grad`` and the like and ``p.grad = g``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphzero.capture.objects.patches import patched
+from graphzero.capture.placing.local_regions import refuse_inside
+from graphzero.capture.problems import place_of, problem, problem_here
+from graphzero.capture.spec import Step
+from graphzero.capture.trace.modes import Watch
+from graphzero.errors import CaptureError
+
+_CLEARED = "build calls zero_grad() after backward(), which clears the gradients that the step is to be made with"
+_CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
+_LOCAL_LOSS = "Return the ranks' losses, out_sbp P adds them up, and call backward() on that sum"
+_NO_OPTIMIZER = "call self.add_optimizer(optimizer) in __init__ to train, or leave out {} to evaluate"
+_ASKED = "gradients asked for"  # the phase of what follows torch.autograd.grad of parameters, until it is known
+
+
+class Gradients:
+    """What one trace of build does about gradients.
+
+    losses: what backward() was called on, or, where it was not, what ``torch.autograd.grad`` was of.
+    ended: path -> the gradient that the last backward() left, or that build has put into ``p.grad`` by hand.
+    """
+
+    def __init__(self, step: Step, watch: Watch, build: CodeType | None) -> None:
+        self.step, self.watch, self.build = step, watch, build
+        self.losses: list[Tensor] = []
+        self.ended: dict[str, Tensor] = {}
+        self._asked: list[Tensor] = []
+        self._asking = False
+        self._cleared: CaptureError | None = None  # zero_grad() behind the last backward()
+
+    @contextmanager
+    def watching(self, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """While this is open, what build calls to make or clear gradients of ``params`` is what the step needs."""
+        with ExitStack() as stack:
+            backward = self._begins(torch.autograd.backward, params)
+            stack.enter_context(patched(Tensor, "backward", backward))
+            stack.enter_context(patched(torch.autograd, "backward", backward))
+            stack.enter_context(patched(torch.autograd, "grad", self._asks(torch.autograd.grad, params)))
+            for holder in (nn.Module, torch.optim.Optimizer):
+                stack.enter_context(patched(holder, "zero_grad", self._clears(holder.zero_grad, params)))
+            yield
+        if self._cleared is not None:
+            raise self._cleared
+        self._take_by_hand(params)
+
+    def _take_by_hand(self, params: Mapping[str, nn.Parameter]) -> None:
+        given = {name: param.grad for name, param in params.items() if param.grad is not None}
+        if given and not self.step.optimizers:
+            raise problem(
+                f"build of {self.step.name} puts gradients into p.grad, but the Graph has no optimizer",
+                _NO_OPTIMIZER.format("p.grad = ..."),
+                [place_of(self.step.build)],
+            )
+        self.losses = self.losses or (self._asked if given else [])
+        self.ended = {**given, **self.ended}
+        self.ended = {name: self.ended[name] for name in params if name in self.ended}
+
+    def settle_phases(self, graph: fx.Graph) -> None:
+        """What follows the first ``torch.autograd.grad`` of parameters is backward if these gradients are the step's:
+        if build calls no backward()."""
+        phase = "backward" if self.losses and self.losses is self._asked else "forward"
+        for node in graph.nodes:
+            custom = node.meta.get("custom", {})
+            if custom.get("phase") == _ASKED:
+                node.meta["custom"] = {**custom, "phase": phase}
+
+    # ---- backward()
+
+    def _begins(self, autograd: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
+        """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
+
+        def begin(losses: Any, *args: Any, **kwargs: Any) -> None:
+            if self.watch.running:  # a checkpointed region, or torch calling itself
+                autograd(losses, *args, **kwargs)
+                return
+            names = ("gradient", "retain_graph", "create_graph", "inputs")
+            more = {**dict(zip(names, args, strict=False)), **kwargs}
+            gradient = more.pop("grad_tensors", more.pop("gradient", None))
+            retain_graph = more.pop("retain_graph", None)
+            many = [losses] if isinstance(losses, Tensor) else list(losses)
+            weights = list(gradient) if isinstance(gradient, (list, tuple)) else [gradient] * len(many)
+            for loss, weight in zip(many, weights, strict=True):
+                self._backward(autograd, loss, weight, True if len(many) > 1 else retain_graph, **more)
+            with torch.no_grad():
+                self.ended = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
+
+        return begin
+
+    def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
+        """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
+        refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.build)
+        self._check_loss(loss, gradient)
+        self.losses.append(loss)
+        self._cleared = None
+        self.watch.phase, self.watch.running = "backward", True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.watch.following([loss]))
+                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                autograd(loss, gradient, retain_graph, **more)
+        finally:
+            self.watch.running = False
+
+    def _check_loss(self, loss: Tensor, gradient: Any) -> None:
+        if not self.step.optimizers:
+            what = f"build of {self.step.name} calls backward(), but the Graph has no optimizer"
+            raise problem_here(what, _NO_OPTIMIZER.format("backward()"), self.build)
+        if loss.numel() != 1 and gradient is None:
+            raise problem_here(
+                f"backward() is called on a tensor of shape {list(loss.shape)}, not on one number",
+                "reduce it to a scalar first, loss.mean().backward() or loss.sum().backward(), or say what the "
+                "gradient of each element is: loss.backward(gradient)",
+                self.build,
+            )
+        if isinstance(gradient, Tensor) and gradient.shape != loss.shape:
+            raise problem_here(
+                f"backward() is called on a tensor of shape {list(loss.shape)} with a gradient of shape "
+                f"{list(gradient.shape)}",
+                "give a gradient of the shape of the tensor: torch.ones_like(loss)",
+                self.build,
+            )
+        if not loss.requires_grad:
+            raise problem_here(
+                "backward() is called on a value that depends on no parameter with requires_grad=True",
+                "check that the loss comes from the modules of this Graph, outside of torch.no_grad() and .detach()",
+                self.build,
+            )
+
+    # ---- by hand
+
+    def _asks(self, grad: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., Any]:
+        """``torch.autograd.grad``, which may be what stands in place of backward()."""
+        ours = {id(param) for param in params.values()}
+
+        def ask(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            of_params = any(id(x) in ours for x in _listed(inputs))
+            if self.watch.running or self._asking or self.losses or not of_params:
+                return grad(outputs, inputs, *args, **kwargs)
+            self._asked += _listed(outputs)
+            self.watch.phase, self._asking = _ASKED, True
+            try:
+                with self.watch.following(_listed(outputs)):
+                    return grad(outputs, inputs, *args, **kwargs)
+            finally:
+                self._asking = False
+
+        return ask
+
+    def _clears(self, original: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
+        def zero_grad(this: Any, set_to_none: bool = True) -> None:
+            if any(p.grad is not None for p in params.values()):
+                self._cleared = problem_here(_CLEARED, _CLEARED_HINT, self.build)
+            original(this, set_to_none)
+
+        return zero_grad
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """One tensor or several, as a list."""
+    return [given] if isinstance(given, Tensor) else list(given)

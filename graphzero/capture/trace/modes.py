@@ -1,0 +1,244 @@
+"""What watches the user's build while it is traced.
+
+``UserCode`` sees calls as Python makes them: it stands in for parameters that are reached around the modules, puts in
+our attention, and refuses what needs a value that does not exist yet.  ``Watch`` sees the ATen ops below autograd: it
+marks each with phase and source, and refuses the ops whose result depends on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphzero import _compat
+from graphzero.capture.host_values.folding import by_mask, folding
+from graphzero.capture.host_values.looks import FACTORIES, Looks
+from graphzero.capture.host_values.masks import Selected, selected, sized_by, written
+from graphzero.capture.host_values.unchecked import STAND_INS
+from graphzero.capture.problems import problem_here
+from graphzero.capture.trace.attention import attention
+from graphzero.capture.trace.free_tensors import FreeTensors
+from graphzero.ir.aliases import UNMARKED, is_view
+from graphzero.ir.source import user_frame, user_frames
+from graphzero.ops import CHECK
+
+aten = torch.ops.aten
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default,
+             aten.addmv.default, aten.dot.default, aten.convolution.default)  # fmt: skip
+_PRODUCT_HINT = (
+    "Cast one of them (x.float()), convert the modules before the first call (model.to(torch.float64)), or run the "
+    "forward part under torch.autocast; a Graph over converted modules compiles once more"
+)
+_GENERATOR_HINT = (
+    "Leave generator= out: what a Graph draws follows from torch.manual_seed and the step, and is the same on every "
+    "placement; or draw outside of build and pass the result in"
+)
+_COLLECTIVE_HINT = (
+    "Leave collectives out: build is written for one device and the whole batch, so sums and means are global as they "
+    "stand, and what moves between ranks is put in by the passes"
+)
+_MOVE_HINT = "Leave .to(device), .cuda() and device= out: a Graph keeps everything on the devices of its placement"
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_HINT = "Write into it instead: with torch.no_grad(): p.copy_(new), or p.mul_(factor)"
+
+_SHAPE_HINT = (
+    "Leave it as it is and go on with a view: y = x.t() in place of x.t_(), y = x[:, None] for x.unsqueeze_(1)"
+)
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+_RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
+_SPARSE = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # where the argument stands
+_LENGTHS = {
+    aten._pack_padded_sequence.default: "a packed sequence",
+    aten._ctc_loss.default: "ctc_loss",
+    aten._ctc_loss.Tensor: "ctc_loss",
+}
+_LENGTHS_HINT = (
+    "Give the padded tensor to the layers and leave padding out of the loss by a mask; what needs the lengths as "
+    "numbers on the host, as this does, runs outside of a Graph"
+)
+_DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gradient costs little"
+
+
+class UserCode(TorchFunctionMode):
+    """Stands between build and torch.
+
+    stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
+    looks: what becomes of values that build looks at.  device: the placement's device type.
+    """
+
+    def __init__(self, stand_ins: dict[int, Tensor], free: FreeTensors, looks: Looks, device: str) -> None:
+        super().__init__()
+        self.stand_ins, self.free, self.looks, self.device, self.build = stand_ins, free, looks, device, looks.build
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if Selected in types:
+            return Selected.__torch_function__(func, types, args, kwargs)
+        if func in self.looks.handlers and args and isinstance(args[0], _compat.FakeTensor):
+            return self.looks(func, args, kwargs)
+        args, kwargs = self._stay(func, args, kwargs)
+        args = self._stood_in(args)
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._stood_in(kwargs.values()), strict=True))
+        if func == _SET_DATA and isinstance(args[0], _compat.FakeTensor):
+            what = "a parameter: p.data = ..." if isinstance(args[0], nn.Parameter) else "a tensor: x.data = ..."
+            raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
+        if func is Tensor.__setitem__ and written(*args):
+            return None
+        if func is Tensor.__getitem__ and (found := selected(self.looks, *args)) is not None:
+            return found
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and not isinstance(args[0], _compat.FakeTensor):
+            return self.free.call(STAND_INS.get(func, func), args, kwargs)
+        return STAND_INS.get(func, func)(*args, **kwargs)
+
+    def _stood_in(self, args: Iterable[Any]) -> tuple[Any, ...]:
+        """Arguments, lists of tensors among them, with the fakes in the place of real parameters and buffers."""
+        known = self.stand_ins
+        return tuple(
+            known.get(id(arg), arg)
+            if isinstance(arg, Tensor)
+            else type(arg)(known.get(id(x), x) for x in arg)
+            if type(arg) in (list, tuple) and any(id(x) in known for x in arg)
+            else arg
+            for arg in args
+        )
+
+    def _stay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call that stays where the graph is: the placement's device is the fakes' CPU."""
+        if func is Tensor.cuda:
+            self._check_device("cuda")
+            return args[:1], {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._here(kwargs["device"])}
+        if func is Tensor.to and len(args) > 1 and isinstance(args[1], (str, torch.device)):
+            args = (args[0], self._here(args[1]), *args[2:])
+        return args, kwargs
+
+    def _here(self, device: Any) -> Any:
+        kind = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+        if kind in ("cpu", "meta") or not isinstance(kind, str):
+            return device
+        self._check_device(kind)
+        return torch.device("cpu")
+
+    def _check_device(self, kind: str) -> None:
+        if kind != self.device:
+            what = f"build moves a tensor to {kind}, but the Graph's placement is on {self.device}"
+            raise problem_here(what, _MOVE_HINT, self.build)
+
+
+class Watch(TorchDispatchMode):
+    """Marks every op with phase and source.
+
+    phase: what the following ops belong to.
+    line: the user's line whose gradient is being computed, while backward runs.
+    """
+
+    def __init__(self, free: FreeTensors, looks: Looks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
+        self.line = self.backward_line = ""
+        self.running = False  # whether autograd runs
+        self.views: dict[int, list[Tensor]] = {}  # of each storage
+        self.given: dict[int, str] = {}  # id of a fake that stands for an input, parameter or buffer -> its name
+        self.lines: dict[int, str] = {}  # autograd sequence number -> source
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fold = folding(func, args, kwargs or {}) if _sized_by_values(func, args) else None
+        if fold is None:
+            self._refuse(func, args, kwargs)
+        source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
+        if self.line and source == self.backward_line:
+            source = self.line
+        elif self.phase != "backward":
+            self.lines[_compat.sequence_number()] = source
+        before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
+        with _compat.annotate({"phase": self.phase, "source": source}):
+            result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
+        if before is not None and before != (result.shape, result.stride()):
+            self._check_turned(args[0], func._schema.name.split("::")[1])
+        if func not in (aten.detach.default, *UNMARKED) and is_view(func):  # what autograd takes for a view
+            for x in result if isinstance(result, (list, tuple)) else [result]:
+                self.views.setdefault(_compat.storage_id(x), []).append(x)
+        self.free.made(func, args, result)
+        if func in FACTORIES:
+            self.looks.know(result, func, args, kwargs or {})
+        return result
+
+    @contextmanager
+    def following(self, losses: Sequence[Tensor]) -> Iterator[None]:
+        """Name the forward line of each op of the gradients of ``losses`` that are taken meanwhile."""
+        self.backward_line = user_frame()
+        hooks, seen, todo = [], set(), [loss.grad_fn for loss in losses]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions)
+            line = self.lines.get(_compat.sequence_number(node), "")
+            hooks.append(node.register_prehook(lambda grads, line=line: setattr(self, "line", line)))
+        try:
+            yield
+        finally:
+            self.line = ""
+            for hook in hooks:
+                hook.remove()
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
+            raise self.looks.host_problem(args[0])
+        if self.looks.begun is not None and self.looks.begun.looks_on() and func._schema.is_mutable:
+            raise self.looks.begun.problem  # plain PyTorch may not come here
+        if func in _LENGTHS:
+            raise problem_here(
+                f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
+            )
+        if _sized_by_values(func, args):
+            name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
+            raise sized_by(name, self.build)
+        if func in _PRODUCTS:
+            self._check_product(func, args)
+        if func.namespace in _COLLECTIVES:
+            name = func._schema.name.split("::")[1].strip("_")
+            raise problem_here(f"build calls a collective of torch.distributed: {name}", _COLLECTIVE_HINT, self.build)
+        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+            raise problem_here("build draws from a torch.Generator of its own", _GENERATOR_HINT, self.build)
+        if func is aten.embedding_renorm_.default:
+            raise problem_here("an embedding with max_norm rewrites rows of its weight in forward", _RENORM, self.build)
+        if _SPARSE.get(func, 99) < len(args) and args[_SPARSE[func]]:
+            raise problem_here("an embedding with sparse=True makes a sparse gradient", _DENSE, self.build)
+        self.free.check(func, args, kwargs or {})
+
+    def _check_turned(self, x: Tensor, how: str) -> None:
+        """A view in place, of a tensor that stays, or of one whose views autograd would trace back to the new form."""
+        stays = self.given.get(id(x))
+        views = [view for view in self.views.get(_compat.storage_id(x), []) if view is not x]
+        if stays is None and not (x.requires_grad and views):
+            return
+        of = stays or "a tensor that has views and wants a gradient"
+        raise problem_here(f"build changes the shape of {of} in place: {how}", _SHAPE_HINT, self.build)
+
+    def _check_product(self, func: Any, args: Any) -> None:
+        operands = [arg for arg in args if isinstance(arg, Tensor)]
+        if len({x.dtype for x in operands}) > 1:
+            shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in operands)
+            name = func._schema.name.split("::")[1]
+            raise problem_here(f"{name} of different dtypes: {shown}", _PRODUCT_HINT, self.build)
+
+
+def _sized_by_values(func: Any, args: Any) -> bool:
+    """Whether the shape of the result depends on values."""
+    return torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or by_mask(args[1]))

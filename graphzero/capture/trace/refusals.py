@@ -1,0 +1,82 @@
+"""Python calls that have no place in build: refused at their line, or left out where they change nothing.
+
+What can only be told by the op it becomes is refused in ``modes``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphzero import _compat
+from graphzero.capture.objects.patches import patched
+from graphzero.capture.problems import first_line, problem_here
+from graphzero.capture.randomness import SEEDS
+from graphzero.errors import CaptureError
+
+_DEVICE = (
+    "build sets torch's default device, which would hold for all that comes after it",
+    "call torch.set_default_device before the first call, or say device= where a tensor is made",
+)
+_SCALER = (
+    "build scales the loss by a GradScaler, whose unscaling and skipping of steps would stay outside of the graph",
+    "leave the scaler out and call loss.backward(); bfloat16 under torch.autocast needs no scaling",
+)
+_OTHER_STEP = (
+    "build steps an optimizer that the Graph does not have",
+    "give it to the Graph, which steps it after backward(): self.add_optimizer(optimizer); or step it between calls",
+)
+
+
+@contextmanager
+def refusals(build: CodeType | None) -> Iterator[None]:
+    """While this is open, what build may not do raises a CaptureError with the user's line."""
+
+    def refuse(what: str, hint: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise problem_here(what, hint, build)
+
+        return refused
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        for holder in (torch, torch.random):
+            enter(patched(holder, "manual_seed", refuse(*SEEDS)))
+            enter(patched(holder, "seed", refuse(*SEEDS)))
+        enter(patched(torch, "set_default_device", refuse(*_DEVICE)))
+        enter(patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
+        enter(patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
+        enter(patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
+        stack.callback(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)).remove)
+        # A profiler's label is no part of a step; optimizer.zero_grad() sets one.
+        enter(patched(record_function, "__enter__", lambda self: self))
+        enter(patched(record_function, "__exit__", lambda self, *error: None))
+        enter(patched(logging, "raiseExceptions", False))  # what a log record asks of a tensor is said by our error
+        enter(_compat.compiled_functions_inline())
+        yield
+
+
+def _converting(apply: Callable[..., Any], build: CodeType | None) -> Callable[..., Any]:
+    def converted(self: nn.Module, function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            if all(function(x) is x for x in (*self.parameters(), *self.buffers())):
+                return self  # all is so already
+            return apply(self, function, *args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise problem_here(
+                f"build converts or moves a {type(self).__name__} (.to, .double, .half, .cuda): {first_line(error)}",
+                "convert modules before the first call; inside build cast values: x.to(torch.float64)",
+                build,
+            ) from error
+
+    return converted

@@ -1,0 +1,283 @@
+"""The user's build, forward and backward, as one fx graph over fake tensors.
+
+Two steps: ``make_fx`` traces build as it is, then, if it writes in place, the graph is run once more under
+``functionalize``.  Fakes are made from shapes on the CPU, whatever device and form the real tensors have, so a meta
+model and a split one trace alike; nothing real is touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+from graphzero.capture.host_values.looks import CONSTANT, Looks, read_problem
+from graphzero.capture.host_values.number import Number
+from graphzero.capture.objects import tree
+from graphzero.capture.objects.untouched import untouched
+from graphzero.capture.placing.local_regions import TracedRegions, regions
+from graphzero.capture.placing.pins import Pinned, collecting
+from graphzero.capture.problems import first_line, none_swallowed, problem
+from graphzero.capture.randomness import Draws
+from graphzero.capture.rewrite import decompositions
+from graphzero.capture.rewrite.functionalize import functional
+from graphzero.capture.spec import Inputs, Step
+from graphzero.capture.trace.compiler_flags import Asked, is_raised
+from graphzero.capture.trace.free_tensors import FreeTensors
+from graphzero.capture.trace.gradients import Gradients
+from graphzero.capture.trace.modes import UserCode, Watch
+from graphzero.capture.trace.reads import reading
+from graphzero.capture.trace.refusals import refusals
+from graphzero.capture.trace.surroundings import surroundings, untouched_optimizers
+from graphzero.capture.trace.threads import others_wait
+from graphzero.errors import CaptureError, GraphZeroError
+from graphzero.ir.source import line_of
+
+
+@dataclass
+class Traced:
+    """What tracing build gives.
+
+    module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
+    results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
+        ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks".
+    trains: whether build makes gradients.
+    out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
+    """
+
+    module: fx.GraphModule
+    out: list[Any]
+    out_spec: pytree.TreeSpec
+    trains: bool
+    with_grad: list[str]
+    env: Any
+    symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
+    results: dict[str, list[fx.Node]] = field(default_factory=dict)
+    pins: list[Pinned] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place among the tensor outputs of build."""
+
+    index: int
+
+
+def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
+    """A step's build, traced as often as it takes to learn where it must be told that it is being traced."""
+    asked, refused = Asked(getattr(step.build, "__code__", None)), None
+    while True:
+        try:
+            return BuildTrace(step, root, inputs, asked).run()
+        except GraphZeroError as error:
+            refused = refused or error
+            if not asked.learns(error):
+                raise
+        except Exception as error:
+            if not asked.learns(error):
+                if refused is None or is_raised(error):
+                    raise
+                raise refused from error  # the way that is not plain PyTorch's leads nowhere
+
+
+class BuildTrace:
+    """One tracing of a step's build."""
+
+    def __init__(self, step: Step, root: nn.Module, inputs: Inputs, asked: Asked) -> None:
+        self.step, self.root, self.inputs, self.asked = step, root, inputs, asked
+        self.env = _compat.shape_env()
+        self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.params = dict(root.named_parameters())
+        self.buffers = dict(root.named_buffers())
+        self.code = getattr(step.build, "__code__", None)
+        self.free = FreeTensors(self.mode, {**self.params, **self.buffers}, self.code)
+        self.looks = Looks(self.code)
+        self.watch = Watch(self.free, self.looks)
+        self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
+        self.gradients = Gradients(step, self.watch, self.code)
+        self.out: list[Any] = []
+        self.out_spec: Any = None
+        self.counts: list[int] = []
+        self.symbols: dict[str, str] = {}
+
+    # ---- fakes
+
+    def _fakes(self) -> list[list[Any]]:
+        with self.mode:
+            batch = [torch.empty(x.shape or (), dtype=x.raw.dtype) for x in self.inputs.tensors]
+            params = [
+                nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+                for p in self.params.values()
+            ]
+            buffers = [torch.empty(b.shape, dtype=b.dtype) for b in self.buffers.values()]
+            key = torch.empty((), dtype=torch.int64)
+        for real, fake in zip(self.params.values(), params, strict=True):
+            fake.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
+            for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
+                fake.register_hook(hook)  # type: ignore[no-untyped-call]
+        scalars = []
+        for leaf in self.inputs.floats:
+            scalars.append(_compat.new_symfloat(self.env, leaf.raw, leaf.name))
+            self.symbols[_compat.symbol_name(scalars[-1])] = leaf.name
+        return [batch, scalars, params, buffers, [key]]
+
+    # ---- tracing
+
+    def run(self) -> Traced:
+        groups = self._fakes()
+        flat, spec = pytree.tree_flatten(groups)
+        kinds = ("input", "input", "state", "state", "seed")
+        self.looks.sources = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
+        draws = Draws(groups[4][0])
+        table = {**decompositions.TABLE, **draws.table()}
+
+        def program(*values: Any) -> list[Any]:
+            batch, scalars, params, buffers, _ = pytree.tree_unflatten(list(values), spec)
+            return self._build(batch, scalars, params, buffers)
+
+        place = self.step.placement
+        around, inside = surroundings(place), regions(TracedRegions(place, draws, self.code))
+        with untouched(self.step, self.root), draws.as_generator(), around, inside, collecting(place) as pins:
+            try:
+                with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
+                    with reading(self.step, self.root) as attributes:
+                        module = _compat.make_fx(program, table)(*flat)
+                    module = functional(module, flat, table, self.mode)
+            except CaptureError:
+                raise
+            except Exception as error:
+                failed = self.looks.begun.problem if self.looks.begun is not None else self._failed(error)
+                if failed is None:  # the user's own exception
+                    raise
+                raise failed from error
+            finally:
+                self.free.put_back()
+        traced = self._traced(module)
+        traced.pins, traced.attributes = pins, attributes
+        return traced
+
+    def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
+        tensors, floats = iter(batch), iter(scalars)
+        args, kwargs = pytree.tree_unflatten(
+            [next(tensors) if x.is_tensor else next(floats) if x.is_float else x.raw for x in self.inputs.leaves],
+            self.inputs.spec,
+        )
+        named_params = dict(zip(self.params, params, strict=True))
+        named_buffers = dict(zip(self.buffers, buffers, strict=True))
+        held = {**named_params, **named_buffers}
+        reals = {**self.params, **self.buffers}
+        stand_ins = {id(reals[name]): fake for name, fake in held.items()}
+        versions = [fake._version for fake in batch]
+        fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
+        self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
+        user_code = UserCode(stand_ins, self.free, self.looks, self.step.placement.device_type)
+        with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
+            with (
+                self.gradients.watching(named_params),
+                _compat.autograd_under(user_code),
+                _compat.small_constants(CONSTANT),
+                torch.enable_grad(),
+                refusals(self.code),
+                self.looks.watching(),
+                none_swallowed(),
+                self.asked.answering(),
+            ):
+                result = self.step.build(*args, **kwargs)
+            now = dict(self.root.named_buffers())
+        self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
+        with self.watch, torch.no_grad():
+            return self._results(result, named_params, {name: now.get(name, b) for name, b in named_buffers.items()})
+
+    def _warn_of_written(self, written: list[bool]) -> None:
+        """An input is a value here: what build writes into it in place, the caller does not see."""
+        names = [leaf.name for leaf, was in zip(self.inputs.tensors, written, strict=True) if was]
+        if names:
+            warnings.warn(
+                f"build of {self.step.name} writes in place to its input {', '.join(names)}: the step goes on with the "
+                "new values, but the caller's tensor keeps its own. Return the value, or clone the input first to "
+                "leave out this warning",
+                stacklevel=2,
+            )
+
+    def _results(self, result: Any, params: dict[str, Any], buffers: dict[str, Any]) -> list[Any]:
+        flat, self.out_spec = tree.flatten(result)
+        tensors: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
+                self.out.append(Slot(len(tensors)))
+                tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
+            else:
+                self.out.append(_checked_literal(leaf))
+        losses, ended = self.gradients.losses, self.gradients.ended
+        final = [params[name].grad for name in ended]
+        lists = [tensors, losses, list(ended.values()), final, list(params.values()), list(buffers.values())]
+        lists.append(self.looks.checks)
+        self.counts = [len(items) for items in lists]
+        return [item for items in lists for item in items]
+
+    # ---- results
+
+    def _failed(self, error: Exception) -> GraphZeroError | None:
+        """The error with the user's lines, or None if it is raised by the user's own code."""
+        where: list[str] = []
+        traceback, line = error.__traceback__, ""
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            line = line_of(code, traceback.tb_lineno)
+            where = [] if code is self.code else where
+            where += [line] if line else []
+            traceback = traceback.tb_next
+        written = self.free.problem_of(error, where[::-1][:3])
+        if written is not None:
+            return written
+        if "data is not allocated yet" in str(error):  # torch.tensor([a, b]) of tensors, x[(a, b)]
+            return read_problem("a tensor made from the values of others", where[::-1][:3])
+        if line or (isinstance(error, AttributeError) and isinstance(error.obj, (nn.Module, *self._owner()))):
+            return None
+        if isinstance(error, GraphZeroError):  # by a function of ours that build calls
+            shown = "".join(f"\n  at {place}" for place in where[::-1][:1])
+            return type(error)(f"{error}\n{shown}")
+        return problem(
+            f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
+            "If plain PyTorch runs this line, it needs something that only exists when values do; the exception "
+            "above, from torch, says what",
+            where[::-1][:3],
+        )
+
+    def _owner(self) -> tuple[type, ...]:
+        """The user's Graph, if build is a method of one."""
+        return (type(self.step.build.__self__),) if hasattr(self.step.build, "__self__") else ()
+
+    def _traced(self, module: fx.GraphModule) -> Traced:
+        self.gradients.settle_phases(module.graph)
+        with_grad = list(self.gradients.ended)
+        trains = bool(self.gradients.losses or with_grad)
+        traced = Traced(module, self.out, self.out_spec, trains, with_grad, self.env, dict(self.symbols))
+        flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+        names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks")
+        for name, count in zip(names, self.counts, strict=True):
+            traced.results[name], flat = flat[:count], flat[count:]
+        return traced
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, _compat.FakeTensor)
+
+
+def _checked_literal(leaf: Any) -> Any:
+    plain = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+    if isinstance(leaf, plain):
+        return leaf
+    if isinstance(leaf, Number):
+        raise read_problem(".item(), returned by build", [])
+    raise problem(
+        f"build returns an object of type {type(leaf).__name__}, which may hold tensors that the graph cannot follow",
+        "return tensors and plain values in dicts, lists, tuples and dataclasses, or register the type with "
+        "torch.utils._pytree",
+    )

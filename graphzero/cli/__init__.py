@@ -1,0 +1,5 @@
+"""The command ``graphzero``."""
+
+from graphzero.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,170 @@
+"""Measures what links cost: times the runtime's own collectives along each axis and fits the alpha-beta model.
+
+All ranks talk along the measured axis at once, as they do in a step: groups that share a network card share its
+bandwidth.  What the numbers mean is ``sbp.links``'s; the file they are kept in ``link_files``'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero.errors import ConfigError
+from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.process import ProcessWorld
+from graphzero.runtime.world.world import World
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.collectives import COLLECTIVES, Lines
+from graphzero.sbp.links import Link, messages
+from graphzero.sbp.placement import Placement
+
+SIZES = tuple(1 << bits for bits in range(10, 25, 2))  # 1 KiB to 16 MiB
+ITEM = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One size of one collective along an axis.
+
+    messages: one after the other; sent: bytes by each rank; seconds: median of the repeats on the slowest rank.
+    """
+
+    kind: str
+    messages: int
+    sent: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An axis, how many ranks meet along it, what was timed, and what was fitted to it."""
+
+    axis: str
+    ranks: int
+    link: Link
+    samples: list[Sample]
+
+    @property
+    def error(self) -> float:
+        """How far the fit is off on average, relative to what was timed."""
+        off = (abs(_predicted(self.link, s) - s.seconds) / s.seconds for s in self.samples)
+        return sum(off) / len(self.samples)
+
+    def facts(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return {"axis": self.axis, "ranks": self.ranks, "samples": [asdict(sample) for sample in self.samples]}
+
+
+def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:
+    """The links of every axis of several ranks; every rank calls it, and every rank gets the same numbers.
+
+    sizes: bytes of the whole tensors that travel.  repeat: how often each is timed.
+    Raises ConfigError where nothing travels: on virtual ranks, in a fake world, on axes of one rank; and where times
+    do not grow with sizes.
+    """
+    axes = [name for name, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
+    why = "virtual: its ranks live in this process" if placement.virtual else "fake" if has_fake_world() else ""
+    if why or not axes:
+        raise ConfigError(
+            f"there is nothing to measure: {placement!r} is {why or 'one rank'}, so nothing travels between ranks; run "
+            "it where the program will run: torchrun --nproc-per-node=N -m graphzero calibrate FILE:FACTORY"
+        )
+    world = ProcessWorld(placement)
+    return [_measure(world, name, sizes, repeat) for name in axes]
+
+
+def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
+    """The link whose predictions have the least squared relative errors, among those of latency 0 or more.
+
+    Raises ConfigError where times do not grow with sizes.
+    """
+    rows = torch.tensor([[s.messages / s.seconds, s.sent / s.seconds] for s in samples], dtype=torch.float64)
+    scale = rows.norm(dim=0)
+    ones = torch.ones(len(samples), 1, dtype=torch.float64)
+    found = torch.linalg.lstsq(rows / scale, ones, driver="gelsd").solution[:, 0] / scale
+    alpha, beta = float(found[0]), float(found[1])
+    if alpha < 0:
+        alpha, beta = 0.0, float(rows[:, 1].sum() / scale[1] ** 2)
+    if beta <= 0:
+        raise ConfigError(
+            f"calibrate: along {axis} the time of a collective does not grow with its bytes, of which a rank sends "
+            f"{max(s.sent for s in samples):,.0f} at most, so no bandwidth follows; measure larger ones (--sizes)"
+        )
+    return Link(alpha, 1 / beta)
+
+
+def table(found: Sequence[Measured]) -> str:
+    """As text, one axis a line."""
+    lines = [f"{'axis':<14}{'ranks':>6}{'latency':>14}{'bandwidth':>16}{'fit off by':>12}"]
+    for one in found:
+        latency, bandwidth = f"{one.link.latency * 1e6:.1f} us", f"{one.link.bandwidth / 1e9:.3f} GB/s"
+        lines.append(f"{one.axis:<14}{one.ranks:>6}{latency:>14}{bandwidth:>16}{one.error:>11.0%} ")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _measure(world: World, axis: str, sizes: Sequence[int], repeat: int) -> Measured:
+    ranks = world.placement.hierarchy[world.placement.axis(axis)]
+    counts = [max(nbytes // (ITEM * ranks * ranks), 1) * ranks * ranks for nbytes in sizes]
+    cases = [(kind, count) for kind in COLLECTIVES for count in counts]
+    times = torch.tensor([_seconds(world, kind, axis, count, repeat) for kind, count in cases], dtype=torch.float64)
+    times = times.to(world.device)
+    for name in world.placement.names:  # the slowest rank's
+        world.begin("all_reduce", [times], [times], name, "max").wait()
+    samples = [
+        Sample(kind, messages(kind, ranks), wire_bytes(kind, count * ITEM, ranks), seconds)
+        for (kind, count), seconds in zip(cases, times.tolist(), strict=True)
+    ]
+    return Measured(axis, ranks, fit(samples, axis), samples)
+
+
+def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> float:
+    """Seconds of one collective over ``count`` numbers in all, all ranks beginning together."""
+    start = _starter(world, kind, axis, count)
+    start().wait()  # connections and buffers come to life
+    calls = max(1, min(8, (1 << 18) // count))  # several of the short ones, one after the other
+    found = []
+    for _ in range(repeat):
+        _meet(world)
+        began = time.perf_counter()
+        for _ in range(calls):
+            start().wait()
+        _finish(world)
+        found.append((time.perf_counter() - began) / calls)
+    return median(found)
+
+
+def _starter(world: World, kind: str, axis: str, count: int) -> Callable[[], Handle]:
+    """What begins a collective of ``count`` elements in all."""
+    ranks, collective = world.placement.hierarchy[world.placement.axis(axis)], COLLECTIVES[kind]
+    line = count // collective.whole(ranks)
+
+    def new(lines: Lines) -> list[Tensor]:
+        return [torch.zeros(line * (lines[1] - lines[0]), device=world.device)]
+
+    received = new(collective.received(ranks))
+    sent = received if collective.is_in_place else new(collective.sent(0, ranks))
+    return lambda: world.begin(kind, received, sent, axis)
+
+
+def _meet(world: World) -> None:
+    """Every rank has come here."""
+    token = torch.zeros(1, device=world.device)
+    for name in world.placement.names:
+        world.begin("all_reduce", [token], [token], name).wait()
+    _finish(world)
+
+
+def _finish(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _predicted(link: Link, sample: Sample) -> float:
+    return link.latency * sample.messages + sample.sent / link.bandwidth

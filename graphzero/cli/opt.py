@@ -1,0 +1,79 @@
+"""``graphzero opt``: a printed program in, the program that passes make of it out.
+
+A text and a line of passes say all that a pass sees, so they are what a mistake is reported with.  Both are data: names
+are looked up and nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+from graphzero.errors import ConfigError, GraphZeroError
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.laws.verify import verify
+from graphzero.ir.text.parser import parse
+from graphzero.passes import Pipeline, parse_passes
+from graphzero.passes.text import listing
+from graphzero.sbp.placement import DEVICE_TYPES, placement
+
+
+class PassError(GraphZeroError):
+    """A pass stopped with an error of Python's."""
+
+
+def add_arguments(one: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    one.description = (
+        "Reads a program, runs passes over it, verifies it after each and prints what comes out: "
+        'graphzero opt step.txt --passes "pin,zero{stage=2},propagate"'
+    )
+    one.add_argument("file", metavar="FILE", nargs="?", help="what print(graph) wrote; - for standard input")
+    one.add_argument("--passes", metavar="TEXT", default="", help="such as pin,zero{stage=2},propagate; see --list")
+    one.add_argument("--device", default="cpu", choices=DEVICE_TYPES, help="for whose kernels; cpu")
+    shown = one.add_mutually_exclusive_group()
+    shown.add_argument("--diff", action="store_true", help="print what each pass changed, not the program")
+    shown.add_argument("--verify-only", action="store_true", help="print nothing; the exit status tells")
+    shown.add_argument("--list", action="store_true", help="print the passes with their options")
+    one.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the command line says, and print it."""
+    if options.list:
+        print(listing())
+        return
+    graph = read(options.file, options.device)
+    pipeline = Pipeline(parse_passes(options.passes, graph.level))
+    try:
+        after = pipeline(graph)
+    except GraphZeroError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        name = pipeline.passes[len(pipeline.history)]
+        raise PassError(
+            f"{name} stopped: {type(error).__name__}: {error}\n  at {at.filename}:{at.lineno} in {at.name}\n"
+            "  Either it was not made for such a program, or it has a mistake"
+        ) from error
+    if options.diff:
+        print("\n".join(text for record in pipeline.history if (text := record.diff())))
+    elif not options.verify_only:
+        print(after, end="")
+
+
+def read(file: str | None, device: str = "cpu") -> StepGraph:
+    """The program in a file, or in standard input, verified.  Raises ConfigError where there is no text."""
+    if not file:
+        raise ConfigError("opt needs a FILE with a program, or - to read one from standard input")
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    graph = parse(text)
+    place = graph.placement
+    graph.placement = placement(device, place.ranks, place.names, virtual=True)
+    verify(graph)
+    return graph

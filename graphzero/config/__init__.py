@@ -1,0 +1,11 @@
+"""What a user chooses for one Graph: every setting a field of a frozen dataclass, which ``graph.config`` replaces.
+
+``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object.  Passes, capture and
+the runtime read ``config.settings``.
+"""
+
+from graphzero.config.graph_config import GraphConfig
+from graphzero.config.settings import MATMULS, Settings
+from graphzero.config.zero import AUTO, ZeroSettings
+
+__all__ = ["AUTO", "MATMULS", "GraphConfig", "Settings", "ZeroSettings"]

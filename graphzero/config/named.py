@@ -1,0 +1,92 @@
+"""Settings that grow call by call, under a name: how an input lies, and which pass stands behind another."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from graphzero.config.setting import choices
+from graphzero.errors import ConfigError
+from graphzero.passes import NAMES, pass_name
+from graphzero.passes.pipeline import GROUPS
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd, Sbp
+
+
+class InputSbp(NamedTuple):
+    """How the input ``name`` of build lies on the ranks."""
+
+    name: str
+    sbp: Nd
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(map(str, self.sbp))}"
+
+
+class UserPass(NamedTuple):
+    """A pass of the user's.  It counts by identity: the same object is the same pass, and is expected not to change."""
+
+    own: Callable[[Any], Any]
+    after: str
+
+    def __str__(self) -> str:
+        return f"{pass_name(self.own)} after {self.after}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UserPass) and self.own is other.own and self.after == other.after
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((id(self.own), self.after))
+
+
+def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Placement) -> tuple[InputSbp, ...]:
+    """``inputs`` and this one, by name.  Raises ConfigError for what is no name, or no SBP on ``placement``."""
+    if not isinstance(name, str):
+        raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
+    nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
+    count = len(placement.names)
+    if not all(isinstance(item, Sbp) for item in nd):
+        raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
+    if len(nd) != count:
+        raise ConfigError(
+            f"set_input({name!r}, sbp={sbp!r}): {placement!r} has {count} axes "
+            f"({', '.join(placement.names)}); give one SBP for each, a tuple of {count}"
+        )
+    return tuple(InputSbp(*one) for one in sorted({**dict(inputs), name: nd}.items()))
+
+
+def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: str) -> tuple[UserPass, ...]:
+    """``passes`` and this one, behind them.  Raises ConfigError for what is no pass, or follows none."""
+    _check_pass(own)
+    known = (*NAMES, *GROUPS, *(pass_name(one.own) for one in passes))
+    if after not in known:
+        raise ConfigError(f"add_pass({pass_name(own)}, after={after!r}): no pass has that name; {choices(known)}")
+    return (*passes, UserPass(own, after))
+
+
+def _check_pass(pass_: Any) -> None:
+    """Raise ConfigError for what ``add_pass`` cannot take."""
+    if not callable(pass_):
+        raise ConfigError(f"add_pass({pass_!r}): a pass is a callable that takes a StepGraph and returns one")
+    if isinstance(pass_, type):
+        raise ConfigError(f"add_pass({pass_.__name__}): that is a class; add an object of it: {pass_.__name__}()")
+    if not _takes_one(pass_):
+        raise ConfigError(
+            f"add_pass({pass_name(pass_)}): it cannot be called with one argument; a pass takes a StepGraph and "
+            "returns one: def my_pass(graph): ...; fix others by functools.partial"
+        )
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with one argument, as far as Python tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True

@@ -1,0 +1,125 @@
+"""One setting: a field of a frozen dataclass, with its default, its check, and how a user sets it.
+
+What a setting is for stands at its field, nowhere else; which settings there are is ``settings``'s and ``zero``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar
+
+from graphzero.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a value has to meet.  allowed: what to give instead of one that does not, as its message ends."""
+
+    is_met: Callable[[Any], bool]
+    allowed: str
+
+
+def choices(names: Iterable[str]) -> str:
+    return "choose one of " + ", ".join(repr(name) for name in names)
+
+
+def one_of(*names: str) -> Check:
+    return Check(lambda x: isinstance(x, str) and x in names, choices(names))
+
+
+def whole_number(least: int, allowed: str, or_none: bool = False) -> Check:
+    def is_met(x: Any) -> bool:
+        return (or_none and x is None) or (isinstance(x, int) and not isinstance(x, bool) and x >= least)
+
+    return Check(is_met, allowed)
+
+
+def tuple_of(kind: type, allowed: str) -> Check:
+    return Check(lambda x: isinstance(x, tuple) and all(isinstance(item, kind) for item in x), allowed)
+
+
+YES_OR_NO = Check(lambda x: isinstance(x, bool), "say True or False")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a setting beside its values.
+
+    said: how a user sets it, with {} for the value, ``set_matmul({})``; by assignment if empty.
+    doc: what its value means; of one that a method sets, the method's text does.
+    in_program: whether another value may make another program.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    said: str
+    doc: str
+    in_program: bool
+
+    @property
+    def method(self) -> str:
+        """The method of GraphConfig that sets it, "" if an assignment does."""
+        return self.said.partition("(")[0]
+
+    def refusal(self, value: Any) -> ConfigError:
+        """The error for a value that its check does not take."""
+        said = self.said or f"config.{self.name} = {{}}"
+        return ConfigError(f"{said.format(repr(value))}: {self.check.allowed}")
+
+
+def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_program: bool = True) -> T:
+    """A field that is a setting; see ``Setting``."""
+    facts = {"check": check, "said": said, "doc": doc, "in_program": in_program}
+    made: T = field(default=default, metadata=facts)
+    return made
+
+
+def settings_of(kind: type[Checked]) -> dict[str, Setting]:
+    """What is known of the fields of a dataclass of settings, by name, in their order."""
+    return {one.name: Setting(one.name, one.default, **one.metadata) for one in fields(kind)}
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """Base of frozen dataclasses whose fields are settings: none of them holds a value that its check refuses.
+
+    Raises ConfigError for such a value.
+    """
+
+    @property
+    def _fields(self) -> Collection[Setting]:
+        return settings_of(type(self)).values()
+
+    def __post_init__(self) -> None:
+        for one in self._fields:
+            if not one.check.is_met(getattr(self, one.name)):
+                raise one.refusal(getattr(self, one.name))
+
+    @cached_property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """The values that may make another program; hashable."""
+        return tuple(getattr(self, one.name) for one in self._fields if one.in_program)
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Each value as text that is the same in every process."""
+        return {one.name: text(getattr(self, one.name)) for one in self._fields}
+
+    @cached_property
+    def description(self) -> str:
+        """The texts of what is not as by default."""
+        changed = [one.name for one in self._fields if getattr(self, one.name) != one.default]
+        return ", ".join(f"{name}={self.texts[name]}" for name in changed)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.description})"
+
+
+def text(value: Any) -> str:
+    """A setting's value as text, the items of a tuple as theirs."""
+    return f"({', '.join(map(text, value))})" if type(value) is tuple else str(value)

@@ -1,0 +1,93 @@
+"""The settings of a Graph, one field each: a new one is a field here, and a method of GraphConfig if a call sets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphzero.config.named import InputSbp, UserPass
+from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
+from graphzero.config.zero import ZeroSettings
+from graphzero.sbp.links import Link, Links
+
+EXECUTORS = ("eager", "inductor")
+MATMULS = ("default", "onednn", "fastest")
+
+
+@dataclass(frozen=True, repr=False)
+class Settings(Checked):
+    """All settings of a Graph at one time."""
+
+    zero: ZeroSettings = setting(
+        ZeroSettings(),
+        Check(lambda x: isinstance(x, ZeroSettings), "give its keyword arguments"),
+        "enable_zero({})",
+        doc="Stage, axes, shard_min_size and keep_gathered as ``enable_zero`` left them; stage 0 without it.",
+    )
+    memory_budget: int | None = setting(
+        None,
+        whole_number(
+            1,
+            "give the bytes that one rank may have, an int of 1 or more, such as 20 * 2**30, or None for no budget",
+            or_none=True,
+        ),
+        "set_memory_budget({})",
+    )
+    optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
+    arena: bool = setting(True, YES_OR_NO, "set_arena({})")
+    executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")
+    cuda_graph: bool = setting(False, YES_OR_NO, "set_cuda_graph({})")
+    matmul: str = setting("default", one_of(*MATMULS), "set_matmul({})")
+    check_inputs: str = setting(
+        "always",
+        one_of("always", "first", "values"),
+        in_program=False,
+        doc="""When ranks agree on the program: "always", before every call, or "first", before calls that compile or
+        bind; of the others then only the program's hash is compared.
+
+        Inputs that several ranks are said to be given alike (0-d tensors, those that are B, a batch along the axes that
+        do not split it) are compared too: up to 16 elements on the CPU whenever ranks agree, larger ones in the first
+        two calls of a program, and in every call under "values", which reads them all, and waits for a GPU.
+        """,
+    )
+    check_values: bool = setting(
+        True,
+        YES_OR_NO,
+        doc="""Whether conditions that build only raises on (assert, torch._check) are checked in every step; True.
+
+        A step whose check is not met raises CheckError on every rank, before it has changed anything.  A check is a
+        transfer of one truth between the ranks, and on a GPU a wait for it; False leaves all of them out.
+        """,
+    )
+    bucket_bytes: int | None = setting(
+        None,
+        whole_number(1, "give a number of bytes, 1 or more, or None for the default", or_none=True),
+        doc="""Bytes that one bucket of collectives holds at most; a larger value is a bucket of its own.
+
+        None, the default, is an eighth of the parameters' bytes, within 64 KiB and 4 MiB.
+        """,
+    )
+    max_programs: int | None = setting(
+        64,
+        whole_number(1, "give a number of programs, 1 or more, or None for no bound", or_none=True),
+        in_program=False,
+        doc="""How many compiled programs the Graph keeps; beyond that it lets go of those used longest ago, 64 by
+        default.
+
+        A call that needs one of these again compiles it anew.  None is for no bound.
+        """,
+    )
+    links: Links = setting(
+        (),
+        tuple_of(Link, "give a Link for each placement axis"),
+        "set_links({})",
+        doc="One Link per placement axis, outermost first, as ``set_links`` left them; () without it.",
+    )
+    inputs: tuple[InputSbp, ...] = setting(
+        (), tuple_of(InputSbp, "give the name of an input, and its SBP"), "set_input({})"
+    )
+    user_passes: tuple[UserPass, ...] = setting(
+        (),
+        tuple_of(UserPass, "give a pass, and the name of the one that it follows"),
+        "add_pass({})",
+        doc="(pass, name of the pass it follows), in the order they were added.",
+    )

@@ -1,0 +1,119 @@
+"""What a user says of ZeRO: the stage, what is split over which axes, and what stays gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from graphzero.config.setting import Check, Checked, choices, setting, settings_of, tuple_of, whole_number
+from graphzero.errors import ConfigError
+from graphzero.sbp.placement import Placement
+
+STAGES = (1, 2, 3)
+AUTO = "auto"
+ALL = ("*",)  # of keep_gathered
+
+
+def _is_stage(x: Any) -> bool:
+    is_number = isinstance(x, int) and not isinstance(x, bool) and x in (0, *STAGES)
+    return is_number or (isinstance(x, str) and x == AUTO)
+
+
+@dataclass(frozen=True, repr=False)
+class ZeroSettings(Checked):
+    """How model state is split.  stage 0: not at all; "auto": the first that fits the memory.
+
+    axes: names of the placement axes, outermost first.  keep_gathered: names and patterns of the parameters that stay
+    gathered between forward and backward.
+    """
+
+    stage: int | str = setting(
+        0,
+        Check(
+            _is_stage,
+            "the stages are 1 (optimizer states split), 2 (gradients too) and 3 (parameters too), and "
+            '"auto", the first that fits the memory; for none, enable_zero(False)',
+        ),
+        "enable_zero(stage={})",
+    )
+    axes: tuple[str, ...] = setting((), tuple_of(str, "give the name of an axis, or names"), "enable_zero(axis={})")
+    shard_min_size: int = setting(
+        1,
+        whole_number(
+            0,
+            "give the smallest number of elements per rank that is worth splitting, an int from 0 up; 1 splits "
+            "everything",
+        ),
+        "enable_zero(shard_min_size={})",
+    )
+    keep_gathered: tuple[str, ...] = setting(
+        (),
+        tuple_of(str, "give True for all parameters, or names and patterns of some, such as 'model.head.*'"),
+        "enable_zero(keep_gathered={})",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_gathered and self.stage != max(STAGES):
+            why = "the memory budget decides what stays" if self.stage == AUTO else "parameters are whole all the time"
+            raise ConfigError(
+                f"enable_zero(stage={self.stage!r}, keep_gathered={self._kept}): at stage {self.stage} {why}; leave "
+                "keep_gathered out, or write stage=3"
+            )
+
+    @property
+    def _kept(self) -> bool | tuple[str, ...]:
+        """``keep_gathered`` as a user says it."""
+        return self.keep_gathered == ALL or self.keep_gathered
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage}" + (f" over {', '.join(self.axes)}" if self.axes else "")]
+        parts += [f"shard_min_size={self.shard_min_size}"] if self.shard_min_size != 1 else []
+        parts += [f"keep_gathered={self._kept}"] if self.keep_gathered else []
+        return ", ".join(parts)
+
+
+def zero_of(
+    mode: bool, stage: int | str, shard_min_size: int, axis: str | Iterable[str] | None,
+    keep_gathered: bool | Iterable[str], placement: Placement,
+) -> ZeroSettings:  # fmt: skip
+    """What ``enable_zero`` means on ``placement``.  Raises ConfigError for arguments without a meaning."""
+    if not isinstance(mode, bool):
+        raise ConfigError(f"enable_zero({mode!r}): the first argument says yes or no; write stage={mode!r}")
+    if isinstance(stage, int) and stage == 0:  # which ``mode`` says
+        raise settings_of(ZeroSettings)["stage"].refusal(stage)
+    made = ZeroSettings(stage, _axes(axis, placement) if mode else (), shard_min_size, _names(keep_gathered))
+    return made if mode else ZeroSettings()
+
+
+def _names(keep_gathered: bool | Iterable[str]) -> tuple[str, ...]:
+    """Names and patterns of the parameters to keep gathered; raises ConfigError for what says none."""
+    if isinstance(keep_gathered, bool):
+        return ALL if keep_gathered else ()
+    given = (keep_gathered,) if isinstance(keep_gathered, str) else keep_gathered
+    names = tuple(given) if isinstance(given, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise settings_of(ZeroSettings)["keep_gathered"].refusal(keep_gathered)
+    return names
+
+
+def _axes(axis: str | Iterable[str] | None, placement: Placement) -> tuple[str, ...]:
+    """The axes that ``enable_zero(axis=...)`` means, in order; raises ConfigError for what names none."""
+    names = placement.names
+    if axis is not None and not isinstance(axis, Iterable):
+        raise ConfigError(f"enable_zero(axis={axis!r}): give the name of an axis, or names; {choices(names)}")
+    if axis is None:
+        if not placement.data_axes:
+            raise ConfigError(
+                f"enable_zero(): {placement!r} has no data axis, one whose name begins with dp; "
+                f"say which axis to split over: enable_zero(axis={names[0]!r})"
+            )
+        return placement.data_axes
+    chosen = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in chosen:
+        if name not in names:
+            raise ConfigError(f"enable_zero(axis={axis!r}): {choices(names)}, the axes of {placement!r}")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"enable_zero(axis={axis!r}): name every axis once, at least one; {choices(names)}")
+    return tuple(name for name in names if name in chosen)

@@ -1,0 +1,10 @@
+"""Where a step begins to differ from plain PyTorch: ``gz.check`` and its parts, in the order of a check.
+
+``start`` collects what one step reads, as whole copies; ``eager`` runs the user's build and optimizers on them;
+``stages`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
+"""
+
+from graphzero.inspect.checking import check
+from graphzero.inspect.report import Report, Stage
+
+__all__ = ["Report", "Stage", "check"]

@@ -1,0 +1,69 @@
+"""How far apart two values are, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero.inspect.simulate import Held
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.runtime.tensors.shards import piece
+
+SMALL = 1e-3  # values below this are measured against it: a gradient that is exactly zero holds rounding noise alone
+
+
+def tolerance(graph: StepGraph, is_wide: bool) -> float:
+    """What may be rounding in a program: the root of the coarsest epsilon among its floating values."""
+    dtypes = {value.tensor_type(node).dtype for node in graph.nodes if node.op != "output" and value.is_tensor(node)}
+    known = [dtype for dtype in dtypes if dtype.is_floating_point and not is_wide]
+    return math.sqrt(max(torch.finfo(dtype).eps for dtype in known or [torch.float64]))
+
+
+def difference(wanted: Any, found: Any) -> float:
+    """The largest difference of two elements, relative to the largest element wanted; inf where they cannot compare."""
+    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+        return 0.0 if _number(wanted) == _number(found) else math.inf
+    return _gap(wanted, found) / _scale(wanted)
+
+
+def held_difference(wanted: Held, found: Held) -> float:
+    """The same for what ranks hold: the whole, and each rank's part against its part of what is wanted."""
+    whole = wanted.whole()
+    if not isinstance(whole, Tensor) or not found.nd or found.is_partial:
+        return difference(whole, found.whole())
+    parts = [(piece(whole, found.nd, found.hierarchy, at), own) for at, own in enumerate(found.ranks)]
+    return worst(_gap(part, own) for part, own in [(whole, found.whole()), *parts]) / _scale(whole)
+
+
+def _gap(wanted: Tensor, found: Tensor) -> float:
+    if wanted.shape != found.shape:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    kind = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
+    a, b = wanted.detach().to("cpu", kind), found.detach().to("cpu", kind)
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, torch.zeros_like(a), a - b).abs().max().item()
+    return math.inf if math.isnan(gap) else gap
+
+
+def _scale(x: Tensor) -> float:
+    finite = x.detach()[x.detach().isfinite()] if x.numel() else x
+    return SMALL + (finite.abs().max().item() if finite.numel() and x.dtype != torch.bool else 0.0)
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+
+
+def is_finite(x: Any) -> bool:
+    return not isinstance(x, Tensor) or not x.dtype.is_floating_point or bool(x.isfinite().all())
+
+
+def worst(found: Iterable[float]) -> float:
+    return max(found, default=0.0)

@@ -1,0 +1,145 @@
+"""The reference: the user's own ``build``, backward, clipping and optimizers in plain PyTorch, on whole copies.
+
+The copies stand in for the real tensors wherever those are reached; everything is put back, whatever happens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphzero import _compat
+from graphzero.capture.objects.contents import DictContents
+from graphzero.capture.objects.untouched import untouched
+from graphzero.capture.placing.dtensor_calls import dtensor_calls
+from graphzero.capture.placing.local_regions import regions
+from graphzero.capture.randomness import Draws
+from graphzero.capture.trace.surroundings import surroundings
+from graphzero.capture.trace.threads import one_at_a_time, others_wait
+from graphzero.inspect.local_regions import EagerRegions
+from graphzero.inspect.start import Start
+from graphzero.inspect.wide import Wide
+
+
+def eager_step(start: Start) -> dict[str, Any]:
+    """One step; returns "output 0", "gradient w", "grad_norm.0", "new w" and "new w/exp_avg" by name.
+
+    ``start`` is left as it is.  Random draws are those that the program makes.
+    """
+    root = nn.Module()
+    for name, module in start.step.modules.items():
+        root.add_module(name, module)
+    reals = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    params = {path: _parameter(reals[path], x) for path, x in start.params.items()}
+    buffers = {path: x.clone() for path, x in start.buffers.items()}
+    held: dict[str, Any] = {**params, **buffers}
+    stand_ins = {id(real): held[path] for path, real in reals.items()}
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.filterwarnings("ignore", message="build sets")  # capture has said so
+        stack.enter_context(one_at_a_time)
+        stack.enter_context(untouched(start.step, root))
+        stack.enter_context(_numbers(start))
+        args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
+        with others_wait(root), _compat.reparametrize(root, dict(held)), _StandIns(stand_ins), torch.enable_grad():
+            result = start.step.build(*args, **kwargs)
+            now = dict(root.named_buffers())
+        for i, leaf in enumerate(pytree.tree_leaves(result)):
+            found[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+        grads = {path: p.grad for path, p in params.items() if p.grad is not None}
+        found |= {f"gradient {path}": grad.detach().clone() for path, grad in grads.items()}
+        if grads:
+            found |= _update(start, {id(real): params[path] for path, real in reals.items() if path in params}, params)
+    found |= {f"new {path}": p.detach() for path, p in params.items()}
+    found |= {f"new {path}": now.get(path, x).detach() for path, x in buffers.items()}
+    return found
+
+
+def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
+    made = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
+    made.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
+    for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
+        made.register_hook(hook)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Clip and step every optimizer on the copies; the norms and the new states."""
+    found: dict[str, Any] = {}
+    paths = {id(param): path for path, param in params.items()}
+    for i, spec in enumerate(start.optimizers):
+        optimizer = spec.optimizer
+        kept = DictContents(vars(optimizer))
+        groups = [{**group, "params": [copy_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        owned = [p for group in groups for p in group["params"]]
+        state: Any = defaultdict(dict)
+        for (index, path), entry in start.states.items():
+            if index == i:
+                state[params[path]] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
+        try:
+            optimizer.param_groups, optimizer.state = groups, state
+            if spec.clip_grad_norm is not None:
+                norm = nn.utils.clip_grad_norm_(owned, spec.clip_grad_norm, spec.norm_type)
+                found[f"grad_norm.{i}"] = norm.detach()
+            if spec.clip_grad_value is not None:
+                nn.utils.clip_grad_value_(owned, spec.clip_grad_value)
+            _compat.unhooked_step(optimizer)(optimizer)
+        finally:
+            kept.put_back()
+        for param in owned:
+            for key, x in state.get(param, {}).items():
+                if isinstance(x, Tensor):
+                    found[f"new {paths[id(param)]}/{key}"] = x.detach()
+    return found
+
+
+class _StandIns(TorchFunctionMode):
+    """A real parameter that build has kept by itself is its copy."""
+
+    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: self.stand_ins.get(id(x), x), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _numbers(start: Start) -> Iterator[None]:
+    """In float64 if asked; with the program's random draws if it makes any."""
+    default = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if start.is_wide:
+            stack.callback(torch.set_default_dtype, default)
+            torch.set_default_dtype(torch.float64)
+            stack.enter_context(Wide())
+        stack.enter_context(dtensor_calls(start.step.placement))
+        draws = Draws(start.key) if start.key is not None else None
+        stack.enter_context(regions(EagerRegions(start.step.placement, draws)))
+        if draws is not None:
+            stack.enter_context(draws.as_generator())
+            stack.enter_context(surroundings(start.step.placement))
+            stack.enter_context(_SameDraws(draws.table()))
+        yield
+
+
+class _SameDraws(TorchDispatchMode):
+    """Draws as the program does: by (key, op, index)."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.table = table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.table.get(func, lambda *_, **__: NotImplemented)(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if made is NotImplemented else made

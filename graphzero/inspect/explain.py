@@ -1,0 +1,242 @@
+"""``gz.explain``: why a value has the SBP it has.
+
+It runs propagation once more on what propagation was given, watches one value, and says it in words: which
+signatures its op allows, what each would have cost there, which was taken, and what the later sweeps made of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.graph import Graph
+from graphzero.ir import calls, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.laws.verify import examine
+from graphzero.ir.text.printer import print_line
+from graphzero.ir.transfer import delivered
+from graphzero.ops import AS_GLOBAL, AS_LOCAL
+from graphzero.passes import Expand
+from graphzero.passes.place.forward_sweep import AxisPropagation, Option
+from graphzero.passes.place.propagate import propagation
+from graphzero.sbp import boxing, registry
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, P, Sbp
+
+_MOST = 12  # signatures shown
+
+
+@dataclass
+class Choice:
+    """How a value came to its SBP on one placement axis.
+
+    options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
+    made: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
+    why: in words.  later: what the sweeps behind the first made of it.  lost: why splits of operands end here.
+    boxes: (reader, SBP it reads, collectives between, bytes on the wire), for readers in another SBP.
+    """
+
+    axis: str
+    ranks: int
+    sbp: Sbp
+    why: str = ""
+    options: list[Option] = field(default_factory=list)
+    first: Signature | None = None
+    made: Signature | None = None
+    later: str = ""
+    lost: list[str] = field(default_factory=list)
+    boxes: list[tuple[str, Sbp, str, float]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """As text."""
+        found = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
+        shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.order))
+        for option in shown[:_MOST]:
+            mark = ">" if option.signature == self.first else " "
+            cost = "-" if option.barred else f"{option.nbytes:,.0f} B"
+            moves = ", ".join(f"{o.name} {have} -> {want}" for o, have, want in option.moves)
+            note = option.barred or (f"boxes {moves}" if moves else "boxes nothing")
+            note += ", and so gathers a weight that is split" if option.gathers and not option.barred else ""
+            found.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
+        if len(shown) > _MOST:
+            found.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
+        if self.made is not None and self.made != self.first:
+            found.append(f"  then {self.made}: {self.later}")
+        found += [f"  {line}" for line in self.lost]
+        found += [f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes]
+        return found
+
+
+@dataclass
+class Explanation:
+    """What ``explain`` found: the value's line, its source, and one choice per placement axis."""
+
+    line: str
+    source: str
+    choices: list[Choice]
+
+    def __str__(self) -> str:
+        head = f"{self.line}" + (f"    {self.source}" if self.source else "")
+        return "\n".join([head, *(f"  {line}" for choice in self.choices for line in choice.lines())])
+
+
+def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
+    """Why a value of a program has its SBP: the signatures its op allows, what each would have cost, what was taken.
+
+    graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
+    ``propagate`` was given).  value_: a value, or its name as it is printed.  Costs are bytes that one rank sends for
+    boxing the op's operands, given all that was boxed above it; with ``config.set_links``, those that the axis of
+    greatest bandwidth would carry in the same time.
+
+    Raises:
+        ConfigError: the Graph is not compiled, the graph is propagated already, or it has no such value.
+    """
+    given = _given(graph)
+    links = graph.plan.links if isinstance(graph, Graph) else ()
+    found, axes = propagation(Expand(links)(given), links)
+    name = value_ if isinstance(value_, str) else value_.name
+    node = _find(found, name, graph.program if isinstance(graph, Graph) else None)
+    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])
+
+
+def _given(graph: Graph | StepGraph) -> StepGraph:
+    if isinstance(graph, Graph):
+        record = next(record for record in graph.history if record.name == "propagate")
+        return record.before
+    if graph.level != "captured":
+        raise ConfigError(
+            f"explain: graph {graph.name} is {graph.level}, so its SBPs are chosen already; give the Graph itself, or "
+            "the graph that propagate was given: next(r for r in graph.history if r.name == 'propagate').before"
+        )
+    examine(graph)
+    return graph.clone()
+
+
+def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
+    """The value, or for one that later passes made of another (a box of it) that one."""
+    named = {node.name: node for node in graph.nodes if node.op != "output"}
+    later = {node.name: node for node in program.nodes} if program is not None else {}
+    if name not in named and name in later:
+        node = later[name]
+        while node.name not in named and node.all_input_nodes:
+            node = _made_from(node)
+        name = node.name
+    if name not in named or value.is_scalar(named[name]):
+        near = difflib.get_close_matches(name, named, n=4)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"explain: graph {graph.name} has no tensor called {name!r}{hint} print(graph) shows the names"
+        )
+    return named[name]
+
+
+def _made_from(node: fx.Node) -> fx.Node:
+    """What a value stands for that a pass put in: the member of a bucket that a pick is, else the first operand."""
+    found = delivered(node)
+    return found[0].members[found[1]] if found is not None else node.all_input_nodes[0]
+
+
+def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
+    name = axis.graph.placement.names[axis.axis]
+    sbp = axis.found[node][0]
+    assert sbp is not None
+    choice = Choice(name, axis.ranks, sbp)
+    if axis.pinned(node) is not None:
+        choice.why = "pinned"
+    elif node.op == "placeholder":
+        choice.why = "an input that nobody pinned"
+    elif node not in axis.chosen:
+        choice.why = "as what it reads"
+    else:
+        choice.options, choice.first = axis.seen[node]
+        choice.made = axis.chosen[node]
+        is_end = node.target in (AS_LOCAL, AS_GLOBAL)
+        choice.why = "as local_region says" if is_end else "the cheapest of what its op allows"
+        choice.later = _later(axis, node, choice.first, choice.made)
+        choice.lost = [] if is_end else list(_lost(axis, node, choice.made))
+    choice.boxes = list(_boxes(axis, node, sbp))
+    return choice
+
+
+def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sbp, str, float]]:
+    if value.is_multi(node):
+        return []
+    nbytes = axis.nbytes(node)
+    found = []
+    for user in node.users:
+        for want in axis.wants(user, node):
+            if want is not sbp:
+                kinds = " and ".join(step.kind for step in boxing.move(sbp, want).steps)
+                reader = "the step's end" if user.op == "output" else user.name
+                found.append((reader, want, kinds, axis.costs.box(sbp, want, nbytes, axis.axis)))
+    return found
+
+
+def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signature) -> str:
+    if not any(sbp.is_partial for sbp in first.outputs):
+        return "all of its readers cut it, so no rank computes what it would throw away"
+    if any(sbp.is_split for sbp in made.outputs):
+        return "all of its readers cut it, and it takes fewer bytes to make the pieces than to add them up"
+    said = "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
+    if value.is_multi(node):
+        return said
+    places = [f"{o.name}, {_completion(axis, o):,.0f} B" for o in _completed(axis, node)]
+    return f"{said}: {'; '.join(places)} (here {_completion(axis, node):,.0f} B)" if places else said
+
+
+def _completed(axis: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    """The partial values above ``node`` that are completed so that it is whole."""
+    found: dict[fx.Node, None] = {}
+    todo, seen = [node], {node}
+    while todo:
+        for operand in value.tensor_operands(todo.pop()):
+            if value.is_multi(operand) or operand in seen:
+                continue
+            seen.add(operand)
+            options = axis.seen.get(operand)
+            if axis.sbp(operand).is_partial:
+                found[operand] = None
+            elif options is not None and any(sbp.is_partial for sbp in options[1].outputs):
+                todo.append(operand)
+    return list(found)
+
+
+def _completion(axis: AxisPropagation, node: fx.Node) -> float:
+    """Bytes that a rank sends to complete a partial value."""
+    return boxing.cost(P, B, value.tensor_type(node).nbytes, axis.ranks)
+
+
+def _lost(axis: AxisPropagation, node: fx.Node, made: Signature) -> Iterator[str]:
+    """Why an operand's split could not go on through the op, where it is gathered for it, or cut otherwise."""
+    operands = value.tensor_operands(node)
+    have = [axis.sbp(operand) for operand in operands]
+    allowed = calls.signatures_of(axis.graph, node, axis.axis, have)
+    evenly = registry.signatures(
+        node.target,  # type: ignore[arg-type]
+        [calls.meta_of(arg) for arg in node.args],
+        {name: calls.meta_of(arg) for name, arg in node.kwargs.items()},
+        calls.result_metas(node),
+        sections={sbp.sections for sbp in have} - {1},
+    )
+    shapes = [value.tensor_type(operand).shape for operand in operands]
+    shapes += [meta.shape for meta in calls.result_metas(node) if meta is not None]
+    for i, (operand, stands, want) in enumerate(zip(operands, have, made.inputs, strict=True)):
+        if not stands.is_split or want is stands or any(s.inputs[i] is stands for s in allowed):
+            continue
+        uneven = [
+            f"cannot cut {shape[sbp.dim]} into {axis.ranks * sbp.sections}"
+            for signature in evenly
+            if signature.inputs[i] is stands
+            for sbp, shape in reversed(list(zip((*signature.inputs, *signature.outputs), shapes, strict=True)))
+            if sbp.is_split and shape[sbp.dim] % (axis.ranks * sbp.sections)
+        ]
+        reason = uneven[0] if uneven else "no signature of the op reads it so"
+        moved = "gathered" if want.is_broadcast else f"moved to {want}"
+        yield f"{operand.name} is {moved} for it: {stands} would not survive, {reason}"
+
+
+__all__ = ["Choice", "Explanation", "explain"]

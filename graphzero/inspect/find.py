@@ -1,0 +1,168 @@
+"""The first value of a program that differs, or that is no finite number, and what to say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.inspect.compare import held_difference, is_finite
+from graphzero.inspect.simulate import Held
+from graphzero.inspect.stages import Ran, moved_from
+from graphzero.ir import ops, value
+from graphzero.ir.aliases import is_name
+from graphzero.ir.calls import is_op
+from graphzero.ir.text.printer import op_name, print_line
+
+_SHOWN = 6
+_REORDERS = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
+
+
+def first_difference(before: Ran, after: Ran, rtol: float) -> tuple[str, str]:
+    """Name of the first value of ``after`` that is not what it was ``before``, and a paragraph about it."""
+    for node in after.program.nodes:
+        wanted, found = _wanted(node, before), after.values.get(node.name)
+        if wanted is None or found is None:
+            continue
+        gap = held_difference(wanted, found)
+        if not gap <= rtol:
+            return node.name, "\n".join([*_value_lines(node, gap, before, after, rtol), _advice(node, before, after)])
+    return _result_of_another(before, after)
+
+
+def _wanted(node: fx.Node, before: Ran) -> Held | None:
+    """What ``node`` should hold: what it did, or what the value did that it moves."""
+    return before.values.get(node.name) or before.values.get(moved_from(node).name)
+
+
+def _value_lines(node: fx.Node, gap: float, before: Ran, after: Ran, rtol: float) -> list[str]:
+    source = value.source_of(node)
+    where = f" (made at {source})" if source else ""
+    lines = [f"The first value that differs is '{node.name}'{where}, by {gap:.1e}:", "", f"  > {print_line(node)}"]
+    todo, shown = [arg for arg in node.all_input_nodes if value.is_tensor(arg)], 0
+    while todo and shown < _SHOWN:
+        operand, shown = todo.pop(0), shown + 1
+        wanted, found = _wanted(operand, before), after.values.get(operand.name)
+        if operand.op == "placeholder":
+            state = "given"
+        elif wanted is None or found is None:
+            state = "new in this pass"
+            todo += [arg for arg in operand.all_input_nodes if value.is_tensor(arg) and arg not in todo]
+        else:
+            state = "agrees" if held_difference(wanted, found) <= rtol else "differs"
+        lines.append(f"    {print_line(operand)}    {state}")
+    was = _was(node, before)
+    both_captured = before.program.level == after.program.level == "captured"
+    if was is not None and (_fixed(was) != _fixed(node) or (both_captured and print_line(was) != print_line(node))):
+        lines.append(f"  it was {print_line(was)}")
+    return [*lines, ""]
+
+
+def _names(ran: Ran) -> set[str]:
+    return {node.name for node in ran.program.nodes}
+
+
+def _was(node: fx.Node, before: Ran) -> fx.Node | None:
+    return next((old for old in before.program.nodes if old.name == node.name), None)
+
+
+def _fixed(node: fx.Node) -> tuple[Any, ...]:
+    """An op with its arguments, names of values left out: boxes come between those."""
+    return node.target, *(repr(arg) for arg in (*node.args, *node.kwargs.items()) if not list(value.flat_nodes(arg)))
+
+
+def _advice(node: fx.Node, before: Ran, after: Ran) -> str:
+    target: Any = node.target
+    known, was = _names(before), _was(node, before)
+    fresh = [arg.name for arg in node.all_input_nodes if arg.name not in known and moved_from(arg) is arg]
+    if fresh:
+        return f"The pass put {', '.join(fresh)} in front of it."
+    if was is not None and was.op == node.op == "call_function" and _fixed(was) != _fixed(node):
+        return "The pass changed the op or its arguments."
+    if target in (*ops.MOVES, *ops.BUCKETS, ops.launch) or moved_from(node) is not node:
+        return "It only moves data between ranks, so the collective, or what writes over its operand, is wrong."
+    if before.program.level != "captured" and was is not None:
+        return "Its operands were right when they were made: something is written over one of them before it is read."
+    if after.program.level != "captured" and is_op(node):
+        operands = ", ".join(str(_nd(arg)) for arg in value.tensor_operands(node))
+        return (
+            f"Its operands agree, so {op_name(target)} does not do on ranks what its rule says: {operands} -> "
+            f"{_nd(node)}.\nTry the rule by itself: gz.testing.check_rule({_path(target)}, sample, ...)"
+        )
+    return "Its operands agree, so the pass reads another value than it did."
+
+
+def _nd(node: fx.Node) -> str:
+    nd = value.nd_of(node)
+    return str(nd[0]) if len(nd) == 1 else f"({', '.join(map(str, nd))})"
+
+
+def _path(target: Any) -> str:
+    return f"torch.ops.{target}" if isinstance(target, torch._ops.OpOverload) else op_name(target)
+
+
+def _result_of_another(before: Ran, after: Ran) -> tuple[str, str]:
+    """Every value is what it was; so a result is made of another value, or a write came too early or too late."""
+    old, new = _results(before), _results(after)
+    for name in new:
+        if name in old and _origin(old[name]) != _origin(new[name]):
+            return new[name].name, (
+                f"Every value that both programs have is the same, but {name} is another one:\n\n"
+                f"  > {print_line(new[name])}\n  it was {print_line(old[name])}"
+            )
+    return "", "Every value that both programs have is the same: a state is written at the wrong time, or not at all."
+
+
+def _results(ran: Ran) -> dict[str, fx.Node]:
+    program = ran.program
+    found = {f"output {i}": x for i, x in enumerate(program.outputs) if isinstance(x, fx.Node)}
+    return found | program.aux | {f"new {name}": x for name, x in program.updates.items()}
+
+
+def _origin(node: fx.Node) -> str:
+    """The name of the value that a result is, moves left out."""
+    return moved_from(node).name
+
+
+def first_nonfinite(captured: Ran) -> tuple[str, str]:
+    """Name of the first value that is inf or nan out of finite operands, and a paragraph; "" where results are fine."""
+    bad = [name for name, held in captured.results.items() if not is_finite(held.whole())]
+    if not bad:
+        return "", ""
+    values = captured.values
+    lines = [f"These results are not finite: {', '.join(bad[:6])}{' ...' if len(bad) > 6 else ''}."]
+    wanted = _nan if any(_nan(captured.results[name].whole()) for name in bad) else _inf
+    for node in captured.program.nodes:
+        held = values.get(node.name)
+        if held is None or is_name(node.target) or not wanted(held.whole()):
+            continue
+        source = value.source_of(node)
+        kind = "input" if node.op == "placeholder" else "value"
+        what = "nan" if wanted is _nan else "inf"
+        lines += [
+            f"The first {kind} with {what} is '{node.name}'" + (f" (made at {source})" if source else "") + ":",
+            "",
+        ]
+        lines.append(f"  > {print_line(node)}")
+        lines += [f"    {print_line(arg)}    {_range(values[arg.name].whole())}" for arg in
+                  dict.fromkeys(node.all_input_nodes) if arg.name in values]  # fmt: skip
+        return node.name, "\n".join(lines)
+    return "", "\n".join(lines)
+
+
+def _nan(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(x.isnan().any())
+
+
+def _inf(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(x.isinf().any())
+
+
+def _range(x: Any) -> str:
+    if not isinstance(x, Tensor) or not x.numel() or x.dtype == torch.bool:
+        return ""
+    finite = x[x.isfinite()]
+    text = f"from {finite.min().item():.3g} to {finite.max().item():.3g}" if finite.numel() else "no finite element"
+    odd = x.numel() - finite.numel()
+    return f"{text}, {odd} of {x.numel()} not finite" if odd else text

@@ -1,0 +1,53 @@
+"""What a ``local_region`` means on one device: the function is called once for each rank, on what the rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphzero.capture.placing.local_region_sbps import Ends, checked_results, nds_of
+from graphzero.capture.randomness import Draws
+from graphzero.ops import RANK_KEY
+from graphzero.runtime.tensors.shards import coordinates, join, piece
+from graphzero.sbp.placement import Placement
+
+
+class EagerRegions:
+    """Carries out regions on whole tensors, as the ranks of ``placement`` would; ``draws``: the step's, if any."""
+
+    def __init__(self, placement: Placement, draws: Draws | None) -> None:
+        self.placement, self.draws = placement, draws
+
+    def __call__(
+        self, fn: Callable[..., Any], in_sbp: Any, out_sbp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hierarchy = self.placement.hierarchy
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        count = sum(isinstance(x, Tensor) for x in flat)
+        ends = Ends(nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement)
+        made: list[list[Any]] = []
+        start = self.draws.count if self.draws is not None else 0
+        for position in range(self.placement.size):
+            nds = iter(ends.ins)
+            local = [piece(x, next(nds), hierarchy, position) if isinstance(x, Tensor) else x for x in flat]
+            given_args, given_kwargs = pytree.tree_unflatten(local, spec)
+            results, out_spec = checked_results(self._on_rank(fn, given_args, given_kwargs, ends, position, start))
+            made.append(results)
+        outs = iter(ends.outs_of(sum(isinstance(y, Tensor) for y in made[0])))
+        columns = zip(*made, strict=True)
+        whole = [join(ys, next(outs), hierarchy) if isinstance(ys[0], Tensor) else ys[0] for ys in columns]
+        return pytree.tree_unflatten(whole, out_spec)
+
+    def _on_rank(self, fn: Any, args: Any, kwargs: Any, ends: Ends, position: int, start: int) -> Any:
+        if self.draws is None:
+            return fn(*args, **kwargs)
+        at = coordinates(self.placement.hierarchy, position)
+        key, self.draws.count = self.draws.key, start
+        try:
+            self.draws.key = RANK_KEY(key, [at[axis] for axis in ends.apart])
+            return fn(*args, **kwargs)
+        finally:
+            self.draws.key = key

@@ -1,0 +1,123 @@
+"""What one step begins with: whole copies of everything that a program reads, on one device.
+
+On real ranks every rank gathers the whole batch and the whole state, so each can run all ranks by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from graphzero.capture import OptimizerSpec, Step
+from graphzero.inspect.wide import wide
+from graphzero.ir import value
+from graphzero.runtime.state.modules import names
+from graphzero.runtime.state.seed import key_tensor
+from graphzero.runtime.tensors.resplit import whole
+from graphzero.runtime.tensors.shards import wrap
+from graphzero.sbp.placement import Placement
+from graphzero.step.selection import Prepared
+
+
+@dataclass
+class Start:
+    """Whole copies.  All tensors are fresh, floating ones in float64 if ``is_wide``.
+
+    args, kwargs: of build.  params, buffers: by path.  states: (optimizer, path) -> its dict in ``optimizer.state``.
+    values: by placeholder of the program; key: of the step's random draws, None where it draws nothing.
+    """
+
+    step: Step
+    args: Any
+    kwargs: Any
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    states: dict[tuple[int, str], dict[str, Any]]
+    values: dict[str, Any]
+    key: Tensor | None
+    is_wide: bool
+
+    @property
+    def optimizers(self) -> list[OptimizerSpec]:
+        return self.step.optimizers
+
+
+def start_of(prepared: Prepared, is_wide: bool) -> Start:
+    """Collect the whole of what a call would read.  Every rank calls it."""
+    source, call, program = prepared.source, prepared.call, prepared.program
+    state, inputs = call.state, call.inputs
+    copied = _Copies(source.placement, source.world.device, is_wide)
+    leaves = {leaf.name: copied.of_batch(leaf) for leaf in inputs.leaves}
+    found = state.tensors()
+    params = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "param"}
+    buffers = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "buffer"}
+    paths = names(found)
+    states = {
+        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.of(x) for key, x in held.items()}
+        for i, optimizer in enumerate(state.optimizers)
+        for param, held in optimizer.state.items()
+        if id(param) in paths
+    }
+    stream = state.random
+    seed = torch.initial_seed() if stream.seed is None else stream.seed  # a call would draw one; a check draws nothing
+    key = key_tensor(seed, stream.step, copied.device) if program.uses_seed else None
+    args, kwargs = pytree.tree_unflatten([copied.of(leaves[leaf.name]) for leaf in inputs.leaves], inputs.spec)
+    start = Start(source.step, args, kwargs, params, buffers, states, {}, key, is_wide)
+    start.values.update(_values(start, prepared, leaves, copied))
+    return start
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Makes whole tensors of their own on ``device``, in float64 if ``is_wide``."""
+
+    placement: Placement
+    device: torch.device
+    is_wide: bool
+
+    def of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = (whole(x, self.placement) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
+        return wide(x) if self.is_wide else x
+
+    def of_batch(self, leaf: Any) -> Any:
+        """Of the whole batch, of which each rank may hold its share."""
+        raw = leaf.raw
+        if leaf.is_tensor and not isinstance(raw, DTensor) and not self.placement.virtual:
+            raw = wrap(raw.detach().to(self.device), self.placement.mesh(), leaf.nd, leaf.shape)
+        return self.of(raw)
+
+
+def _values(start: Start, prepared: Prepared, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
+    """What stands behind each placeholder of the program as captured."""
+    captured, numbers = prepared.program.captured, prepared.call.numbers
+    owners = {spec.placeholder: spec for spec in reversed(captured.states)}
+    values: dict[str, Any] = {}
+    for node in prepared.program.history[0].before.placeholders():
+        role = value.role_of(node)
+        assert role is not None
+        if role.kind == "state":
+            spec = owners[node.name]
+            held = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
+            here = held if isinstance(held, Tensor) else torch.full(spec.shape, spec.fill)
+            values[node.name] = copied.of(here.to(spec.dtype))
+        elif role.kind in ("param", "buffer"):
+            values[node.name] = copied.of((start.params | start.buffers)[role.of])
+        elif role.kind in ("batch", "scalar"):
+            values[node.name] = leaves[role.of]
+        elif role.kind == "constant":
+            values[node.name] = copied.of(captured.constants[node.name])
+        else:
+            values[node.name] = start.key if role.kind == "seed" else numbers[role]
+    return values
+
+
+def _is_counter(x: Any) -> bool:
+    """A count of steps stays as it is: torch's fused kernels want it in float32."""
+    return isinstance(x, Tensor) and x.dim() == 0 and not isinstance(x, DTensor)

@@ -1,0 +1,123 @@
+"""Which ops make no value of their own: names, views and copies of their first operand.  The one table of them.
+
+========= ================================================================ =====================================
+kind      the result is the operand                                        and lies
+========= ================================================================ =====================================
+NAME      itself, under another name: nothing is called                    in its storage
+MARK      itself, in another SBP, or for one phase: nothing is called      in its storage
+RESHAPE   in other sizes, its elements in their order                      in its storage; of some strides a copy
+UNIT      with dims of one element more or fewer                           in its storage
+TURN      with its dims in another order                                   in its storage
+PART      cut, or spread out, into other dims                              in its storage
+WRITTEN   as another value has been written over it                        in its storage
+OTHER     seen in some way that nothing more is known of                   in its storage
+COPY      once more, or in another dtype                                   elsewhere
+========= ================================================================ =====================================
+
+What stands in no line, and whose schema says of no result that it is a view, makes a value of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops
+from graphzero.ir.memo import remembered
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
+
+aten = torch.ops.aten
+
+
+class Kind(Enum):
+    """What an op that makes no value of its own makes of its operand."""
+
+    NAME = auto()
+    MARK = auto()
+    RESHAPE = auto()
+    UNIT = auto()
+    TURN = auto()
+    PART = auto()
+    WRITTEN = auto()
+    OTHER = auto()
+    COPY = auto()
+
+
+# ATen marks these as making a new tensor, but they return views of their operand's storage.
+UNMARKED = (
+    aten._unsafe_view.default, aten.reshape.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+)  # fmt: skip
+ANNOTATIONS = (ops.use, PIN)  # marks that give a value a second SBP; a box comes to stand in front of them
+
+_OF: Mapping[Kind, tuple[Any, ...]] = {
+    Kind.NAME: (aten.alias.default, aten.detach.default),
+    Kind.MARK: (*ANNOTATIONS, ops.relabel, AS_LOCAL, AS_GLOBAL),
+    Kind.RESHAPE: (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    Kind.UNIT: (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    Kind.TURN: (aten.t.default, aten.transpose.int, aten.permute.default),
+    Kind.PART: (
+        aten.expand.default, aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.as_strided.default,
+    ),
+    Kind.WRITTEN: (ops.assign,),
+    Kind.OTHER: (ops.box, ops.slice_shard, *UNMARKED[2:]),
+    Kind.COPY: (aten.clone.default, aten._to_copy.default, aten.contiguous.default),
+}  # fmt: skip
+_KIND: Mapping[Any, Kind] = {op: kind for kind, some in _OF.items() for op in some}
+_WHOLE = (Kind.RESHAPE, Kind.UNIT, Kind.TURN)
+_SHOWN = (*_WHOLE, Kind.PART)
+
+
+@remembered
+def kind_of(target: Any) -> Kind | None:
+    """The line of the table for an op; None for one that makes values of its own."""
+    found = _KIND.get(target)
+    return Kind.OTHER if found is None and _is_marked(target) else found
+
+
+def _is_marked(target: Any) -> bool:
+    """Whether an op's schema says that a result shares storage with an operand, and writes nothing there."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def is_name(target: Any) -> bool:
+    """Whether the op's result is its operand itself, marked or not."""
+    return kind_of(target) in (Kind.NAME, Kind.MARK)
+
+
+def is_view(target: Any) -> bool:
+    """Whether the op's results lie in the storage of its first operand."""
+    return kind_of(target) not in (None, Kind.COPY)
+
+
+def is_whole_view(target: Any) -> bool:
+    """Whether the op shows all values of its operand in other dims."""
+    return kind_of(target) in _WHOLE
+
+
+def is_plain_view(target: Any) -> bool:
+    """Whether the op is a view of one operand, of its dtype, of which it is known where which element lies."""
+    return kind_of(target) in _SHOWN
+
+
+def is_reshape(target: Any) -> bool:
+    """Whether the op shows all values of its operand in other sizes, which of some strides is a copy."""
+    return kind_of(target) is Kind.RESHAPE
+
+
+def is_copy(target: Any) -> bool:
+    """Whether the op makes its operand's values once more, in whatever dtype."""
+    return kind_of(target) is Kind.COPY
+
+
+def unnamed(node: fx.Node) -> fx.Node:
+    """The value behind other names of it."""
+    while is_name(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -1,0 +1,122 @@
+"""Where large temporaries of a step lie in one buffer that stays from step to step: planned offsets, from lives alone.
+
+A block of memory that is asked for and given back in every step costs its pages each time: the kernel maps and clears
+them.  In a buffer that stays they are there.  Values whose lives overlap lie apart, others may lie on one another; by
+size, each where it fits best (greedy by size: Pisarchyk and Lee, arXiv 2001.03288).
+
+Sizes are those of the fullest rank; every rank uses the same offsets.  An arena holds results of ops that can be told
+where to write, if these are known to lie row by row, and what arrives by collectives without a slot.  What leaves the
+step, or any value that a state or a result of ``build`` shares storage with, is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from graphzero.ir import value
+from graphzero.ir.aliases import is_copy
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage import kernel_forms
+from graphzero.ir.storage.dense import Orders
+from graphzero.ir.storage.liveness import Life, Liveness, liveness
+from graphzero.ir.storage.roots import Storage
+
+LEAST = 128 * 2**10  # bytes of a value: glibc maps blocks from there on, and keeps smaller ones by itself
+ALIGNED = 64  # bytes: a line of cache, what torch aligns its own memory to
+COST = 20  # the plan's peak may rise by one part in so many, of itself and of twice what is in the arena
+PARTS = (8, 7, 6, 4, 2)  # eighths of the buffer that would hold everything, tried one after the other
+
+
+@dataclass(frozen=True)
+class Arena:
+    """``nbytes`` in all, and the offset of each storage that lives there."""
+
+    nbytes: int
+    offsets: Mapping[Storage, int]
+
+
+def arena_of(graph: StepGraph, most: int | None = None, without: Collection[Any] = ()) -> Arena | None:
+    """The arena of a final program; None where nothing is to be had by one.
+
+    most: bytes that a step may peak at, arena included; beside that, the peak rises by at most a part (``COST``).
+    without: ops whose results are not to be put anywhere.
+    """
+    at = liveness(graph)
+    chosen = eligible(at, without)
+    if not chosen:
+        return None
+    alone = int(at.total().max())
+    whole = pack(chosen)
+    for part in PARTS:
+        found = whole if part == PARTS[0] else pack(chosen, whole.nbytes * part // PARTS[0])
+        inside = [life for life in at.lives() if life.storage in found.offsets]
+        peak = found.nbytes + int((at.total() - at.over_time(inside)).max())
+        worth = (peak - alone) * COST <= min(alone, 2 * found.nbytes)
+        if found.offsets and worth and (most is None or peak <= most):
+            return found
+    return None
+
+
+def eligible(at: Liveness, without: Collection[Any] = ()) -> list[Life]:
+    """The lives that may be in an arena, as long as their memory must be left alone."""
+    last = len(at.nodes) - 1
+    large = [life for life in at.lives() if life.begin >= 0 and life.nbytes >= LEAST and life.end < last]
+    if not large:
+        return []
+    orders, ends = Orders(at.nodes), _awaited(at)
+    return [
+        replace(life, end=max(life.end, ends.get(life.storage, -1)))
+        for life in large
+        if life.storage[0].target not in without and _can_be_told(at, life.storage[0], orders)
+    ]
+
+
+def _can_be_told(at: Liveness, node: fx.Node, orders: Orders) -> bool:
+    if node in at.transfers:
+        return at.transfers[node].is_direct
+    told = kernel_forms.writing(node.target) is not None or is_copy(node.target)
+    return told and value.is_tensor(node) and orders.is_row_major(node)
+
+
+def _awaited(at: Liveness) -> dict[Storage, int]:
+    """Storages that are sent from without a slot -> where that is over: until then other ranks may read them."""
+    ends: dict[Storage, int] = {}
+    for moves in at.transfers.values():
+        if moves.is_direct:
+            for storage in (*at.roots[moves.node], *(root for member in moves.members for root in at.roots[member])):
+                if storage is not None:
+                    ends[storage] = max(ends.get(storage, -1), at.position[moves.end])
+    return ends
+
+
+def pack(alive: Sequence[Life], most: int | None = None) -> Arena:
+    """Offsets such that no two lives overlap in time and in memory; what does not fit below ``most`` is left out.
+
+    Lives that meet at one node overlap: an op reads its operands while it writes its result.
+    """
+    by_size = sorted(alive, key=lambda life: (-life.nbytes, life.begin, life.end, life.storage[1]))
+    begins, ends, lows, highs = (np.zeros(len(by_size), dtype=np.int64) for _ in range(4))
+    offsets: dict[Storage, int] = {}
+    for life in by_size:
+        size, count = -(-life.nbytes // ALIGNED) * ALIGNED, len(offsets)
+        beside = (begins[:count] <= life.end) & (ends[:count] >= life.begin)
+        low = _best_fit(lows[:count][beside], highs[:count][beside], size)
+        if most is not None and low + size > most:
+            continue
+        begins[count], ends[count], lows[count], highs[count] = life.begin, life.end, low, low + size
+        offsets[life.storage] = low
+    return Arena(int(highs.max(initial=0)), offsets)
+
+
+def _best_fit(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
+    """The lowest offset of the smallest gap, between what is taken, that ``size`` fits in; else behind all."""
+    order = np.argsort(lows, kind="stable")
+    tops = np.concatenate([[0], np.maximum.accumulate(highs[order])])
+    gaps = lows[order] - tops[:-1]
+    fitting = np.flatnonzero(gaps >= size)
+    return int(tops[-1] if not len(fitting) else tops[fitting[np.argmin(gaps[fitting])]])

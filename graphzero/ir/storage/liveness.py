@@ -1,0 +1,246 @@
+"""Where the values of a program stand, how long their storages live, what these are for, and bytes over time.
+
+The model of the eager executor that the plan counts by: an op allocates its results densely, unless it is told where
+to put them (``inplace``), a view allocates nothing, a value dies after its last reader, a storage with its last view.
+Operator workspaces are not modelled.
+
+Passes, laws, plan and runtime all ask ``liveness(graph)``, which is computed once for a graph as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import Layout, lay_out, shape_on
+from graphzero.ir.storage.roots import Roots, Storage, storage_roots
+from graphzero.ir.transfer import Transfer, transfer_of
+from graphzero.ops import CHECK
+
+_SPAN = ("begin", "end", "nbytes")  # of a life
+Bytes = npt.NDArray[np.int64]  # while each node of a program runs, in order
+
+RESIDENT = {"param": "parameters", "state": "optimizer_states", "buffer": "buffers", "constant": "buffers"}
+SLOT_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Life:
+    """One storage: positions in the program between which it is alive, its bytes, and what it is for.
+
+    ``begin`` is -1 for what is there before the step, ``end`` is the position of its last reader, or the
+    position of the output for what stays.  ``category`` is "" for inputs, which are the user's.
+    """
+
+    storage: Storage
+    begin: int
+    end: int
+    nbytes: int
+    category: str
+
+
+class Liveness:
+    """Of one program as it was when this was made; ask ``liveness(graph)``, which makes one for a graph as it is.
+
+    nodes: in order; position: the number of each.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self._lives: dict[int | None, tuple[Life, ...]] = {}
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def roots(self) -> Roots:
+        """Per node, the storage of each of its results."""
+        return storage_roots(self.graph)
+
+    @cached_property
+    def last_check(self) -> int:
+        """The position of the last check, -1 for none: until then states stay as they were."""
+        return next((i for i in reversed(range(len(self.nodes))) if self.nodes[i].target is CHECK), -1)
+
+    @cached_property
+    def phase_end(self) -> dict[str, int]:
+        """Per phase, the position of its last op."""
+        return {value.phase_of(node): i for i, node in enumerate(self.nodes) if node.op == "call_function"}
+
+    @cached_property
+    def transfers(self) -> dict[fx.Node, Transfer]:
+        """The program's transfers by the node that is, or begins, each; in order."""
+        found = ((node, transfer_of(node)) for node in self.nodes)
+        return {node: moves for node, moves in found if moves is not None}
+
+    @cached_property
+    def layouts(self) -> dict[fx.Node, Layout]:
+        """How each of them lies in its buffer."""
+        return {node: lay_out(self.graph, moves) for node, moves in self.transfers.items()}
+
+    @cached_property
+    def readers(self) -> dict[Storage, list[int]]:
+        """The positions, in order, of what reads each storage: the wait too of a transfer that reads until then.
+
+        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.
+        """
+        found: dict[Storage, set[int]] = {}
+        for node, results in self.roots.items():
+            readers = [user for user in node.users if _is_read(node, user)]
+            waits = [m.end for user in readers if (m := self.transfers.get(user)) and m.reads_until_awaited]
+            positions = [self.position[user] for user in chain(readers, waits)]
+            for storage in results:
+                if storage is not None:
+                    found.setdefault(storage, set()).update(positions)
+        return {storage: sorted(positions) for storage, positions in found.items()}
+
+    def last_reader(self, storage: Storage, default: int = -1) -> int:
+        """The position of the last node that reads a storage, the output included; ``default`` for none."""
+        return max(self.readers[storage], default=default)
+
+    # ---- lives
+
+    def lives(self, rank: int | None = None) -> tuple[Life, ...]:
+        """Every storage of the program as ``rank`` sees it, communication slots left out."""
+        if rank not in self._lives:
+            self._lives[rank] = tuple(self._life(storage, rank) for storage in self.readers)
+        return self._lives[rank]
+
+    def _life(self, storage: Storage, rank: int | None) -> Life:
+        node = storage[0]
+        begin = -1 if node.op == "placeholder" else self.position[node]
+        end = len(self.nodes) - 1 if begin < 0 else max(self.last_reader(storage), self._last_made[storage])
+        return Life(storage, begin, end, self._nbytes(storage, rank), self.categories[storage])
+
+    @cached_property
+    def _last_made(self) -> dict[Storage, int]:
+        """The position of the last value that lives in each storage and that nobody reads."""
+        found: dict[Storage, int] = {}
+        for node, results in self.roots.items():
+            if not node.users:
+                found.update((storage, self.position[node]) for storage in results if storage is not None)
+        return {storage: found.get(storage, -1) for storage in self.readers}
+
+    def _nbytes(self, storage: Storage, rank: int | None) -> int:
+        node, index = storage
+        moves = self.transfers.get(node)
+        if moves is not None and moves.is_direct:
+            return self.layouts[node].arrived_elements * self.layouts[node].itemsize
+        type_, nd = value.type_of(node), value.sbp_of(node)
+        if isinstance(type_, tuple):
+            type_, nd = type_[index], nd[index]
+        size = type_.dtype.itemsize
+        for length in shape_on(self.graph, type_, nd, rank):
+            size *= length
+        return int(size)
+
+    @cached_property
+    def categories(self) -> dict[Storage, str]:
+        """What each storage is for, in the words of the plan.
+
+        A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
+        update or the caller reads is ``activations``; the rest are ``temporaries``, gathered parameters among them.
+        """
+        found: dict[Storage, str] = {}
+        gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
+        for node, results in self.roots.items():
+            role = value.role_of(node)
+            for storage in results:
+                if storage is None:
+                    continue
+                known = found.get(storage) or _first_category(storage)
+                if role is not None and role.kind == "param":
+                    gathered.add(storage)
+                found[storage] = _category(node, storage, known, storage in gathered)
+        return found
+
+    # ---- bytes
+
+    @cached_property
+    def slots(self) -> dict[int, int]:
+        """Bytes of each communication slot: what the largest transfer that uses it needs, rounded up.
+
+        Launches that have no slot yet count as if they shared one.
+        """
+        found: dict[int, int] = {}
+        for node, moves in self.transfers.items():
+            if moves.slot is not None:
+                need = -(-self.layouts[node].slot_bytes // SLOT_ALIGNED) * SLOT_ALIGNED
+                found[moves.slot] = max(found.get(moves.slot, 0), need)
+        return found
+
+    @cached_property
+    def transient(self) -> Bytes:
+        """What transfers outside the slots pack into: a buffer of their own, for as long as they run."""
+        found = np.zeros(len(self.nodes), dtype=np.int64)
+        for node, moves in self.transfers.items():
+            if not moves.is_launch:
+                found[self.position[node]] = self.layouts[node].slot_bytes
+        return found
+
+    def resident(self, rank: int | None = None) -> dict[str, int]:
+        """Bytes by category of what is there between steps, slots ("communication") among them."""
+        found = dict.fromkeys((*RESIDENT.values(), "communication"), 0)
+        for life in self.lives(rank):
+            if life.begin < 0 and life.category:
+                found[life.category] += life.nbytes
+        found["communication"] += sum(self.slots.values())
+        return found
+
+    def over_time(self, lives: Iterable[Life]) -> Bytes:
+        """Bytes of those of ``lives`` that the step makes."""
+        made = [life for life in lives if life.begin >= 0]
+        begins, ends, sizes = (np.array([getattr(x, name) for x in made], dtype=np.int64) for name in _SPAN)
+        return bytes_held(begins, ends, sizes, len(self.nodes))
+
+    def total(self, rank: int | None = None) -> Bytes:
+        """All bytes that the plan counts; the largest is its peak, but for what an arena leaves unused."""
+        return sum(self.resident(rank).values()) + self.transient + self.over_time(self.lives(rank))
+
+
+def bytes_held(begins: Bytes, ends: Bytes, sizes: Bytes, count: int) -> Bytes:
+    """Bytes at each of ``count`` positions of what is held from its begin to its end, both included."""
+    change = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(change, begins, sizes)
+    np.add.at(change, ends + 1, -sizes)
+    return np.cumsum(change[:-1])
+
+
+def liveness(graph: StepGraph) -> Liveness:
+    """The liveness of a graph as it is now."""
+    return graph.analysis(Liveness)
+
+
+def _is_read(node: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` wants what was in the storage of ``node`` before any assign."""
+    if user.target is ops.assign:
+        return user.args[1] is node
+    return node.target is not ops.assign or user.op != "output"
+
+
+def _first_category(storage: Storage) -> str:
+    node = storage[0]
+    role = value.role_of(node)
+    if node.op == "placeholder":
+        return RESIDENT.get(role.kind, "") if role is not None else ""
+    return "temporaries"
+
+
+def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
+    role = value.role_of(node)
+    if storage[0].op == "placeholder" or known == "gradients":
+        return known
+    if role is not None and role.kind == "gradient":
+        return "gradients"
+    outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)
+    return "activations" if outlives and not is_param and value.phase_of(storage[0]) == "forward" else known

@@ -1,0 +1,304 @@
+"""Reading a printed graph: the way back from ``printer``, whose docstring says what a line is.
+
+A text is data, wherever it comes from: reading it looks names up in tables and runs nothing, and takes time and memory
+in proportion to its length.  What a line says of its op is not believed: ``verify`` computes it again (``ir.laws``).
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero import _compat
+from graphzero.errors import GraphZeroError
+from graphzero.ir import known_ops
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.text.words import MOST_DIMS, Reader, read_sbp
+from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ScalarType, TensorType
+from graphzero.sbp.placement import Placement, placement
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MOST_RANKS = 2**17  # of a placement that a text names
+MOST_AXES = 8
+_PLACES = f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes"
+MOST_BYTES = 2**50  # of one value
+
+
+class ParseError(GraphZeroError, ValueError):
+    """Text that is no graph, or no list of passes; says where."""
+
+
+@_compat.cpu_by_default
+def parse(text: str, place: Placement | None = None) -> StepGraph:
+    """Read a printed graph.
+
+    Args:
+        text: what ``str(graph)`` prints; spaces between columns are free.
+        place: the placement, with as many axes as the first line names, of these sizes; by default virtual CPU ranks.
+
+    Raises:
+        ParseError: with the number of the line and what was expected.
+    """
+    if not isinstance(text, str):
+        raise ParseError(f"parse reads the text of a graph, what str(graph) gives, not {text!r:.40}")
+    return _Parser(text, place).graph()
+
+
+class _Parser:
+    def __init__(self, text: str, place: Placement | None):
+        self.lines = [line.rstrip() for line in text.strip("\n").splitlines()]
+        self.values: dict[str, fx.Node] = {}
+        self.number = next((i for i, line in enumerate(self.lines) if not _is_blank(line)), len(self.lines))
+        self.place = place
+
+    def fail(self, problem: str) -> ParseError:
+        line = self.lines[self.number] if self.number < len(self.lines) else "(end of text)"
+        line = line.strip()
+        shown = line if len(line) <= 400 else f"{line[:396]} ..."
+        return ParseError(f"line {self.number + 1} of the graph: {problem}\n  > {shown}")
+
+    def graph(self) -> StepGraph:
+        name, self.place, level = self._header()
+        self.result = StepGraph(name, self.place, fx.Graph(), level, stated=True)
+        phase = "input"
+        for number in range(self.number + 1, len(self.lines)):
+            self.number = number
+            line = self.lines[self.number].strip()
+            if line.endswith(":") and line[:-1] in PHASES:
+                if line == "input:" and phase != "input":
+                    raise self.fail("inputs stand first, above every op")
+                phase = line[:-1]
+            elif re.match(r"return(\W|$)", line):
+                self._return(" ".join(part.strip() for part in self.lines[self.number :] if not _is_blank(part)))
+                return self.result
+            elif not _is_blank(line):
+                self._value(line, phase)
+        raise self.fail("a graph ends in a line `return ...`")
+
+    def _reader(self, text: str) -> Reader:
+        return Reader(text, self.fail, self.values, self.result.placement.names)
+
+    # ---- the first line
+
+    def _header(self) -> tuple[str, Placement, str]:
+        line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
+        reader = Reader(line, self.fail, {})
+        expected = "expected `graph name(axis=ranks, ...) level`"
+        if reader.word() != "graph":
+            raise self.fail(expected)
+        name = reader.string()
+        if name is None:
+            name, bracket, rest = reader.rest().rpartition("(")
+            name = name.strip()
+            reader = Reader(bracket + rest, self.fail, {})
+        axes = list(islice(self._axes(reader, expected), MOST_AXES + 1))
+        if len(axes) > MOST_AXES:
+            raise self.fail(_PLACES)
+        level = reader.rest() or "captured"
+        if not name or not axes:
+            raise self.fail(expected)
+        if level not in LEVELS:
+            raise self.fail(f"{level!r:.80} is no level; one of {', '.join(LEVELS)}")
+        return name, self._placed(*zip(*axes, strict=True)), level
+
+    def _axes(self, reader: Reader, expected: str) -> Iterator[tuple[str, int]]:
+        if not reader.take("("):
+            raise self.fail(expected)
+        while not reader.take(")"):
+            axis = reader.word()
+            if not axis or not reader.take("=") or not (reader.next().isdigit() and reader.next().isascii()):
+                raise self.fail(expected)
+            size = reader.value()
+            if type(size) is not int or (not reader.take(",") and reader.next() != ")"):
+                raise self.fail(expected)
+            yield axis, size
+
+    def _placed(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Placement:
+        if any(size > MOST_RANKS for size in shape) or math.prod(shape) > MOST_RANKS:
+            raise self.fail(_PLACES)
+        if self.place is not None:
+            if (self.place.names, self.place.hierarchy) != (names, shape):
+                raise self.fail(f"it was written for other axes than those of {self.place!r}")
+            return self.place
+        grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
+        try:
+            return placement("cpu", grid, names=names, virtual=True)
+        except GraphZeroError as error:
+            raise self.fail(str(error)) from None
+
+    # ---- a line
+
+    def _value(self, line: str, phase: str) -> None:
+        reader = self._reader(line)
+        name = reader.word()
+        if not name or not reader.take("="):
+            raise self._no_line()
+        if name in self.values:
+            raise self.fail(f"{name} is defined twice")
+        node = self._placeholder(reader, name) if phase == "input" else self._op(reader, name)
+        if node.name != name or keyword.iskeyword(name):
+            raise self.fail(f"a value cannot be called {name}, Python or torch.fx keeps that name; write {name}_1")
+        if not reader.take(":"):
+            raise self._no_line()
+        tail, has_role = reader.until(";")
+        node.meta["phase"], node.meta["source"] = phase, ""
+        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail)
+        if has_role:
+            node.meta["role"] = reader.role()
+        if reader.rest():
+            raise self._no_line()
+        self.values[name] = node
+
+    def _no_line(self) -> ParseError:
+        return self.fail("expected `name = op(arguments) : type  sbp`")
+
+    def _placeholder(self, reader: Reader, name: str) -> fx.Node:
+        role = reader.role(name)
+        if role.kind not in PLACEHOLDER_KINDS:
+            raise self.fail(
+                f"inputs are {', '.join(PLACEHOLDER_KINDS)}; an op stands under `forward:` or a later phase"
+            )
+        node = self.result.graph.create_node("placeholder", name, name=name)
+        node.meta["role"] = role
+        return node
+
+    def _op(self, reader: Reader, name: str) -> fx.Node:
+        words = reader.dotted()
+        graph = self.result.graph
+        if reader.take("["):
+            items = reader.items("]")
+            if len(items) != 1:
+                raise self.fail("one result is picked by its number: y[0]")
+            if words not in self.values:
+                raise self.fail(f"{words} is not defined above this line")
+            return graph.create_node("call_function", operator.getitem, (self.values[words], items[0]), name=name)
+        if not words or not reader.take("("):
+            raise self.fail(f"{reader.text[: reader.text.rfind(' : ')]!r:.200} is no call of an op")
+        target = known_ops.find(words.split("."))
+        if target is None:
+            raise self.fail(f"no op is called {words:.200}")
+        if why := known_ops.why_unfit(target):
+            raise self.fail(f"{words:.200} {why}; a program holds what computes on tensors and on numbers alone")
+        args, kwargs = self._arguments(reader)
+        return graph.create_node("call_function", target, args, kwargs, name=name)
+
+    def _arguments(self, reader: Reader) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = list[Any](), dict[str, Any]()
+        while not reader.take(")"):
+            name = reader.keyword()
+            if name in kwargs or (not name and kwargs):
+                raise self.fail(f"the argument {name or len(args)} stands twice, or behind those with names")
+            if name:
+                kwargs[name] = reader.value()
+            else:
+                args.append(reader.value())
+            if not reader.take(",") and reader.next() != ")":
+                raise reader.unreadable()
+        return tuple(args), kwargs
+
+    # ---- types and SBPs
+
+    def _tail(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
+        if text.startswith("("):
+            if not text.endswith(")"):
+                raise self.fail(f"{text!r:.200}: expected the types of several results in brackets")
+            pairs = [self._one(part) for part in _split(text[1:-1])]
+            if any(pins for _, _, pins in pairs):
+                raise self.fail("several results have no pins; pin the value that picks one, `a = y[0]`")
+            nds = tuple(nd for _, nd, _ in pairs)
+            return tuple(t for t, _, _ in pairs), nds if any(nd is not None for nd in nds) else None, ()
+        return self._one(text)
+
+    def _one(self, text: str) -> tuple[Any, Any, tuple[bool, ...]]:
+        if text in ("float", "int", "bool"):
+            return ScalarType(text), None, ()
+        if text == "_":
+            return None, None, ()
+        name, bracket, rest = text.partition("[")
+        inside, closing, sbp = rest.partition("]")
+        sizes = [size.strip() for size in inside.split(",")] if inside.strip() else []
+        sizes = sizes[:-1] if sizes and not sizes[-1] else sizes
+        numbers = all(size.isdigit() and size.isascii() for size in sizes)
+        if not (bracket and closing and numbers and re.fullmatch(r"\w+", name.strip())):
+            raise self.fail(f"{text!r:.200}: expected a type such as f32[8, 16], and an SBP")
+        dtype = DTYPES.get(name.strip()) or torch.__dict__.get(name.strip())
+        if not isinstance(dtype, torch.dtype):
+            raise self.fail(f"{name.strip()!r:.80} is no dtype; {', '.join(DTYPES)}")
+        return self._type(dtype, sizes), *self._nd(sbp.strip())
+
+    def _type(self, dtype: torch.dtype, sizes: list[str]) -> TensorType:
+        fits = len(sizes) <= MOST_DIMS and all(len(size) < 20 for size in sizes)
+        shape = tuple(map(int, sizes)) if fits else ()
+        if not fits or math.prod(size or 1 for size in shape) * dtype.itemsize > MOST_BYTES:
+            raise self.fail(f"a value has up to {MOST_DIMS} dims and 2**50 bytes")
+        return TensorType(dtype, shape)
+
+    def _nd(self, text: str) -> tuple[Any, tuple[bool, ...]]:
+        if not text:
+            return None, ()
+        words = _split(text[1:-1]) if text.startswith("(") and text.endswith(")") else [text]
+        if len(words) != len(self.result.placement.names):
+            raise self.fail(f"{text!r:.200}: expected one SBP for each axis of {self.result.placement.names}")
+        nd = tuple(None if word == "?" else read_sbp(word.removesuffix("!"), self.fail) for word in words)
+        pins = tuple(word.endswith("!") for word in words)
+        return nd, pins if any(pins) else ()
+
+    # ---- the last lines
+
+    def _return(self, text: str) -> None:
+        outputs: list[Any] = []
+        aux: dict[str, fx.Node] = {}
+        updates: dict[str, fx.Node] = {}
+        for part in _split(text.removeprefix("return"), ";"):
+            if part.startswith("update(") and part.endswith(")"):
+                updates = dict(self._pairs(_split(part[7:-1])))
+            elif re.match(r"[\w.]+=", part):
+                aux |= dict(self._pairs([part]))
+            else:
+                outputs = [self._output(word) for word in _split(part)]
+        self.result.graph.output((tuple(outputs), aux, updates))
+
+    def _output(self, word: str) -> Any:
+        reader = self._reader(word)
+        found = reader.value()
+        if reader.rest():
+            raise self.fail(f"{word!r:.200} is no value; the graph ends with what it returns")
+        return found
+
+    def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:
+        for word in words:
+            name, _, source = word.partition("=")
+            if source.strip() not in self.values:
+                raise self.fail(f"{word!r:.200}: {source.strip():.80} is not defined above this line")
+            yield name.strip(), self.values[source.strip()]
+
+
+def _is_blank(line: str) -> bool:
+    return not line.strip() or line.strip().startswith("#")
+
+
+def _split(text: str, at: str = ",") -> list[str]:
+    """Cut at the commas, or at another character, outside brackets and quotes."""
+    parts, depth, quote, begin, escaped = [], 0, "", 0, False
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and not escaped
+        elif char in "'\"":
+            quote = char
+        elif char in "([":
+            depth += 1
+        elif char in ")]":
+            depth -= 1
+        elif char == at and depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+    return [part for part in (*parts, text[begin:].strip()) if part]

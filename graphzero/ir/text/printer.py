@@ -1,0 +1,160 @@
+"""The printed form of a StepGraph: one value a line, and the way back.
+
+``str(parse(text)) == text`` for every text that ``print_graph`` makes.  A line reads::
+
+      y = mm(x, wf) : f32[8, 4]  S(0)  ; loss()
+
+name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  Arguments are
+Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
+Source lines are not part of the text.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from graphzero.ir import known_ops, ops, value
+from graphzero.ir.value import Role
+from graphzero.sbp.placement import Placement
+
+NAMELESS = ("seed", "loss")  # roles of which a step has one
+
+
+class Printable(Protocol):
+    """What of a StepGraph is written down, which prints itself by this module."""
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]: ...
+    @property
+    def outputs(self) -> Sequence[Any]: ...
+    @property
+    def aux(self) -> Mapping[str, fx.Node]: ...
+    @property
+    def updates(self) -> Mapping[str, fx.Node]: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def level(self) -> str: ...
+
+
+def print_graph(graph: Printable, align: bool = True) -> str:
+    """The text of a graph, in columns or, for diffs, without alignment."""
+    lines = [_header(graph)]
+    rows: list[Any] = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
+    widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
+    phase = "input"
+    for node, name, text, type_, rest in rows:
+        if node.op != "placeholder" and value.phase_of(node) != phase:
+            phase = value.phase_of(node)
+            lines.append(f"{phase}:")
+        line = f"  {name:<{widths[0]}} = {text:<{widths[1]}} : {type_:<{widths[2]}}  {rest}"
+        lines.append(line.rstrip())
+    return "\n".join([*lines, _return(graph)]) + "\n"
+
+
+def print_line(node: fx.Node) -> str:
+    """One value as it stands in the text, without alignment."""
+    if node.op == "output":
+        return "return ..."
+    text, type_, rest = _columns(node)
+    return f"{node.name} = {text} : {type_}  {rest}".rstrip()
+
+
+def op_name(target: Any) -> str:
+    """How an op is written."""
+    if isinstance(target, torch._ops.OpOverload):
+        packet, overload = target.overloadpacket, target._overloadname
+        namespace, name = target._schema.name.split("::")
+        short = next((o for o in known_ops.OVERLOADS if o in packet.overloads()), None)
+        text = name if overload == short else f"{name}.{overload}"
+        return text if namespace in ("aten", "graphzero") else f"{namespace}.{name}.{overload}"
+    plain = str(getattr(target, "__name__", target))
+    if ops.BY_NAME.get(plain) is target:
+        return plain
+    if target in known_ops.NAME_OF:
+        return known_ops.NAME_OF[target]
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _header(graph: Printable) -> str:
+    axes = ", ".join(
+        f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True)
+    )
+    name = graph.name if re.fullmatch(r"\w[\w.-]*", graph.name) else repr(graph.name)
+    return f"graph {name}({axes}) {graph.level}"
+
+
+def _columns(node: fx.Node) -> tuple[str, str, str]:
+    """Op and arguments; type; SBP and role."""
+    if node.op == "placeholder":
+        text = role_text(value.role_of(node) or Role("batch"), node.name)
+    elif node.target is operator.getitem:
+        text = f"{_arg(node.args[0])}[{_arg(node.args[1])}]"
+    else:
+        parts = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
+        text = f"{op_name(node.target)}({', '.join(parts)})"
+    return text, *_tail(node)
+
+
+def _tail(node: fx.Node) -> tuple[str, str]:
+    type_, nd = value.type_of(node), value.sbp_of(node)
+    if isinstance(type_, tuple):
+        nds = nd or (None,) * len(type_)
+        inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in zip(type_, nds, strict=True))
+        text, rest = f"({', '.join(inner)})", ""
+    else:
+        text, rest = str(type_), _nd_text(nd, value.pins_of(node))
+    role = value.role_of(node)
+    if role is not None and node.op != "placeholder":
+        rest += f"{'  ' * bool(rest)}; {role_text(role)}"
+    return text, rest
+
+
+def _nd_text(nd: Any, pins: tuple[bool, ...]) -> str:
+    if nd is None:
+        return ""
+    pins = pins or (False,) * len(nd)
+    parts = [("?" if s is None else str(s)) + "!" * pin for s, pin in zip(nd, pins, strict=True)]
+    return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def role_text(role: Role, name: str = "") -> str:
+    """``kind(path)`` or ``kind(path, key)``; the name of its placeholder need not be said."""
+    parts = [] if role.of == ("" if role.kind in NAMELESS else name) and not role.key else [word(role.of)]
+    parts += [word(role.key)] if role.key else []
+    return f"{role.kind}({', '.join(parts)})"
+
+
+def word(text: str) -> str:
+    """A path as it stands, anything else in quotes."""
+    return text if re.fullmatch(r"[\w.]+", text) else repr(text)
+
+
+def _arg(x: Any) -> str:
+    if isinstance(x, fx.Node):
+        return x.name
+    if isinstance(x, list):
+        return f"[{', '.join(map(_arg, x))}]"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_arg, x))}{',' * (len(x) == 1)})"
+    if isinstance(x, torch.Size):
+        return _arg(list(x))
+    return repr(x)
+
+
+def _return(graph: Printable) -> str:
+    parts = [", ".join(map(_arg, graph.outputs))] if graph.outputs else []
+    parts += [f"{name}={node.name}" for name, node in graph.aux.items()]
+    if graph.updates:
+        pairs = [f"{name}={node.name}" for name, node in graph.updates.items()]
+        joined = ", ".join(pairs)
+        parts.append(f"update({joined})" if len(joined) < 100 else "update(\n    " + ",\n    ".join(pairs) + ")")
+    return f"  return {'; '.join(parts)}".rstrip()

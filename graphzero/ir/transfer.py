@@ -1,0 +1,182 @@
+"""Transfers: collectives as values of the program see them, however they are written.
+
+    g = all_gather(w, 0, 'dp')                                          one value
+    b = bucket_all_gather([v, w], [0, 1], 'dp')                         several at once, read as b[0], b[1]
+    l = launch('bucket_all_gather', 2, [v, w], [0, 1], 'dp')            begun in communication slot 2,
+    a = wait(l)                                                         and its results, a[0], a[1]
+
+All three hold the same facts.  Who wants to know one asks ``transfer_of``; who writes one calls ``bucket``, ``launch``
+or ``put_in_slot``.  No other file knows which argument stands where.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.sbp.collectives import COLLECTIVES, Collective
+
+_KINDS: dict[Any, str] = {op: op.__name__ for op in ops.COLLECTIVES} | {
+    op: op.__name__.removeprefix("bucket_") for op in ops.BUCKETS
+}
+_BUCKET_OF: dict[str, Callable[..., Any]] = {_KINDS[op]: op for op in ops.BUCKETS}
+NO_SLOT_YET = -1  # the slot of a launch, until ``slots`` gives it one, or says that it needs none (None)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective.
+
+    node: the call that makes it, or begins it.  kind: of ``sbp.collectives``.
+    axis: the placement axis whose ranks meet.  members: the values that move.  dims: of each the split dim, a pair
+    where source and result are split, () where neither is.  reduction: where the op says it, as an all_reduce does.
+    is_launch: whether it is only begun at ``node``.  slot: the communication slot of a launch; None where it has none.
+    """
+
+    node: fx.Node
+    kind: str
+    axis: str
+    members: tuple[fx.Node, ...]
+    dims: tuple[Any, ...]
+    reduction: str = "sum"
+    is_launch: bool = False
+    slot: int | None = None
+
+    @property
+    def collective(self) -> Collective:
+        return COLLECTIVES[self.kind]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is a bucket of one that moves without a slot.
+
+        A gather arrives in the storage of its result, a reduce-scatter leaves from the storage of its operand, an
+        all-reduce works in it: from the launch on the operand of a reduction is read by nobody else.
+        """
+        return self.is_launch and self.slot is None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its result lies where its operand lay."""
+        return self.is_direct and self.collective.is_in_place
+
+    @property
+    def spends_operand(self) -> bool:
+        """Whether the operand's storage is the transfer's from its beginning on."""
+        return self.is_direct and self.collective.reduces
+
+    @property
+    def reads_until_awaited(self) -> bool:
+        """Whether the operand must be there until the transfer is over."""
+        return self.spends_operand and not self.is_in_place
+
+    @property
+    def end(self) -> fx.Node:
+        """Where its results are there: its wait, or the call itself."""
+        return next(iter(self.node.users)) if self.is_launch else self.node
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The values that it delivers, in the order of its members; where one is not read, ``end``."""
+        end = self.end
+        if not value.is_multi(end):
+            return [end]
+        picks = {user.args[1]: user for user in end.users}
+        return [picks.get(i, end) for i in range(len(self.members))]
+
+    def completes(self, graph: StepGraph) -> str:
+        """How the ranks' values are joined: "sum", "max" or "min" for reductions, "" for what only moves values.
+
+        A reduce-scatter has no argument for it: the partial values that it completes say it.
+        """
+        if "reduction" in self.collective.arguments:
+            return self.reduction
+        found = {value.nd_of(member)[graph.placement.axis(self.axis)].reduction for member in self.members}
+        assert len(found) == 1, f"one bucket holds partial values that complete by {', '.join(sorted(found))}"
+        return found.pop()
+
+
+def transfer_of(node: fx.Node) -> Transfer | None:
+    """The transfer that ``node`` is, or begins; None for any other node."""
+    if node.op != "call_function":
+        return None
+    if node.target is ops.launch:
+        name, slot, *args = node.args
+        return _of_bucket(node, str(name).removeprefix("bucket_"), args, is_launch=True, slot=slot)
+    kind = _KINDS.get(node.target)  # type: ignore[arg-type]
+    if kind is None:
+        return None
+    if node.target in ops.BUCKETS:
+        return _of_bucket(node, kind, node.args)
+    given = list(zip(COLLECTIVES[kind].arguments, node.args[1:], strict=False))
+    dims = tuple(arg for name, arg in given if name == "dim")
+    others = {name: arg for name, arg in given if name != "dim"}
+    return Transfer(node, kind, members=(node.args[0],), dims=dims if len(dims) < 2 else (dims,), **others)  # type: ignore[arg-type]
+
+
+def _of_bucket(node: fx.Node, kind: str, args: Sequence[Any], **more: Any) -> Transfer:
+    members, *rest = args
+    dims = rest.pop(0) if "dim" in COLLECTIVES[kind].arguments else ()
+    return Transfer(node, kind, rest[0], tuple(members), tuple(dims), *rest[1:], **more)
+
+
+def awaited(wait: fx.Node) -> Transfer | None:
+    """The transfer that a ``wait`` ends; None for any other node."""
+    return transfer_of(wait.args[0]) if wait.target is ops.wait else None  # type: ignore[arg-type]
+
+
+def delivered(node: fx.Node) -> tuple[Transfer, int] | None:
+    """The transfer that a value comes from, and the number of its member; None for a value that comes from none."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        found = awaited(source) or (transfer_of(source) if source.target in ops.BUCKETS else None)
+        return None if found is None else (found, index)
+    found = transfer_of(node) if node.target in ops.COLLECTIVES else None
+    return None if found is None else (found, 0)
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Whether ranks meet at a node: it is a transfer, begins one, or waits for one."""
+    return node.target in ops.COMMUNICATING
+
+
+# ---- writing
+
+
+def bucket(graph: StepGraph, single: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+    """Add, at the insert point, one transfer of what ``single`` ones, of one group, move; their results in order."""
+    found = [transfer_of(node) for node in single]
+    first = found[0]
+    assert first is not None
+    members = [member for one in found if one is not None for member in one.members]
+    dims = [dim for one in found if one is not None for dim in one.dims]
+    by_name = {"dim": dims, "axis": first.axis, "reduction": first.reduction}
+    args = (members, *(by_name[name] for name in first.collective.arguments))
+    types = tuple(value.tensor_type(node) for node in single)
+    nds: Any = tuple(value.nd_of(node) for node in single)
+    return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, like=like)
+
+
+def launch(graph: StepGraph, bucket: fx.Node) -> fx.Node:
+    """Put a launch and a wait in the place of a bucketed transfer; returns the wait."""
+    types, nds = value.type_of(bucket), value.sbp_of(bucket)
+    name = bucket.target.__name__  # type: ignore[union-attr]
+    with graph.graph.inserting_before(bucket):
+        begun = graph.call(ops.launch, (name, NO_SLOT_YET, *bucket.args), types, sbp=nds, like=bucket)
+        wait = graph.call(ops.wait, (begun,), types, sbp=nds, like=bucket)
+    bucket.replace_all_uses_with(wait)
+    graph.graph.erase_node(bucket)
+    return wait
+
+
+def put_in_slot(launch: fx.Node, slot: int | None) -> None:
+    """Say in which communication slot a launched transfer works; None: in none."""
+    name, _, *args = launch.args
+    launch.args = (name, slot, *args)

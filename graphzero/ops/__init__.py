@@ -1,0 +1,31 @@
+"""The tensor ops that graphzero adds to ATen, one file an op: its schema, kernel, shapes and gradient."""
+
+from graphzero.ops import pieces as pieces
+from graphzero.ops.adam import ADAM, ADAM_
+from graphzero.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from graphzero.ops.bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
+from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
+from graphzero.ops.ends import AS_GLOBAL, AS_LOCAL, SAME, dual
+from graphzero.ops.grouped_mm import GROUPED_MM
+from graphzero.ops.marks import CHECK, PIN
+from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
+
+__all__ = [
+    "ADAM",
+    "ADAM_",
+    "AS_GLOBAL",
+    "AS_LOCAL",
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
+    "BAG",
+    "BAG_BACKWARD",
+    "BAG_SCALES_BACKWARD",
+    "CHECK",
+    "CROSS_ENTROPY_BACKWARD",
+    "GROUPED_MM",
+    "PIN",
+    "RANK_KEY",
+    "SAME",
+    "UNIFORM_LIKE",
+    "dual",
+]

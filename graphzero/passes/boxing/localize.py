@@ -1,0 +1,123 @@
+"""Localize: global sizes in arguments become sizes as functions of the rank, so that one program serves all ranks.
+
+An op whose index points into a split dim becomes its offset form, which knows where the rank's piece begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import calls, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
+from graphzero.ops import UNIFORM_LIKE
+from graphzero.passes.base import BuiltinPass
+from graphzero.sbp import registry
+from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, cutting, unfold
+from graphzero.sbp.types import Nd
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Localize(BuiltinPass):
+    """Turns sizes in arguments into those of one rank's part, as functions of the rank.
+
+    Types keep global shapes; only arguments change: ``view(x, [8, 16])`` with x S(0) is ``view(x, [8/dp, 16])``.
+
+    With x (S(0), S(0)) it is ``view(x, [8/dp/tp, 16])``: the outer axis cuts first.
+
+    Requires: collectives instead of boxes; sizes in arguments are global.
+    Ensures: sizes and places in arguments are those of one rank; types keep global shapes.
+
+    Example::
+
+        localize
+
+        graph rows(dp=2) lowered
+          x = batch()       : f32[8, 4]  S(0)
+        forward:
+          y = view(x, [32]) : f32[32]    S(0)
+          return y
+        ->
+        graph rows(dp=2) local
+          x = batch()          : f32[8, 4]  S(0)
+        forward:
+          y = view(x, [32/dp]) : f32[32]    S(0)
+          return y
+    """
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        def local(shape: Sequence[int], nd: Nd) -> list[Any]:
+            return local_sizes(graph, shape, nd)
+
+        def starts(shape: Sequence[int], nd: Nd) -> list[Any]:
+            return local_starts(graph, shape, nd)
+
+        for node in list(graph.nodes):
+            if node.target is UNIFORM_LIKE:
+                _localize_draw(graph, node)
+            elif calls.is_op(node) and _is_split(node):
+                op: Any = node.target
+                pairs = calls.operand_pairs(node), calls.result_pairs(node)
+                args, kwargs = registry.local_args(op, node.args, node.kwargs, *pairs, local)
+                node.target, node.kwargs = registry.offset_form(op, args, kwargs, *pairs, starts)
+                node.args = args
+        graph.level = "local"
+        return graph
+
+
+def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
+    """Sizes of one rank's part: ints, and ``LocalSize`` where a dim is split."""
+    sizes: list[Any] = list(shape)
+    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
+        if sbp.is_split and ranks > 1:
+            sizes[sbp.dim] = LocalSize(sizes[sbp.dim], axis)
+    return sizes
+
+
+def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
+    """Where one rank's part begins: a ``LocalStart`` where a dim is split, else None."""
+    starts: list[Any] = list(shape)
+    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
+        if sbp.is_split and ranks > 1:
+            starts[sbp.dim] = LocalStart(starts[sbp.dim], axis)
+    return [found if isinstance(found, LocalStart) else None for found in starts]
+
+
+def _is_split(node: fx.Node) -> bool:
+    pairs = calls.operand_pairs(node) + calls.result_pairs(node)
+    return any(sbp.is_split for _, nd in pairs for sbp in nd)
+
+
+def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
+    """A random draw is a function of the global index: say where this rank's part begins.
+
+    Where a dim is cut in sections, a draw for it is one over the dims that it falls into: their indices are the same.
+    """
+    like, key, number, _, total = node.args
+    apart = unfold(total, cutting(value.nd_of(node), graph.placement.hierarchy))  # type: ignore[arg-type]
+    if len(apart.shape) > len(total):  # type: ignore[arg-type]
+        _draw_apart(graph, node, apart)
+        return
+    start: Any = [found or 0 for found in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
+    node.args = (like, key, number, start, total)
+
+
+def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
+    like, key, number, _, total = node.args
+    assert isinstance(like, fx.Node)
+    nd, shape = apart.nd(cutting(value.nd_of(node), graph.placement.hierarchy)), list(apart.shape)
+    with graph.graph.inserting_before(node):
+        dtypes = (value.tensor_type(x).dtype for x in (like, node))
+        of_like, drawn = (TensorType(dtype, apart.shape) for dtype in dtypes)
+        sizes = local_sizes(graph, apart.shape, nd)
+        view = graph.call(aten.view.default, (like, sizes), of_like, sbp=nd, like=node)
+        draw = graph.call(UNIFORM_LIKE, (view, key, number, [0] * len(shape), shape), drawn, sbp=nd, like=node)
+    _localize_draw(graph, draw)
+    node.target, node.args = aten.view.default, (draw, local_sizes(graph, total, value.nd_of(node)))  # type: ignore

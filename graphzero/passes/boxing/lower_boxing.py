@@ -1,0 +1,141 @@
+"""LowerBoxing: each box becomes the collectives and local cuts, on one placement axis each, that its route names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.aliases import ANNOTATIONS
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
+from graphzero.passes.base import BuiltinPass
+from graphzero.sbp.boxing import Move
+from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.sbp.links import Links
+from graphzero.sbp.local import cutting, sections_at, unfold
+from graphzero.sbp.route import route
+from graphzero.sbp.types import Nd, Sbp
+
+# Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.
+SMALL = 1 << 14
+VIEW = torch.ops.aten.view.default
+
+
+def _arguments(kind: str, src: Sbp, dst: Sbp, axis: str) -> tuple[Any, ...]:
+    dims = iter([sbp.dim for sbp in (src, dst) if sbp.is_split])
+    known = {"axis": axis, "reduction": src.reduction}
+    return tuple(next(dims) if name == "dim" else known[name] for name in COLLECTIVES[kind].arguments)
+
+
+# Kind of move -> op and its arguments behind the value: (from, to, axis name).
+LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
+    "same": (ops.relabel, lambda src, dst, axis: ()),
+    "slice": (ops.slice_shard, lambda src, dst, axis: (dst.dim, axis)),
+    **{kind: (ops.BY_NAME[kind], partial(_arguments, kind)) for kind in COLLECTIVES},
+    "keep_first": (ops.keep_first, lambda src, dst, axis: (axis,)),
+    "scatter_zero": (ops.place_shard, lambda src, dst, axis: (src.dim, axis)),
+}
+
+
+@dataclass(frozen=True)
+class LowerBoxing(BuiltinPass):
+    """Replaces boxes by collectives and local cuts on one axis each.
+
+    ``use`` and ``pin`` nodes, which only named an SBP, go.  links: what communication costs on each axis, () for bytes.
+
+    Requires: boxes wherever a value is read in another SBP than it has.
+    Ensures: there is no ``box``, ``use`` or ``pin``; what moves data is a collective or a local cut.
+
+    Example::
+
+        lower_boxing
+
+        graph sums(dp=2) boxed
+          x   = batch()                 : f32[8, 4]  S(0)!
+          w   = param()                 : f32[4, 2]  B!
+        forward:
+          u   = use(w)                  : f32[4, 2]  B!
+          y   = mm(x, u)                : f32[8, 2]  S(0)
+          s   = sum.dim_IntList(y, [0]) : f32[2]     P
+          s_b = box(s)                  : f32[2]     B
+          r   = relu(s_b)               : f32[2]     B
+          return y, r
+        ->
+        graph sums(dp=2) lowered
+          x   = batch()                    : f32[8, 4]  S(0)!
+          w   = param()                    : f32[4, 2]  B!
+        forward:
+          y   = mm(x, w)                   : f32[8, 2]  S(0)
+          s   = sum.dim_IntList(y, [0])    : f32[2]     P
+          s_b = all_reduce(s, 'dp', 'sum') : f32[2]     B
+          r   = relu(s_b)                  : f32[2]     B
+          return y, r
+    """
+
+    links: Links = field(default=(), repr=False)
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for node in list(graph.nodes):
+            if node.target is ops.box:
+                _lower(graph, node, self.links)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in ANNOTATIONS:
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                graph.graph.erase_node(node)
+        graph.level = "lowered"
+        return graph
+
+
+def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
+    source = box.args[0]
+    assert isinstance(source, fx.Node)
+    type_, role = value.tensor_type(source), value.role_of(box)
+    is_small = role is None and type_.nbytes < SMALL
+    nd = value.nd_of(source)
+    steps = route(
+        nd, value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small, links=links,
+        nbytes=type_.nbytes,
+    )  # fmt: skip
+    made: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
+    for axis, step in steps:
+        made += _written(graph, type_, nd, axis, step)
+        nd = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    for op, args, result, sbp in made[:-1]:
+        with graph.graph.inserting_before(box):
+            source = graph.call(op, (source, *args), result, sbp=sbp, like=box)
+        if role is not None and op is not VIEW:
+            source.meta["role"] = role
+    op, args = made[-1][:2] if made else (ops.relabel, ())
+    box.target, box.args = op, (source, *args)
+    if op is VIEW:
+        box.meta.pop("role", None)
+
+
+def _written(
+    graph: StepGraph, type_: TensorType, nd: Nd, axis: int, step: Move
+) -> list[tuple[Any, tuple[Any, ...], TensorType, Nd]]:
+    """One move on one axis as ops.  Where ranks hold several sections of a dim, it is taken apart for the move."""
+    op, arguments = LOWERINGS[step.kind]
+    name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
+    after = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
+    if hierarchy[axis] == 1 or step.kind == "same" or not any(parts):
+        return [(op, arguments(step.src, step.dst, name), type_, after)]
+    if nd != cutting(nd, hierarchy):
+        nd = cutting(nd, hierarchy)
+        inner_steps = _written(graph, type_, nd, axis, step)
+        return [(ops.relabel, (), type_, nd), *inner_steps, (ops.relabel, (), type_, after)]
+    apart = unfold(type_.shape, (*nd, step.dst))
+    inner = TensorType(type_.dtype, apart.shape)
+    before, behind = apart.nd(nd), apart.nd(after)
+    return [
+        (VIEW, (list(apart.shape),), inner, before),
+        (op, arguments(before[axis], behind[axis], name), inner, behind),
+        (VIEW, (list(type_.shape),), type_, after),
+    ]

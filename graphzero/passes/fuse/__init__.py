@@ -1,0 +1,1 @@
+"""One op in the place of several that compute the same."""

@@ -1,0 +1,206 @@
+"""FuseAdam: the chain of elementwise ops that steps a parameter by Adam becomes the one kernel that does the same.
+
+A chain is known by its text below: ops, order and constants must be the same, only what goes in may be anything.  So
+a user's own optimizer that steps as Adam does is fused too, and what differs in one op stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ops import ADAM
+from graphzero.passes.base import BuiltinPass
+from graphzero.passes.fuse.pattern import matches, read
+
+CHAIN = """
+graph adam(dp=1) local
+  param      = batch()  : f32[2]  B
+  grad       = batch()  : f32[2]  B
+  exp_avg    = batch()  : f32[2]  B
+  exp_avg_sq = batch()  : f32[2]  B
+  step       = batch()  : f64[]   B
+  lr         = scalar() : float
+  beta1      = scalar() : float
+  beta2      = scalar() : float
+  eps        = scalar() : float
+update:
+  keep1     = operator.sub(1.0, beta1)                                  : float
+  new_avg   = lerp.Scalar(exp_avg, grad, keep1)                         : f32[2]  B
+  decayed   = mul(exp_avg_sq, beta2)                                    : f32[2]  B
+  keep2     = operator.sub(1.0, beta2)                                  : float
+  new_sq    = addcmul(decayed, grad, grad, value=keep2)                 : f32[2]  B
+  power1    = pow.Scalar(beta1, step)                                   : f64[]   B
+  bias1     = rsub.Scalar(power1, 1)                                    : f64[]   B
+  power2    = pow.Scalar(beta2, step)                                   : f64[]   B
+  bias2     = rsub.Scalar(power2, 1)                                    : f64[]   B
+  inverse1  = reciprocal(bias1)                                         : f64[]   B
+  size      = mul(inverse1, lr)                                         : f64[]   B
+  downhill  = neg(size)                                                 : f64[]   B
+  root_bias = sqrt(bias2)                                               : f64[]   B
+  root      = sqrt(new_sq)                                              : f32[2]  B
+  scale     = mul(root_bias, downhill)                                  : f64[]   B
+  scaled    = div(root, scale)                                          : f32[2]  B
+  inverse   = reciprocal(downhill)                                      : f64[]   B
+  shift     = mul(inverse, eps)                                         : f64[]   B
+  divisor   = add(scaled, shift)                                        : f32[2]  B
+  new_param = addcdiv(param, new_avg, divisor)                          : f32[2]  B
+  return new_param, new_avg, new_sq
+"""
+DECAY = """
+graph decay(dp=1) local
+  param        = batch()  : f32[2]  B
+  lr           = scalar() : float
+  weight_decay = scalar() : float
+update:
+  share        = operator.mul(lr, weight_decay) : float
+  kept         = operator.sub(1.0, share)       : float
+  decayed      = mul(param, kept)               : f32[2]  B
+  return decayed
+"""
+FUSED = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class FuseAdam(BuiltinPass):
+    """Makes one kernel of the chain of ops that is Adam; changes no value beyond rounding.
+
+    Requires: the chain as torch's Adam is traced; what goes into it may be anything.
+    Ensures: the same new states, but for rounding.
+
+    Example::
+
+        fuse_adam
+
+        graph adam(dp=2) local
+          w     = param()                    : f32[8]  B
+          g     = batch()                    : f32[8]  B
+          m     = state(w, m)                : f32[8]  B
+          v     = state(w, v)                : f32[8]  B
+          n     = state(w, n)                : f64[]   B
+          lr    = hyper(o, lr)               : float
+          beta1 = hyper(o, beta1)            : float
+          beta2 = hyper(o, beta2)            : float
+          eps   = hyper(o, eps)              : float
+        update:
+          k1    = operator.sub(1.0, beta1)   : float
+          m1    = lerp.Scalar(m, g, k1)      : f32[8]  B
+          d     = mul(v, beta2)              : f32[8]  B
+          k2    = operator.sub(1.0, beta2)   : float
+          v1    = addcmul(d, g, g, value=k2) : f32[8]  B
+          p1    = pow.Scalar(beta1, n)       : f64[]   B
+          b1    = rsub.Scalar(p1, 1)         : f64[]   B
+          p2    = pow.Scalar(beta2, n)       : f64[]   B
+          b2    = rsub.Scalar(p2, 1)         : f64[]   B
+          i1    = reciprocal(b1)             : f64[]   B
+          s1    = mul(i1, lr)                : f64[]   B
+          s2    = neg(s1)                    : f64[]   B
+          r2    = sqrt(b2)                   : f64[]   B
+          r     = sqrt(v1)                   : f32[8]  B
+          s3    = mul(r2, s2)                : f64[]   B
+          q     = div(r, s3)                 : f32[8]  B
+          i2    = reciprocal(s2)             : f64[]   B
+          s4    = mul(i2, eps)               : f64[]   B
+          q1    = add(q, s4)                 : f32[8]  B
+          w1    = addcdiv(w, m1, q1)         : f32[8]  B
+          return update(w=w1, m=m1, v=v1)
+        ->
+        graph adam(dp=2) local
+          w         = param()                                                  : f32[8]            B
+          g         = batch()                                                  : f32[8]            B
+          m         = state(w, m)                                              : f32[8]            B
+          v         = state(w, v)                                              : f32[8]            B
+          n         = state(w, n)                                              : f64[]             B
+          lr        = hyper(o, lr)                                             : float
+          beta1     = hyper(o, beta1)                                          : float
+          beta2     = hyper(o, beta2)                                          : float
+          eps       = hyper(o, eps)                                            : float
+        update:
+          adam      = adam([w], [g], [m], [v], [], [n], lr, beta1, beta2, eps, 0.0) : (f32[8]  B, f32[8]  B, f32[8]  B)
+          getitem   = adam[0]                                                  : f32[8]            B
+          getitem_1 = adam[1]                                                  : f32[8]            B
+          getitem_2 = adam[2]                                                  : f32[8]            B
+          return update(w=getitem, m=getitem_1, v=getitem_2)
+    """
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        last, position = read(CHAIN).outputs[0], liveness(graph).position
+        instead: dict[fx.Node, fx.Node] = {}
+        chains: list[fx.Node] = []
+        for node in position:
+            found: dict[str, Any] = {}
+            if node.target is last.target and matches(last, node, found) and _may_fuse(node, found, position):
+                chains += _fuse(graph, node, found, instead)
+        graph.hand_out(instead)
+        for node in reversed(chains):
+            if not node.users:
+                graph.graph.erase_node(node)
+        _pick_at_once(graph)
+        return graph
+
+
+def _pick_at_once(graph: StepGraph) -> None:
+    """Put an update's results right behind it, those of an update that was captured as one op too.
+
+    A gather that stood between them could not arrive where the parameter was: the update's storage would still be read.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=ADAM):
+        for pick in reversed(list(node.users)):
+            node.append(pick)
+
+
+def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]) -> bool:
+    """Whether all are tensors of one form that the kernel takes, and no one needs a result before the last is made."""
+    tensors = [found[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+    if any(not value.is_tensor(x) for x in (*tensors, found["step"])):
+        return False
+    forms = {(value.type_of(x), value.sbp_of(x)) for x in (*tensors, node, found["new_avg"], found["new_sq"])}
+    whole = value.tensor_type(found["step"]).shape == () and value.tensor_type(node).shape != ()
+    if len(forms) > 1 or value.tensor_type(node).dtype not in FUSED or not whole:
+        return False
+    chain = set(_made(found))
+    others = [user for name in ("new_avg", "new_sq") for user in found[name].users if user not in chain]
+    return all(position.get(user, -1) > position[node] for user in others)
+
+
+def _made(found: dict[str, Any]) -> list[fx.Node]:
+    """What the chain computes, in order."""
+    return [found[node.name] for node in read(CHAIN).nodes if node.op == "call_function"]
+
+
+def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Write the kernel's call; returns what it takes the place of, in order.  ``instead`` gets what to hand out."""
+    param, decay = found["param"], 0.0
+    before: dict[str, Any] = {"lr": found["lr"]}
+    if matches(read(DECAY).outputs[0], param, before) and set(param.users) == {node}:
+        param, decay = before["param"], before["weight_decay"]
+    numbers = (found["lr"], found["beta1"], found["beta2"], found["eps"], decay)
+    args: tuple[Any, ...] = (
+        [param],
+        [found["grad"]],
+        [found["exp_avg"]],
+        [found["exp_avg_sq"]],
+        [],
+        [found["step"]],
+        *numbers,
+    )
+    type_, nd = value.tensor_type(node), value.nd_of(node)
+    chain = _made(found)
+    with graph.graph.inserting_before(node):
+        fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
+        for i, old in enumerate((node, found["new_avg"], found["new_sq"])):
+            made = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
+            old.replace_all_uses_with(made, delete_user_cb=lambda user: user.op != "output" and user not in chain)
+            instead[old] = made
+    return [*_before(found["param"], param), *chain]
+
+
+def _before(decayed: fx.Node, param: fx.Node) -> list[fx.Node]:
+    return [] if decayed is param else [decayed]

@@ -1,0 +1,1 @@
+"""What is held, how long, and in whose storage."""

@@ -1,0 +1,127 @@
+"""Keep: what forward gathers of a split parameter stays until backward has read it, instead of being gathered again.
+
+It changes no value, only bytes on the wire against bytes of memory.  Views of what is gathered, and casts that make it
+smaller, stay likewise.  Which parameters are worth it within a memory budget is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import ops, value
+from graphzero.ir.aliases import is_copy, is_view
+from graphzero.ir.graph import StepGraph
+from graphzero.passes.base import BuiltinPass
+
+_WILD = set("*?[")
+
+
+@dataclass(frozen=True)
+class Keep(BuiltinPass):
+    """Gathers some parameters once a step, not once in forward and once in backward.
+
+    keep_gathered: paths of parameters, ``model.head.weight``, or patterns as of a shell, ``model.layers.?.*``; all by
+        default.
+    Raises ConfigError for a name that no parameter has.
+
+    Requires: gathers that stand alone, not in buckets.
+    Ensures: a parameter that is kept is gathered in forward alone; no value changes.
+
+    Example::
+
+        keep{keep_gathered=(w)}
+
+        graph step(dp=2) local
+          x  = batch()                : f32[8, 4]  S(0)
+          w  = param()                : f32[4, 4]  S(0)
+        forward:
+          wf = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
+          y  = mm(x, wf)              : f32[8, 4]  S(0)
+        backward:
+          wb = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
+          t  = t(wb)                  : f32[4, 4]  B
+          dx = mm(y, t)               : f32[8, 4]  S(0)
+          return dx
+        ->
+        graph step(dp=2) local
+          x  = batch()                : f32[8, 4]  S(0)
+          w  = param()                : f32[4, 4]  S(0)
+        forward:
+          wf = all_gather(w, 0, 'dp') : f32[4, 4]  B  ; param(w)
+          y  = mm(x, wf)              : f32[8, 4]  S(0)
+        backward:
+          t  = t(wf)                  : f32[4, 4]  B
+          dx = mm(y, t)               : f32[8, 4]  S(0)
+          return dx
+    """
+
+    keep_gathered: tuple[str, ...] = ("*",)
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        self._check([role.of for node in graph.placeholders("param") if (role := value.role_of(node)) is not None])
+        again_by_path = gathered_again(graph)
+        for path in self.of(again_by_path):
+            for first, again in again_by_path[path]:
+                again.replace_all_uses_with(first)
+            for _, again in reversed(again_by_path[path]):
+                graph.graph.erase_node(again)
+        return graph
+
+    def of(self, paths: Iterable[str]) -> list[str]:
+        """Those of ``paths`` that are kept."""
+        exact, patterns = set(self.keep_gathered), [name for name in self.keep_gathered if set(name) & _WILD]
+        return [path for path in paths if path in exact or any(fnmatchcase(path, one) for one in patterns)]
+
+    def _check(self, paths: list[str]) -> None:
+        for name in self.keep_gathered:
+            if name != "*" and name not in paths and not Keep((name,)).of(paths):
+                shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
+                raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
+
+
+def gathered_again(graph: StepGraph) -> dict[str, list[tuple[fx.Node, fx.Node]]]:
+    """Path of a parameter -> (what forward makes of it, what backward makes again), gathers before what reads them.
+
+    Of a lowered graph before ``bucket``.  Only what is gathered or follows from that is listed, in the order in which
+    backward makes it.
+    """
+    path: dict[fx.Node, str] = {}  # of parameters and of all that is a move, a view or a cast of one
+    like: dict[fx.Node, fx.Node] = {}  # the same in forward, or the node itself
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    gathered: set[fx.Node] = set()
+    found: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    for node in graph.nodes:
+        role = value.role_of(node)
+        if node.op == "placeholder" and role is not None and role.kind == "param":
+            path[node], like[node] = role.of, node
+        source = _source(node)
+        if source is None or source not in path:
+            continue
+        path[node] = path[source]
+        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
+        if value.phase_of(node) == "forward":
+            first.setdefault(key, node)
+        like[node] = first.get(key, node)
+        if node.target in ops.COLLECTIVES or source in gathered:
+            gathered.add(node)
+            if value.phase_of(node) == "backward" and like[node] is not node:
+                found[path[node]].append((like[node], node))
+    return dict(found)
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """What ``node`` moves, views, picks of, or casts to something smaller."""
+    operands = node.all_input_nodes
+    if node.op != "call_function" or len(operands) != 1:
+        return None
+    (source,) = operands
+    if is_copy(node.target):
+        return source if value.tensor_type(node).nbytes <= value.tensor_type(source).nbytes else None
+    return source if node.target in ops.MOVES or is_view(node.target) or value.is_multi(source) else None

@@ -1,0 +1,229 @@
+r"""How the options of passes are written, by their types, and read back.  Nothing of a text is evaluated.
+
+zero{stage=3 axis=(dp_shard)}                                    numbers, true, false, none; several in brackets
+    keep{keep_gathered=('model.*', head.weight)}                     names, in quotes if they are not [\w.]+
+pin{placed={batch(x)=S(1) param(w)=(B, S(0))}}                   roles with their SBPs, one or one for each axis
+propagate{links=({latency=1e-05 bandwidth=1e9}, {latency=0 bandwidth=4e10})}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from graphzero.errors import GraphZeroError
+from graphzero.ir.text.printer import role_text, word
+from graphzero.ir.text.words import Reader, read_sbp
+from graphzero.ir.value import Role
+from graphzero.sbp.types import Sbp
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the values of a type look like.  hint: in words, for messages."""
+
+    hint: str
+    read: Callable[[Reader], Any]
+    write: Callable[[Any], str]
+
+
+def refused(reader: Reader, begin: int, problem: str) -> Exception:
+    """The error to raise of what stands at ``begin``."""
+    reader.at = begin
+    reader.next()
+    return reader.fail(problem)
+
+
+# ---- options
+
+
+@cache
+def forms_of(kind: type) -> Mapping[str, Form]:
+    """The options of a pass, or the parts of another dataclass, by name."""
+    hints = get_type_hints(kind)
+    return {one.name: form_of(hints[one.name]) for one in _fields(kind) if one.init}
+
+
+def read_options(reader: Reader, kind: type, what: str) -> Any:
+    """An object of ``kind`` from ``name=value name=value }``, behind the bracket that opened.
+
+    what: the object is called in messages.
+    """
+    forms, found, begin = forms_of(kind), dict[str, Any](), reader.at
+    while not reader.take("}"):
+        at, name = reader.at, reader.word()
+        if name and name not in forms:
+            raise refused(reader, at, f"{what} has no option {name!r}; it has {', '.join(forms) or 'none'}")
+        if name in found:
+            raise refused(reader, at, f"{name} stands twice")
+        if not name or not reader.take("="):
+            raise refused(reader, at, "expected `name=value`, with a space to the next, or '}'")
+        found[name] = forms[name].read(reader)
+    return made(reader, begin, kind, found, what)
+
+
+def made(reader: Reader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
+    """The object, or the error for options that are missing or do not fit."""
+    missing = [one.name for one in _fields(kind) if _default(one) is MISSING and one.name not in found]
+    if missing:
+        raise refused(reader, begin, f"{what} needs {', '.join(missing)}")
+    try:
+        return kind(**found)
+    except GraphZeroError as error:
+        raise refused(reader, begin, str(error)) from None
+
+
+def write_options(x: Any) -> str:
+    """``{name=value ...}``; options that say nothing (none, false, ...), as by default, are left out."""
+    kind: Any = type(x)
+    forms = forms_of(kind)
+    defaults = {one.name: _default(one) for one in _fields(kind)}
+    held = {name: y for name in forms if (y := getattr(x, name)) or y != defaults[name]}
+    return f"{{{' '.join(f'{name}={forms[name].write(held[name])}' for name in held)}}}" if held else ""
+
+
+def _fields(kind: type) -> tuple[Field[Any], ...]:
+    return fields(kind) if is_dataclass(kind) else ()
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default_factory() if one.default_factory is not MISSING else one.default
+
+
+# ---- values
+
+
+@cache
+def form_of(type_: Any) -> Form:
+    """The form of a type.  Raises TypeError for one that no option has yet."""
+    origin, args = get_origin(type_), get_args(type_)
+    if type_ in _PLAIN:
+        return _PLAIN[type_]
+    if origin is UnionType and args[1:] == (NoneType,):
+        return _optional(form_of(args[0]))
+    if origin is tuple and args[1:] == (...,):
+        return _nd() if args[0] is Sbp else _several(form_of(args[0]))
+    if origin is not None and issubclass(origin, Mapping) and args[0] is Role:
+        return _by_role(form_of(args[1]))
+    if isinstance(type_, type) and is_dataclass(type_):
+        return _record(type_)
+    raise TypeError(f"an option of type {type_} has no text form yet")
+
+
+def _plain(hint: str, read: Callable[[Reader], Any], write: Callable[[Any], str]) -> Form:
+    """read: gives None where something else stands."""
+
+    def checked(reader: Reader) -> Any:
+        reader.next()
+        begin, found = reader.at, read(reader)
+        if found is None:
+            raise refused(reader, begin, f"expected {hint}")
+        return found
+
+    return Form(hint, checked, write)
+
+
+def _bool(reader: Reader) -> bool | None:
+    return {"true": True, "false": False}.get(reader.word())
+
+
+def _number(reader: Reader) -> Any:
+    return reader.value() if reader.next() and reader.next() in "-0123456789" else None
+
+
+def _int(reader: Reader) -> int | None:
+    found = _number(reader)
+    return found if type(found) is int else None
+
+
+def _float(reader: Reader) -> float | None:
+    found = _number(reader)
+    return float(found) if type(found) in (int, float) else None
+
+
+def _sbp(reader: Reader) -> Sbp | None:
+    begin, name = reader.at, reader.word()
+    if name and reader.take("("):
+        inside, closed = reader.until(")")
+        name = f"{name}({inside})" if closed else ""
+    return read_sbp(name, lambda problem: refused(reader, begin, problem)) if name else None
+
+
+_PLAIN: dict[Any, Form] = {
+    bool: _plain("true or false", _bool, lambda x: str(x).lower()),
+    int: _plain("a whole number", _int, repr),
+    float: _plain("a number", _float, repr),
+    str: _plain("a name", Reader.path, word),
+    Sbp: _plain("an SBP", _sbp, str),
+    Role: _plain("a role", Reader.role, role_text),
+}
+
+
+def _optional(inner: Form) -> Form:
+    return Form(
+        f"{inner.hint}; or none",
+        lambda reader: None if reader.take("none") else inner.read(reader),
+        lambda x: "none" if x is None else inner.write(x),
+    )
+
+
+def _several(item: Form) -> Form:
+    def read(reader: Reader) -> tuple[Any, ...]:
+        reader.next()
+        begin, found = reader.at, []
+        if not reader.take("("):
+            raise refused(reader, begin, f"expected {hint}")
+        while not reader.take(")"):
+            found.append(item.read(reader))
+            if not reader.take(",") and reader.next() != ")":
+                raise reader.fail("expected ',' or ')'")
+        return tuple(found)
+
+    hint = f"({item.hint}, ...)"
+    return Form(hint, read, lambda x: f"({', '.join(map(item.write, x))})")
+
+
+def _nd() -> Form:
+    one = form_of(Sbp)
+    several = _several(one)
+    return Form(
+        "an SBP, or one for each axis, (B, S(0))",
+        lambda reader: several.read(reader) if reader.next() == "(" else (one.read(reader),),
+        lambda x: str(x[0]) if len(x) == 1 else several.write(x),
+    )
+
+
+def _by_role(held: Form) -> Form:
+    role = form_of(Role)
+
+    def read(reader: Reader) -> dict[Role, Any]:
+        reader.next()
+        begin, found = reader.at, dict[Role, Any]()
+        if not reader.take("{"):
+            raise refused(reader, begin, f"expected {hint}")
+        while not reader.take("}"):
+            at, key = reader.at, role.read(reader)
+            if key in found or not reader.take("="):
+                raise refused(reader, at, f"{role_text(key)} stands twice" if key in found else "expected `role=value`")
+            found[key] = held.read(reader)
+        return found
+
+    hint = f"{{role=value ...}}: {role.hint}, {held.hint}"
+    return Form(hint, read, lambda x: f"{{{' '.join(f'{role_text(key)}={held.write(y)}' for key, y in x.items())}}}")
+
+
+def _record(kind: type) -> Form:
+    name = kind.__name__
+    hint = f"{{{' '.join(f'{one.name}=...' for one in _fields(kind))}}}"
+
+    def read(reader: Reader) -> Any:
+        reader.next()
+        begin = reader.at
+        if not reader.take("{"):
+            raise refused(reader, begin, f"expected {hint}")
+        return read_options(reader, kind, name)
+
+    return Form(hint, read, write_options)

@@ -1,0 +1,1 @@
+"""Where values lie: from pins to an SBP for every value."""

@@ -1,0 +1,270 @@
+"""Where values lie, found walking forward: the first sweep of propagation, greedy.
+
+Each op takes the signature whose operands need least boxing.  A split is never introduced: an op may split only along
+what an operand is already split along.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from graphzero.ir import calls, ops, value
+from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
+from graphzero.ir.graph import StepGraph
+from graphzero.passes.place.ends import Ends
+from graphzero.sbp.links import Costs, Links
+from graphzero.sbp.local import alike, nests
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, Sbp
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Sweeps every axis of a graph."""
+
+    links: Links
+
+    def __call__(self, graph: StepGraph) -> list[AxisPropagation]:
+        costs = Costs(graph.placement.hierarchy, self.links)
+        axes: list[AxisPropagation] = []
+        for i in range(len(graph.placement.names)):
+            axes.append(AxisPropagation(graph, i, axes, costs))
+        for axis in axes:
+            axis.sweep()
+        return axes
+
+
+def swept(graph: StepGraph, links: Links) -> list[AxisPropagation]:
+    """How each axis stands behind the first sweep, of a graph as it is now: ``expand`` asks, then ``propagate``."""
+    return graph.analysis(_Sweep(links))
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the first sweep sees of one signature of an op.
+
+    moves: (operand, SBP it has, SBP it would be boxed to); nbytes: on the wire for those that are not made yet.
+    gathers: whether a weight that its user has split would be made whole: only where the op can do nothing else.
+    barred: why it is not considered; "" if it is.
+    """
+
+    signature: Signature
+    moves: tuple[tuple[fx.Node, Sbp, Sbp], ...]
+    nbytes: float
+    gathers: bool
+    barred: str
+
+    @property
+    def cost(self) -> float:
+        """B -> P costs no wire but work; between equals the one that boxes less is simpler."""
+        return self.nbytes + 1e-3 * len(self.moves)
+
+    @property
+    def order(self) -> tuple[bool, float, bool]:
+        """What is taken first.  If data is moved anyway, then rather so that ranks share the work."""
+        shares = any(sbp.is_split for sbp in self.signature.outputs)
+        return self.gathers, self.cost, self.nbytes > 0 and not shares
+
+
+class AxisPropagation:
+    """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
+
+    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs):
+        self.graph, self.axis = graph, axis
+        self.axes = axes  # of all placement axes, this one too
+        self.ranks = graph.placement.hierarchy[axis]
+        self.costs = costs
+        self.found: dict[fx.Node, tuple[Sbp | None, ...]] = {}
+        self.chosen: dict[fx.Node, Signature] = {}
+        self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
+        self.before: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # the same, of the walk before
+        self.ends = Ends(graph)
+        self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
+        self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
+        self.is_data = graph.placement.names[axis] in graph.placement.data_axes
+
+    def sweep(self) -> None:
+        """Walk forward; where something is gathered, once more, knowing what later readers gather anyway."""
+        self._walk()
+        if any(self.sbp(node).is_split for node, _ in self.boxed):
+            self.before, self.boxed = self.boxed, {}
+            self._walk()
+
+    def _walk(self) -> None:
+        for node in self.graph.nodes:
+            if node.op != "output" and not value.is_scalar(node):
+                self.found[node] = self.forward_of(node)
+
+    def sbp(self, node: fx.Node) -> Sbp:
+        """The SBP found for a node that is one tensor."""
+        found = self.found[node][0]
+        assert found is not None
+        return found
+
+    def pinned(self, node: fx.Node) -> Sbp | None:
+        nd = value.sbp_of(node)
+        pins = value.pins_of(node)
+        return nd[self.axis] if pins and pins[self.axis] else None
+
+    def nbytes(self, node: fx.Node) -> float:
+        """Bytes of a value for its price.  With links, which weigh bytes against messages, those that are left of it by
+        the axes that have been swept.
+        """
+        whole: float = value.tensor_type(node).nbytes
+        if self.costs.links:
+            others = (axis for axis in self.axes if axis is not self and node in axis.found)
+            whole /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
+        return whole
+
+    def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
+        """The price of boxing a value for ``reader`` (``Costs``); what is boxed so for another one is free."""
+        key = _moved(node, have, want)
+        if have is want or key in self.boxed or self.before.get(key, set()) - {reader}:
+            return 0.0
+        if have.is_split and want.is_split and self._alike(node, have, want):
+            return 0.0
+        return self.costs.box(have, want, self.nbytes(node), self.axis)
+
+    def _alike(self, node: fx.Node, have: Sbp, want: Sbp) -> bool:
+        """Whether both are the same cut within those of the axes that have been swept."""
+        nd = [axis.sbp(node) if node in axis.found else B for axis in self.axes]
+        outside, inside = nd[: self.axis], nd[self.axis + 1 :]
+        return alike((*outside, have, *inside), (*outside, want, *inside), self.graph.placement.hierarchy)
+
+    # ---- sweep 1
+
+    def forward_of(self, node: fx.Node) -> tuple[Sbp | None, ...]:
+        """The SBPs of a node's results, from those of its operands."""
+        pinned = self.pinned(node)
+        self._note_weight(node, pinned)
+        if pinned is not None:
+            return (pinned,)
+        if node.op == "placeholder":
+            return (B,)
+        if node.target is operator.getitem:
+            source, index = node.args
+            return (self.found[source][index],)  # type: ignore[index]
+        if node.target in ANNOTATIONS:
+            return (self._beside_pins(node, self.sbp(node.args[0])),)  # type: ignore[arg-type]
+        operands = value.tensor_operands(node)
+        have = [self.sbp(operand) for operand in operands]
+        options = self.options(node)
+        signature = min((o for o in options if not o.barred), key=lambda o: o.order, default=options[0]).signature
+        self.chosen[node], self.seen[node] = signature, (options, signature)
+        for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
+            if stands is not want:
+                self.boxed.setdefault(_moved(operand, stands, want), set()).add(node)
+        return _spread(node, signature.outputs)
+
+    def options(self, node: fx.Node) -> list[Option]:
+        """What the op at ``node`` may do, given how its operands stand and what is boxed by now; all-B first."""
+        operands = value.tensor_operands(node)
+        have = [self.sbp(operand) for operand in operands]
+        options = []
+        for signature in calls.signatures_of(self.graph, node, self.axis, have):
+            stands = zip(operands, have, signature.inputs, strict=True)
+            moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
+            total = sum(self.cost(node, *move) for move in moves)
+            gathers = any(o in self.weights and h.is_split for o, h, _ in moves)
+            barred = _barred(node, signature, have) or self.misfit(node, signature)
+            options.append(Option(signature, moves, total, gathers, barred))
+        return options
+
+    def misfit(self, node: fx.Node, signature: Signature) -> str:
+        """Why a signature does not go with what the op does on the other axes, "" if it does."""
+        others = {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
+        return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
+
+    def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
+        """``have`` for a free value, or B where that and what other axes make of it leave no even sections."""
+        nd = [axis.pinned(node) or (axis.sbp(node) if node in axis.found else B) for axis in self.axes]
+        nd[self.axis] = have
+        return have if nests(value.tensor_type(node).shape, tuple(nd), self.graph.placement.hierarchy) else B
+
+    def _note_weight(self, node: fx.Node, pinned: Sbp | None) -> None:
+        if self.is_data or node.op != "call_function":
+            return
+        operands = value.tensor_operands(node)
+        alone = len(operands) == 1 and (node.target is ops.use or operands[0] in self.weights)
+        if alone and (node.target is not ops.use or (pinned is not None and pinned.is_split)):
+            self.weights.add(node)
+
+    # ---- readers
+
+    def wants(self, user: fx.Node, node: fx.Node) -> set[Sbp]:
+        """In which SBPs ``user`` reads ``node``."""
+        if user in self.chosen:
+            operands = value.tensor_operands(user)
+            return {w for o, w in zip(operands, self.chosen[user].inputs, strict=True) if o is node}
+        if user.op == "output":
+            return self.ends.wants(node, self.axis, self.sbp(node))
+        return {self.sbp(user)}
+
+    # ---- what is found
+
+    def write(self) -> None:
+        """Give every node its SBP on this axis."""
+        for node, sbps in self.found.items():
+            self._write(node, sbps)
+
+    def _write(self, node: fx.Node, sbps: tuple[Sbp | None, ...]) -> None:
+        count = len(self.graph.placement.names)
+        old = value.sbp_of(node)
+        if value.is_multi(node):
+            olds = old or ((None,) * count,) * len(sbps)
+            node.meta["sbp"] = tuple(
+                None if s is None else self._put(o or (None,) * count, s) for o, s in zip(olds, sbps, strict=True)
+            )
+        else:
+            assert sbps[0] is not None
+            node.meta["sbp"] = self._put(old or (None,) * count, sbps[0])
+
+    def _put(self, nd: tuple[Sbp | None, ...], sbp: Sbp) -> tuple[Sbp | None, ...]:
+        return (*nd[: self.axis], sbp, *nd[self.axis + 1 :])
+
+
+def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
+    """What is moved, and to where.  A gather of a view is one of what it is a view of."""
+    while have.is_split and want is B and is_whole_view(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node, want
+
+
+def _barred(node: fx.Node, signature: Signature, have: Sequence[Sbp]) -> str:
+    """Why a signature is not considered, "" if it is."""
+    stands = list(zip(have, signature.inputs, strict=True))
+    splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
+    if splits and not any(w.is_split and h.is_split and h.dim == w.dim for h, w in stands):
+        return "would split where no operand is split so yet"
+    if any(h.is_split and w.is_partial for h, w in stands):
+        return "would put pieces into zeros, and work on the whole from there on"
+    if _rounds_in_update(node, signature):
+        return "would add up 16-bit pieces, which rounds as one device does not"
+    return ""
+
+
+def _rounds_in_update(node: fx.Node, signature: Signature) -> bool:
+    """Whether ranks would add up 16-bit pieces in an update, as in Muon's products of whole matrices.
+
+    Where a model is split, its user has asked for that rounding; an optimizer has one meaning, whatever the stage.
+    """
+    if value.phase_of(node) != "update" or not any(sbp.is_partial for sbp in signature.outputs):
+        return False
+    return any(meta is not None and meta.dtype in HALF for meta in calls.result_metas(node))
+
+
+def _spread(node: fx.Node, sbps: tuple[Sbp, ...]) -> tuple[Sbp | None, ...]:
+    """One SBP for each result in the node's type, None for those that are not made."""
+    type_ = value.type_of(node)
+    if not isinstance(type_, tuple):
+        return sbps
+    remaining = iter(sbps)
+    return tuple(None if t is None else next(remaining) for t in type_)

@@ -1,0 +1,184 @@
+"""Where partial values become whole: the second sweep of propagation.
+
+The greedy sweep carries a partial sum through every linear op, and a partial maximum or minimum through those that
+keep order.  Every split is frozen now; a value that is partial because an operand is may be whole instead, if that
+operand is reduced before it.  Labelling values P or B so that the bytes of all reductions are least is a minimum cut:
+one unit of flow is one byte on the wire.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from graphzero.ir import calls, value
+from graphzero.ir.aliases import ANNOTATIONS
+from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.sbp.types import B, Sbp
+
+SOURCE, SINK = "P", "B"  # the two sides of the cut
+FOREVER = float("inf")
+
+
+def place_reductions(state: AxisPropagation) -> None:
+    """Turn partial values of ``state`` whole where that saves bytes; changes ``found`` and ``chosen``."""
+    partial = [node for node, sbps in state.found.items() if any(sbp is not None and sbp.is_partial for sbp in sbps)]
+    carried = {node for node in partial if _may_be_whole(state, node)}
+    for region in _regions(partial, carried, state):
+        if any(node in carried for node in region):
+            for node in _cut(state, region, carried):
+                state.found[node] = tuple(B if sbp and sbp.is_partial else sbp for sbp in state.found[node])
+                if node in state.chosen:
+                    state.chosen[node] = calls.signatures_of(state.graph, node, state.axis)[0]
+
+
+def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
+    """A value that is partial only because a partial operand passes through its op.
+
+    Of an op of several results those that are partial become whole together, so each of them must be free to.
+    """
+    if node.target is operator.getitem:
+        return _may_be_whole(state, node.args[0])  # type: ignore[arg-type]
+    results = _partial_picks(state, node) if value.is_multi(node) else [node]
+    if not all(_is_free(state, result) for result in results):
+        return False
+    if node.target in ANNOTATIONS:
+        return True
+    signature = state.chosen.get(node)
+    return (
+        signature is not None
+        and any(s.is_partial for s in signature.inputs)
+        and not any(s.is_split for s in signature.inputs)
+    )
+
+
+def _is_free(state: AxisPropagation, node: fx.Node) -> bool:
+    """Whether a value may be reduced here.
+
+    A gradient over a data axis may not: it is reduced as the gradient, where the stage says, never in a smaller form
+    before it.
+    """
+    return state.pinned(node) is None and not (state.is_data and _is_gradient(node))
+
+
+def _partial_picks(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    """The partial ones of an op's several results."""
+    return [user for user in node.users if user.target is operator.getitem and state.sbp(user).is_partial]
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    role = value.role_of(node)
+    return role is not None and role.kind == "gradient"
+
+
+def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagation) -> Iterable[list[fx.Node]]:
+    """Partial values in connected groups, joined through the ops that carry them."""
+    members = set(partial)
+    group: dict[fx.Node, fx.Node] = {node: node for node in partial}
+
+    def find(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for node in partial:
+        if node in carried:
+            for operand in _partial_operands(state, node):
+                if operand in members:
+                    group[find(operand)] = find(node)
+    regions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in partial:
+        regions[find(node)].append(node)
+    return regions.values()
+
+
+def _partial_operands(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    operands = value.tensor_operands(node)
+    if node not in state.chosen:
+        return operands
+    return [o for o, s in zip(operands, state.chosen[node].inputs, strict=True) if s.is_partial]
+
+
+def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
+    """The values of a region that should be whole."""
+    capacity: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    inside = set(region)
+    for node in region:
+        if node not in carried:
+            capacity[SOURCE][node] = FOREVER
+        elif any(operand not in inside for operand in _partial_operands(state, node)):
+            capacity[node][SINK] += 1e-3  # a whole operand is made partial for it: no bytes, but work
+        if value.is_multi(node):  # its partial results stay so together, or become whole
+            for picked in _partial_picks(state, node):
+                capacity[node][picked] = capacity[picked][node] = FOREVER
+            continue
+        reduced = ("reduced", node)
+        for user in node.users:
+            for want in state.wants(user, node):
+                _add_reader(state, capacity, node, reduced, user if user in carried and user in inside else None, want)
+    whole_side = _sink_side(capacity)
+    return [node for node in region if node in carried and node in whole_side]
+
+
+def _add_reader(
+    state: AxisPropagation, capacity: Any, node: fx.Node, reduced: Any, carrier: fx.Node | None, want: Sbp
+) -> None:
+    """One reader of ``node``: it wants the value whole, cut, or partial, if it carries it on as such."""
+    rather = 1 - 1e-7 * _is_gradient(node)  # between equals it is the gradient that is reduced
+
+    def wire(sbp: Sbp) -> float:
+        return rather * state.costs.box(state.sbp(node), sbp, state.nbytes(node), state.axis)
+
+    if want.is_partial:
+        if carrier is None:
+            return  # a pin to P
+        capacity[node][reduced] = wire(B)
+        capacity[reduced][carrier] = FOREVER
+    elif want.is_split:
+        capacity[node][("cut", want, node)] = wire(want)  # once, for all who read it so
+        capacity[("cut", want, node)][SINK] = FOREVER
+    else:
+        capacity[node][reduced] = wire(B)
+        capacity[reduced][SINK] = FOREVER
+
+
+def _sink_side(capacity: Any) -> set[Any]:
+    """Nodes on the sink side of the minimum cut that lies nearest to the source (Edmonds and Karp, 1972)."""
+    residual: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    for a, edges in capacity.items():
+        for b, amount in edges.items():
+            residual[a][b] += amount
+            residual[b][a] += 0.0
+    while True:
+        parents = _search(residual)
+        if SINK not in parents:
+            return set(residual) - set(parents)
+        path = [SINK]
+        while path[-1] != SOURCE:
+            path.append(parents[path[-1]])
+        steps = list(zip(path[1:], path[:-1], strict=True))
+        amount = min(residual[a][b] for a, b in steps)
+        if amount == FOREVER:
+            return {SINK}  # no cut: nothing here can be whole
+        for a, b in steps:
+            residual[a][b] -= amount
+            residual[b][a] += amount
+
+
+def _search(residual: Any) -> dict[Any, Any]:
+    parents: dict[Any, Any] = {SOURCE: SOURCE}
+    queue = deque([SOURCE])
+    while queue and SINK not in parents:
+        at = queue.popleft()
+        for b, amount in residual[at].items():
+            if amount > 1e-9 and b not in parents:
+                parents[b] = at
+                queue.append(b)
+    return parents

@@ -1,0 +1,1 @@
+"""What moves and is written when: buckets, launches, waits, slots, assigns."""

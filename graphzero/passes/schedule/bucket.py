@@ -1,0 +1,186 @@
+"""Bucket: few large collectives instead of many small ones.
+
+Two collectives may join if they are of one kind, axis, dtype and phase, and if either both only read placeholders (a
+gather of parameters; the bucket stands at its first member) or no result of the earlier is read before the later
+starts (reductions of gradients, gathers of updated parameters; the bucket stands at its last member).
+
+A large value on a CPU travels by itself: out of its own storage into that of its result, where it lies in one piece
+(``Schedule``).  Copying it into a bucket and out of one would cost more than to start one transfer more.
+
+On several placement axes a value may be moved along one after the other.  What carries results of one bucket on along
+the next axis joins again, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import ops, transfer, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.transfer import Transfer, delivered, transfer_of
+from graphzero.passes.base import BuiltinPass
+
+JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
+SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
+ALONE = 256 * 2**10  # bytes from which a value on a CPU travels by itself
+
+
+@dataclass(frozen=True)
+class Bucket(BuiltinPass):
+    """Joins collectives into buckets; one value that is larger is a bucket of its own.
+
+    bucket_bytes: of whole values in a bucket, at most.  By default an eighth of the parameters' bytes, within 64 KiB
+        and 4 MiB: slots then stay small beside a small model.  The bits of a result do not depend on it.
+
+    Requires: collectives that stand alone.
+    Ensures: each gather, reduce-scatter and all-reduce is in a bucket, maybe as the only one; results keep their names.
+
+    Example::
+
+        bucket{bucket_bytes=1024}
+
+        graph step(dp=2) local
+          g = batch()                    : f32[8]  P
+          h = batch()                    : f32[6]  P
+        backward:
+          a = neg(g)                     : f32[8]  P
+          r = reduce_scatter(a, 0, 'dp') : f32[8]  S(0)
+          b = neg(h)                     : f32[6]  P
+          s = reduce_scatter(b, 0, 'dp') : f32[6]  S(0)
+          return r, s
+        ->
+        graph step(dp=2) local
+          g                     = batch()                                     : f32[8]            P
+          h                     = batch()                                     : f32[6]            P
+        backward:
+          a                     = neg(g)                                      : f32[8]            P
+          b                     = neg(h)                                      : f32[6]            P
+          bucket_reduce_scatter = bucket_reduce_scatter([a, b], [0, 0], 'dp') : (f32[8]  S(0), f32[6]  S(0))
+          r                     = bucket_reduce_scatter[0]                    : f32[8]            S(0)
+          s                     = bucket_reduce_scatter[1]                    : f32[6]            S(0)
+          return r, s
+    """
+
+    bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes is not None and self.bucket_bytes <= 0:
+            raise ConfigError(f"Bucket(bucket_bytes={self.bucket_bytes}): a bucket holds a positive number of bytes")
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        limit = self.bucket_bytes or default_limit(graph)
+        for nodes in _levels(graph):
+            _join_level(graph, nodes, limit)
+        return graph
+
+
+def _levels(graph: StepGraph) -> list[list[fx.Node]]:
+    """The collectives that read no other collective's result, those that read one of these, and so on."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.target in JOINED:
+            depth[node] = depth.get(node.args[0], -1) + 1  # type: ignore[arg-type]
+    return [[node for node, found in depth.items() if found == level] for level in sorted(set(depth.values()))]
+
+
+def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
+    position = liveness(graph).position
+    open_: dict[Any, list[fx.Node]] = {}
+    closed: list[list[fx.Node]] = []
+    for node in sorted(nodes, key=position.__getitem__):
+        moves = transfer_of(node)
+        assert moves is not None
+        key = _key(graph, moves)
+        members = open_.get(key)
+        if _goes_alone(graph, moves):
+            closed.append([node])
+        elif members is not None and _fits(members, node, position, limit, early=key[-1]):
+            members.append(node)
+        else:
+            open_[key] = [node]
+            closed.append(open_[key])
+    for members in closed:
+        _join(graph, members, position, early=is_early(members[0]))
+
+
+def default_limit(graph: StepGraph) -> int:
+    """Bytes of a bucket, and of what is under way ahead of its use."""
+    parameters = sum(value.tensor_type(node).nbytes for node in graph.placeholders("param"))
+    return min(max(parameters // 8, SMALLEST), LARGEST)
+
+
+def _goes_alone(graph: StepGraph, moves: Transfer) -> bool:
+    """Whether a large value lies in one piece wherever it is sent or received, so that nothing needs to be copied."""
+    type_ = value.tensor_type(moves.node)
+    if graph.placement.device_type != "cpu" or type_.nbytes < ALONE:
+        return False
+    ranks = graph.placement.hierarchy[graph.placement.axis(moves.axis)]
+    return not moves.dims or (moves.dims == (0,) and type_.shape[0] % ranks == 0)
+
+
+def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:
+    if sum(value.tensor_type(m).nbytes for m in (*members, node)) > limit:
+        return False
+    first_reader = min((position[user] for m in members for user in _readers(m)), default=len(position))
+    return early or first_reader > position[node]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who needs the result where it stands: a collective that carries it on along another axis can wait."""
+    for user in node.users:
+        if user.target in JOINED:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _key(graph: StepGraph, moves: Transfer) -> tuple[Any, ...]:
+    """What transfers have in common that may join."""
+    node, (source,) = moves.node, moves.members
+    what = moves.kind, moves.axis, moves.completes(graph), value.tensor_type(node).dtype
+    return (*what, value.phase_of(node), made_by(source), is_early(node))
+
+
+def made_by(node: fx.Node) -> fx.Node | None:
+    """The transfer (single, bucket or launch) that ``node`` is a result of, and that may join others, or None."""
+    found = delivered(node)
+    return found[0].node if found is not None and found[0].collective.joins else None
+
+
+def is_early(node: fx.Node) -> bool:
+    """Whether all that a transfer reads is there when the step begins, or is gathered from that."""
+    sources = ((operand, made_by(operand)) for operand in dict.fromkeys(node.all_input_nodes))
+    return all(operand.op == "placeholder" if made is None else is_early(made) for operand, made in sources)
+
+
+def _join(graph: StepGraph, members: list[fx.Node], position: dict[fx.Node, int], early: bool) -> None:
+    anchor = members[0] if early else members[-1]
+    carried = [] if early else sorted(_carried_on(members[:-1]), key=position.__getitem__)
+    with graph.graph.inserting_before(anchor):
+        bucket = transfer.bucket(graph, members, like=anchor)
+    for i, member in enumerate(members):
+        if member is not anchor:
+            anchor.prepend(member)
+        member.target, member.args = operator.getitem, (bucket, i)
+        member.meta["phase"] = value.phase_of(anchor)
+    if early:
+        for member in members[:0:-1]:
+            anchor.append(member)
+    for node in reversed(carried):
+        if position[node] < position[anchor]:
+            anchor.append(node)
+
+
+def _carried_on(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The collectives that carry results on along other axes, one after the other."""
+    for node in nodes:
+        further = [user for user in node.users if user.target in JOINED]
+        yield from further
+        yield from _carried_on(further)

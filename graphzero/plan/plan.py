@@ -1,0 +1,263 @@
+"""What one step costs, read off the final program before anything runs: bytes of memory, bytes on the wire.
+
+The plan walks the program as the eager executor does and counts by the same tables (``ir.storage``, ``ir.layout``).
+All figures are of the fullest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.laws.verify import examine
+from graphzero.ir.layout import shape_on
+from graphzero.ir.storage.arena import Arena
+from graphzero.ir.storage.liveness import Bytes, Liveness, liveness
+from graphzero.ir.transfer import Transfer
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.links import Links
+from graphzero.sbp.types import B
+
+RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")
+CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
+
+
+class Collective(NamedTuple):
+    """One collective call of a step.
+
+    kind: all_gather, reduce_scatter, all_reduce or all_to_all; axis: the placement axis; bytes: on the wire, sent by
+    one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
+    path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations);
+    seconds: what it takes by itself, by ``config.set_links``; None without.
+    """
+
+    kind: str
+    axis: str
+    bytes: float
+    phase: str
+    names: tuple[str, ...]
+    what_for: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by category: between calls (``resident``) and at the worst moment of a call (``at_peak``).
+
+    arena: the buffer in which large temporaries lie, which stays; at the peak only what of it holds nothing, for what
+    it holds counts as what it is.  Programs of one Graph share it: their largest is what is held.
+    model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
+    backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
+    """
+
+    resident: dict[str, int]
+    at_peak: dict[str, int]
+    model_state: int
+    peak_at: str = ""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+    def __getitem__(self, category: str) -> int:
+        return self.resident[category]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of a program costs one rank.
+
+    memory: see ``MemoryPlan``.  collectives: every call, in program order.  padding_bytes: bytes on the wire that
+    only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
+    rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
+    ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
+    once for backward.  decisions: what a memory budget decided, in words.
+    """
+
+    name: str
+    placement: str
+    parameters: int
+    memory: MemoryPlan
+    collectives: list[Collective]
+    padding_bytes: float
+    comm_volume: float
+    links: Links = ()
+    stage: int = 0
+    kept: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
+
+    @property
+    def comm_bytes(self) -> float:
+        """Bytes on the wire that one rank sends in a step, padding included."""
+        return sum(collective.bytes for collective in self.collectives)
+
+    @property
+    def comm_seconds(self) -> float | None:
+        """Seconds of all collectives one after the other, hidden behind nothing; None without ``config.set_links``."""
+        return sum(c.seconds or 0.0 for c in self.collectives) if self.links else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts, lists and numbers."""
+        return {
+            "name": self.name,
+            "placement": self.placement,
+            "parameters": self.parameters,
+            "memory": {
+                "resident": dict(self.memory.resident),
+                "at_peak": dict(self.memory.at_peak),
+                "peak": self.memory.peak,
+                "model_state": self.memory.model_state,
+            },
+            "collectives": [
+                collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
+            ],
+            "comm_bytes": self.comm_bytes,
+            "comm_seconds": self.comm_seconds,
+            "comm_volume": self.comm_volume,
+            "padding_bytes": self.padding_bytes,
+            "stage": self.stage,
+            "kept": list(self.kept),
+            "decisions": list(self.decisions),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.name} on {self.placement}, per rank ({self.parameters:,} parameters)", ""]
+        lines.append(f"  {'bytes':<20}{'between calls':>16}{'at peak':>16}")
+        for category in CATEGORIES:
+            resident, peak = self.memory.resident.get(category, 0), self.memory.at_peak[category]
+            if resident or peak:
+                lines.append(f"  {category:<20}{mega(resident):>16}{mega(peak):>16}")
+        total = sum(self.memory.resident.values())
+        lines.append(f"  {'total':<20}{mega(total):>16}{mega(self.memory.peak):>16}   at {self.memory.peak_at}")
+        lines.append(f"  {'model state':<20}{mega(self.memory.model_state):>16}")
+        lines += ["", *self._traffic_lines()]
+        lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
+        lines += [f"  {line}" for line in self.decisions]
+        return "\n".join(lines)
+
+    def _traffic_lines(self) -> list[str]:
+        """Calls and bytes by phase, kind and purpose, with seconds where links are known."""
+        groups: dict[str, list[Collective]] = {}
+        for c in self.collectives:
+            groups.setdefault(f"{c.phase} {c.kind} {c.what_for}", []).append(c)
+        head = f"  {'collectives':<34}{'calls':>6}{'sent':>14}" + (f"{'alone':>14}" if self.links else "")
+        lines = [head]
+        for name, calls in [*groups.items(), ("total", self.collectives)]:
+            line = f"  {name:<34}{len(calls):>6}{mega(sum(c.bytes for c in calls)):>14}"
+            lines.append(line + (f"{_time(sum(c.seconds or 0.0 for c in calls)):>14}" if self.links else ""))
+        return lines
+
+
+def mega(nbytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"
+
+
+def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena: Arena | None = None) -> Plan:
+    """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces.
+
+    links: what communication costs on each placement axis, for seconds; () for none.  arena: where the executor is
+    told to put large temporaries.
+    """
+    examine(graph)
+    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
+    entries = list(_collectives(graph, links))
+    return Plan(
+        name=graph.name,
+        placement=_place(graph),
+        parameters=parameters,
+        memory=memory_of(graph, rank, arena),
+        collectives=[entry for entry, _, _ in entries],
+        padding_bytes=sum(padding for _, padding, _ in entries),
+        comm_volume=sum(elements for _, _, elements in entries) / max(parameters, 1),
+        links=links,
+    )
+
+
+def _place(graph: StepGraph) -> str:
+    axes = (f"{name}={size}" for name, size in zip(graph.placement.names, graph.placement.hierarchy, strict=True))
+    return ", ".join(axes)
+
+
+# ---- traffic
+
+
+def _collectives(graph: StepGraph, links: Links) -> Iterator[tuple[Collective, float, float]]:
+    """Each call with its padding in bytes and its true elements of parameters and gradients, sent by one rank."""
+    at = liveness(graph)
+    for node, found in at.layouts.items():
+        moves, results = found.moves, found.moves.results
+        kinds = [role.kind if (role := value.role_of(r)) is not None else "" for r in results]
+        whats = {"param": "parameters", "gradient": "gradients"}
+        what = whats.get(kinds[0], "other") if len(set(kinds)) == 1 else "other"
+        exact = [wire_bytes(moves.kind, _exact_elements(graph, m, moves), found.ranks) for m in moves.members]
+        padding = found.wire_bytes - sum(exact) * found.itemsize
+        counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
+        names = tuple(_label(result) for result in results)
+        link = links[graph.placement.axis(moves.axis)] if links else None
+        seconds = link.seconds(moves.kind, found.wire_bytes, found.ranks) if link else None
+        yield (
+            Collective(moves.kind, moves.axis, found.wire_bytes, value.phase_of(node), names, what, seconds),
+            max(padding, 0.0),
+            counted,
+        )
+
+
+def _exact_elements(graph: StepGraph, node: fx.Node, moves: Transfer) -> float:
+    """Elements of the value, whole on this axis, as it stands on the other axes."""
+    index = graph.placement.axis(moves.axis)
+    nd = tuple(sbp if i != index else B for i, sbp in enumerate(value.nd_of(node)))
+    total = 1
+    for size in shape_on(graph, value.tensor_type(node), nd):
+        total *= size
+    return float(total)
+
+
+def _label(node: fx.Node) -> str:
+    role = value.role_of(node)
+    return role.of if role is not None and role.of else node.name
+
+
+# ---- memory
+
+
+def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> MemoryPlan:
+    """The memory of ``plan_of``."""
+    at = liveness(graph)
+    over = _over_time(at, rank, arena)
+    total = np.sum([*over.values()], axis=0)
+    worst = int(total.argmax())
+    at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
+    resident = dict.fromkeys(RESIDENT, 0) | at.resident(rank) | {"arena": arena.nbytes if arena is not None else 0}
+    backward_end = at.phase_end.get("backward", -1)
+    grads = (life for life in at.lives(rank) if life.category == "gradients")
+    gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
+    state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
+    where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
+    return MemoryPlan(resident, at_peak, state, where)
+
+
+def _over_time(at: Liveness, rank: int | None, arena: Arena | None) -> dict[str, Bytes]:
+    """Bytes by category while each node runs.  Of the arena, what of it holds nothing."""
+    lives, resident = at.lives(rank), at.resident(rank)
+    over = {name: at.over_time(x for x in lives if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
+    over["communication"] += at.transient
+    if arena is not None:
+        over["arena"] += arena.nbytes - at.over_time(x for x in lives if x.storage in arena.offsets)
+    return over

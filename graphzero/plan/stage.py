@@ -1,0 +1,70 @@
+"""The ZeRO stage: the one that is asked for, or the first of several whose program fits the memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphzero.ir.graph import StepGraph
+from graphzero.passes import Options, Pass
+from graphzero.passes.schedule.step_early import describe_early
+from graphzero.plan.budget import Budget, does_not_fit
+from graphzero.plan.gathers import Gathers
+from graphzero.plan.order import in_best_order
+from graphzero.plan.plan import mega
+from graphzero.plan.variants import Candidate, Variants
+
+# Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
+# that no optimizer steps.  So one that comes later never sends less.
+STAGES = (1, 2, 3)
+
+
+def choose(
+    graph: StepGraph,
+    options: Options,
+    own: Sequence[tuple[Pass, str]] = (),
+    *,
+    stages: Sequence[int],
+    budget: Budget | None = None,
+) -> Candidate:
+    """The program of a captured step.
+
+    options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
+        (), the budget is spent at stage 3 on what stays gathered.
+    own: the user's passes, each with the name of the one it follows.
+    stages: that are asked for; of several, the first that fits the budget.
+
+    Raises:
+        ConfigError: no program fits the budget; it says what it would need.
+    """
+    variants, tried = Variants(graph, own), list[Candidate]()
+    for stage in stages:
+        if budget is not None and stage == 2 and tried and _resident(tried[-1]) > budget.nbytes:
+            continue  # between calls 2 holds what 1 holds
+        tried.append(_at_stage(variants, replace(options, stage=stage), budget))
+        if budget is None or tried[-1].peak <= budget.nbytes:
+            break
+    found = tried[-1]
+    if budget is not None and found.peak > budget.nbytes:
+        raise does_not_fit(budget, tried, options)
+    if len(stages) > 1:
+        before = ", ".join(f"{one.plan.stage} would peak at {mega(one.peak)}" for one in tried[:-1])
+        found = found.decided(
+            f'stage="auto": {found.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
+        )
+    if options.optimizer_in_backward and found.graph.gradients():
+        found = found.decided(behind=describe_early(found.graph))
+    return found
+
+
+def _at_stage(variants: Variants, options: Options, budget: Budget | None) -> Candidate:
+    """The best program of a stage that fits, or the one of least memory."""
+    if options.stage == 3 and options.keep_gathered is not None:
+        return Gathers(variants, options).best(budget)
+    return in_best_order(variants, options)
+
+
+def _resident(one: Candidate) -> int:
+    """Bytes between calls but for communication slots, which depend on what is sent when."""
+    held = one.plan.memory.resident
+    return sum(held.values()) - held["communication"]

@@ -1,0 +1,101 @@
+"""Programs of one captured step under other options, for a choice among them by their plans.
+
+Options that are compared differ late in the list of passes.  What a list begins with as the last one did is not run
+again: ``Variants`` goes on from the record of the last pass that both have.  Nothing else runs a part of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.arena import Arena
+from graphzero.passes import Options, Pass, Pipeline, Record, default_passes
+from graphzero.passes.base import BuiltinPass
+from graphzero.plan.plan import Plan, memory_of, plan_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program, what its passes did, what a step of it costs, and where large temporaries lie."""
+
+    graph: StepGraph
+    history: list[Record] = field(repr=False)
+    plan: Plan
+    arena: Arena | None = None
+
+    @property
+    def peak(self) -> int:
+        return self.plan.memory.peak
+
+    @property
+    def cost(self) -> tuple[float, float, int]:
+        """What of two programs of a stage is better: less of it."""
+        return self.plan.comm_seconds or 0.0, self.plan.comm_bytes, len(self.plan.collectives)
+
+    def decided(self, *before: str, behind: str = "") -> Candidate:
+        """The same, with words on what was decided before or behind those of its plan."""
+        decisions = (*before, *self.plan.decisions, *([behind] if behind else []))
+        return replace(self, plan=replace(self.plan, decisions=decisions))
+
+    def within(self, arena: Arena) -> Candidate:
+        """The same with large temporaries in ``arena``."""
+        return replace(self, plan=replace(self.plan, memory=memory_of(self.graph, arena=arena)), arena=arena)
+
+
+class Variants:
+    """Makes programs of a captured step.  own: the user's passes, each with the name of the one it follows."""
+
+    def __init__(self, graph: StepGraph, own: Sequence[tuple[Pass, str]] = ()) -> None:
+        self.captured, self.own = graph, own
+        self._ran: list[tuple[Pass, Record]] = []  # the last run
+        self._made: Candidate | None = None  # what came of it, if it was run for that
+
+    def candidate(self, options: Options, own_until: str = "") -> Candidate:
+        """The program of these options; with ``own_until``, without the user's passes from that pass on."""
+        passes = self._passes(options, own_until)
+        if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
+            graph = self._run(passes)
+            plan = replace(plan_of(graph, links=options.links), stage=options.stage)
+            self._made = Candidate(graph, [record for _, record in self._ran], plan)
+        return self._made
+
+    def before(self, name: str, options: Options) -> StepGraph:
+        """What the built-in pass ``name`` is given, or would be if it were there; whoever asks may change it."""
+        return self._run(default_passes(options, self.own, until=name))
+
+    def draft(self, options: Options, own_until: str) -> StepGraph:
+        """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
+        graph = self.before(own_until, options)
+        for pass_ in default_passes(options, since=own_until):
+            graph = pass_(graph)
+            graph.settle()
+        return graph
+
+    def _passes(self, options: Options, own_until: str) -> list[Pass]:
+        if not own_until:
+            return default_passes(options, self.own)
+        return [*default_passes(options, self.own, until=own_until), *default_passes(options, since=own_until)]
+
+    def _run(self, passes: Sequence[Pass]) -> StepGraph:
+        shared = self._shared(passes)
+        last = self._ran[shared - 1][1] if shared else None
+        if last is not None and shared == len(passes):
+            return last.after
+        pipeline = Pipeline(passes[shared:])
+        graph = pipeline.after(last) if last is not None else pipeline(self.captured)
+        self._ran = [*self._ran[:shared], *zip(pipeline.passes, pipeline.history, strict=True)]
+        self._made = None
+        return graph
+
+    def _shared(self, passes: Sequence[Pass]) -> int:
+        """How many passes the list begins with as the last run did."""
+        pairs = zip(passes, (one for one, _ in self._ran), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: _alike(*pair), pairs))
+
+
+def _alike(one: Pass, other: Pass) -> bool:
+    """Whether two passes do the same: equal ones of our own, one and the same of the user's."""
+    return one is other or (isinstance(one, BuiltinPass) and one == other)

@@ -1,0 +1,128 @@
+"""Writing a state dict that fits into modules, optimizers, schedulers and the random stream of a Graph."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphzero._compat import storage_id
+from graphzero.runtime.checkpoint.fit import Checked
+from graphzero.runtime.state import modules as tree
+from graphzero.runtime.state import torn
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.state import State
+from graphzero.runtime.tensors.resplit import resplit, whole
+from graphzero.runtime.tensors.shards import as_dtensor, is_whole, local_of
+from graphzero.runtime.tensors.submesh import on_mesh_of, on_whole
+from graphzero.sbp.types import Nd
+
+
+def load(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
+    """See ``Graph.load_state_dict``.  nds: (optimizer, path, key) -> SBP of states to come, where it is known.
+
+    What was torn is whole again where it has been written; all is torn if this ends half way.
+    """
+    try:
+        _write(checked, state, schedulers, strict, nds)
+    except BaseException as error:
+        state.tear(
+            f"load_state_dict() ended half way ({type(error).__name__}: {error}), so parameters and optimizer states "
+            "are partly the checkpoint's; load one, graph.load_state_dict(...), or make modules and optimizer anew"
+        )
+        raise
+    finally:
+        state.invalidate()
+    for name, module in state.modules.items():
+        torn.heal(_written(module, checked.modules.get(name, {})))
+
+
+def _write(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
+    found = state.tensors()
+    with torch.no_grad():
+        for name, module in state.modules.items():
+            if name in checked.modules:
+                _load_module(module, checked.modules[name], state, strict)
+        for i, entry in enumerate(checked.optimizers):
+            _load_optimizer(i, entry, state, found, nds)
+    for scheduler, entry in zip(schedulers, checked.schedulers, strict=False):
+        if scheduler is not None and entry is not None:
+            scheduler.load_state_dict(copy.deepcopy(entry))
+    if checked.random is not None:
+        state.random.set(*checked.random)
+
+
+def _written(module: nn.Module, given: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of a module to which ``given`` has brought values: others than they had themselves."""
+    have = module.state_dict(keep_vars=True)
+    own = {key for key, x in have.items() if isinstance(x, Tensor) and _is_same(x, given.get(key))}
+    if not own and have.keys() <= given.keys():
+        yield from (entry.tensor for entry in tree.tensors({"": module}).values())
+    yield from (x for key, x in have.items() if isinstance(x, Tensor) and key in given and key not in own)
+
+
+def _is_same(x: Tensor, given: Any) -> bool:
+    return isinstance(given, Tensor) and storage_id(local_of(x)) == storage_id(local_of(given))
+
+
+def _load_module(module: nn.Module, given: Mapping[str, Any], state: State, strict: bool) -> None:
+    have = module.state_dict()
+    made = OrderedDict((key, _like(held, have.get(key), state)) for key, held in given.items() if isinstance(key, str))
+    if hasattr(given, "_metadata"):
+        made._metadata = given._metadata  # type: ignore[attr-defined]
+    module.load_state_dict(made, strict=strict)
+
+
+def _like(given: Any, have: Any, state: State) -> Any:
+    """``given``, laid out as the tensor that it is copied into."""
+    if not isinstance(given, Tensor) or not isinstance(have, Tensor):
+        return given
+    if not isinstance(have, DTensor):
+        return whole(given, state.placement) if isinstance(given, DTensor) else given
+    made = _laid(given, state.nd_of(have), state)
+    return on_mesh_of(made, have) if isinstance(made, DTensor) else made
+
+
+def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
+    if isinstance(given, DTensor):
+        return resplit(on_whole(given, state.placement), nd, state.placement)
+    return as_dtensor(given.to(state.world.device), state.placement, nd)
+
+
+def _load_optimizer(
+    index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found], nds: Mapping[Any, Nd]
+) -> None:  # fmt: skip
+    optimizer, names = state.optimizers[index], tree.names(found)
+    for group, given in zip(optimizer.param_groups, entry["param_groups"], strict=False):
+        group.update({key: copy.deepcopy(held) for key, held in given.items() if key != "params"})
+        for param in group["params"]:
+            path, current = names[id(param)], optimizer.state.get(param, {})
+            theirs = entry["state"].get(path, {})
+            made = {key: _state_value(x, current.get(key), nds.get((index, path, key)), state)
+                    for key, x in theirs.items()}  # fmt: skip
+            if entry["state"]:  # it may lack some, if not strict; one without any is of a fresh optimizer
+                made = {**current, **made}
+            optimizer.state.pop(param, None)
+            if made:
+                optimizer.state[param] = made
+
+
+def _state_value(given: Any, have: Any, nd: Nd | None, state: State) -> Any:
+    """A state as the optimizer keeps it: split like the one it follows, or as the compiled program wants it."""
+    if not isinstance(given, Tensor):
+        return copy.deepcopy(given)
+    if given is have:
+        return given
+    if isinstance(have, DTensor):
+        nd = state.nd_of(have)
+    if isinstance(given, DTensor) and (nd is None or is_whole(nd)):
+        return whole(given, state.placement) if nd is not None else given.detach().clone()
+    if nd is not None and not is_whole(nd) and not state.placement.virtual and given.dim():
+        made = _laid(given.detach(), nd, state)
+        return made.clone() if made is given else made
+    return given.detach().clone()

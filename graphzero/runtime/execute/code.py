@@ -1,0 +1,119 @@
+"""Generated code in the making: lines of Python over a rank's environment, gathered in segments, cut by barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from graphzero.ir import value
+from graphzero.runtime.execute.environment import Places
+from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment
+from graphzero.runtime.world.world import World
+from graphzero.sbp.local import LocalSize, LocalStart
+
+LONGEST = 1000  # lines of one generated function
+
+
+class Code:
+    """steps: segments and barriers so far.  names: the globals of generated code.
+
+    constants: per local rank, what stands in which place from the start.  host_places: what ``host`` fills.
+    """
+
+    def __init__(self, world: World, places: Places) -> None:
+        self.world, self.places = world, places
+        self.locals = range(len(world.local_ranks))
+        self.steps: list[Segment | Barrier] = []
+        self.names: dict[str, Any] = {}
+        self.constants: list[dict[int, Any]] = [{} for _ in self.locals]
+        self.host_places: list[int] = []
+        self._lines: list[Line] = []
+        self._host: list[Line] = []
+        self._called: dict[int, str] = {}  # id of an object -> its name
+
+    # ---- lines
+
+    def add(self, text: str, node: fx.Node, makes: tuple[tuple[int, tuple[Any, ...]], ...] = ()) -> None:
+        self._lines.append(Line(text, node, makes))
+
+    def empty(self, place: int, node: fx.Node) -> None:
+        self.add(f"e[{place}] = None", node)
+
+    def fill(self, node: fx.Node, call: str, listed: bool = False, before: str = "") -> None:
+        """``call`` fills the places of the node's results; ``listed``: it returns a list, of one too.
+
+        before: what stands on the line before that, ending in a semicolon.
+        """
+        of, results = self.places.of, self.places.results
+        if node in results:
+            picked = {user.args[1]: user.name for user in node.users}
+            numbered = enumerate(results[node])
+            makes = tuple((p, tuple(filter(None, (picked.get(i), (node.name, i))))) for i, p in numbered)
+            text = f"[{', '.join(f'e[{place}]' for place in results[node])}] = {call}"
+        else:
+            makes = ((of[node], (node.name,)),)
+            text = f"e[{of[node]}] = {call}"
+            if listed and not value.is_multi(node):
+                text += "[0]"
+        if value.is_scalar(node):
+            self._host.append(Line(text, node))
+            self.host_places.append(of[node])
+            return
+        if len(self._lines) >= LONGEST:
+            self.cut()
+        self.add(before + text, node, makes)
+
+    def cut(self) -> None:
+        """End the segment; what follows is another one."""
+        if self._lines:
+            self.steps.append(self.segment(self._lines))
+            self._lines = []
+
+    def barrier(self, node: fx.Node, action: Callable[[list[Env]], Any]) -> None:
+        """Here all local ranks do ``action`` together."""
+        self.cut()
+        self.steps.append(Barrier(node, action))
+
+    def segment(self, lines: list[Line]) -> Segment:
+        return Segment(lines, self.names)
+
+    def host(self) -> Segment | None:
+        """The lines that compute host numbers, the same for all ranks."""
+        return self.segment(self._host) if self._host else None
+
+    # ---- words
+
+    def call(self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *said: str) -> str:
+        """``said``: more arguments, as they stand."""
+        words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()), *said]
+        return f"{self.name(kernel)}({', '.join(words)})"
+
+    def text(self, arg: Any) -> str:
+        """An argument as it stands in generated code."""
+        if isinstance(arg, fx.Node):
+            return f"e[{self.places.of[arg]}]"
+        if isinstance(arg, (list, tuple)):
+            inner = ", ".join(self.text(item) for item in arg)
+            return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' * (len(arg) == 1)})"
+        if isinstance(arg, (LocalSize, LocalStart)):
+            return self.per_rank([self.world.resolve(arg, local) for local in self.locals])
+        if arg is None or isinstance(arg, (bool, int, str)) or (isinstance(arg, float) and abs(arg) < float("inf")):
+            return repr(arg)
+        return self.name(arg)
+
+    def per_rank(self, values: list[Any]) -> str:
+        """Something that each rank has its own of."""
+        place = self.places.new()
+        for constants, x in zip(self.constants, values, strict=True):
+            constants[place] = x
+        return f"e[{place}]"
+
+    def name(self, x: Any) -> str:
+        """A name for something that all ranks share."""
+        key = id(x)
+        if key not in self._called:
+            self._called[key] = f"f{len(self._called)}"
+            self.names[self._called[key]] = x  # keeps it alive, and with it its id
+        return self._called[key]

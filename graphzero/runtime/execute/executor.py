@@ -1,0 +1,306 @@
+"""Runs a lowered graph for every rank that lives in this process: op by op, or regions of it compiled.
+
+Op by op it is the reference: deterministic, every value freed right after its last reader.  ``program`` compiles,
+``regions`` and ``inductor`` say what else is called, this module binds state, runs, and says which line of the graph
+failed.  What state is, and where it comes from, is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphzero import _compat
+from graphzero.errors import GraphZeroError, SbpError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.laws.verify import examine
+from graphzero.ir.layout import shape_on
+from graphzero.ir.storage.arena import Arena
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.text.printer import print_line
+from graphzero.runtime.execute.products import kernels_of
+from graphzero.runtime.execute.program import Program, compile_graph
+from graphzero.runtime.execute.steps import WHERE, Barrier, Env, Meter
+from graphzero.runtime.inductor.compiled import Calls
+from graphzero.runtime.inductor.region_ops import RegionOp, join
+from graphzero.runtime.transport.notices import note_source
+from graphzero.runtime.world.world import World
+
+COMPILERS = {"inductor": Calls}  # by kind of executor: what compiles the regions of a program
+
+
+@dataclass
+class Results:
+    """What a run hands back.
+
+    outputs: as ``graph.outputs``: per value a list with one entry per local rank, or the literal that stands there.
+    aux: the graph's auxiliary values by name, one entry per local rank.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    aux: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Executor:
+    """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
+
+    ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
+    ``kind`` is what ``GraphConfig.set_executor`` takes.  ``arena``: of this graph, for kind "eager" on a CPU.
+    ``checking``: whether a run raises CheckError at a check that is not met.
+    Not reentrant: communication slots belong to the executor, and arena and collectives under way to the world, in
+    which one program runs at a time.
+
+    Attributes:
+        graph: what runs, with its regions for ops where they are compiled.
+        meter: watches every run that is not given a meter of its own.
+        stopped: the step in which the last run failed or was interrupted, by number, the number of steps where all of
+            them ran; None before a run, and when what follows from it is done too, see ``finish``.
+        slots: communication slot -> its bytes, one uint8 tensor per local rank; allocated by the first ``bind`` or
+            ``run``, then kept.
+
+    Raises:
+        VerifyError: for a graph that no runtime can execute.
+        ConfigError: for a kind that this machine cannot offer.
+    """
+
+    def __init__(
+        self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None,
+        checking: bool = False,
+    ):  # fmt: skip
+        examine(graph)
+        written, compiler = graph, COMPILERS.get(kind)
+        calls = compiler(world) if compiler is not None else None
+        chosen = kernels_of(graph, world, matmul)
+        if calls is not None:
+            graph, of = join(graph, chosen)
+            chosen = {of[node]: kernel for node, kernel in chosen.items()}
+        self.graph, self.world, self.checking = graph, world, checking
+        self.program: Program = compile_graph(graph, world, chosen, calls, arena, checking)
+        self.slots: dict[int, list[Tensor]] = {}
+        self._slot_bytes = liveness(graph).slots
+        for one in (written, graph):
+            one.forget()
+        self.meter: Meter | None = None
+        self.stopped: int | None = None
+        self._count = len(world.local_ranks)
+        self._template: list[Env] = []
+        self._placeholders = {node.name: node for node in graph.placeholders()}
+        self._missing = set(self.program.persistent)
+        self._bound: dict[str, list[Tensor]] = {}
+        self._autocasts = [kind for kind in {world.device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
+
+    # ---- state
+
+    def bind(self, values: Mapping[str, Sequence[Tensor]]) -> None:
+        """Give persistent placeholders their tensors, one per local rank; runs read them and write into them.
+
+        Ranks that hold the same values may share one tensor, which is then written once.
+
+        Raises SbpError where a tensor is not this rank's piece.
+        """
+        self._allocate()
+        for name, tensors in values.items():
+            place = self.program.persistent[name]
+            self._check(name, tensors)
+            held = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
+            for template, tensor in zip(self._template, held, strict=True):
+                template[place] = tensor
+            self._bound[name] = held
+            self._missing.discard(name)
+
+    @property
+    def bound(self) -> Mapping[str, list[Tensor]]:
+        """Placeholder name -> the tensors it is bound to."""
+        return self._bound
+
+    def _allocate(self) -> None:
+        if self._template:
+            return
+        device = self.world.device
+        with torch.inference_mode(False):  # slots live longer than an inference mode that happens to be on
+            for slot, nbytes in self._slot_bytes.items():
+                self.slots[slot] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self._count)]
+            arena = self.world.arena
+            arena.grow(self.program.arena_bytes)
+            for local, constants in enumerate(self.program.constants):
+                for place, slot, exchanges in self.program.slotted:
+                    constants[place] = exchanges[local].within(self.slots[slot][local])
+                for room in self.program.rooms:
+                    constants[room.place] = arena.view(local, room.offset, room.shapes[local], room.dtype)
+                template = [None] * self.program.size
+                for place, constant in constants.items():
+                    template[place] = constant
+                self._template.append(template)
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        node = self._placeholders[name]
+        type_, nd = value.tensor_type(node), value.sbp_of(node)
+        if len(tensors) != self._count:
+            raise SbpError(f"'{name}' needs one tensor for each of {self._count} local ranks, was given {len(tensors)}")
+        for rank, tensor in zip(self.world.rank_ids, tensors, strict=True):
+            shape = shape_on(self.graph, type_, nd, rank) if nd is not None else type_.shape
+            if tuple(tensor.shape) != shape or tensor.dtype != type_.dtype:
+                raise SbpError(
+                    f"'{print_line(node)}'\n  on rank {rank} is {type_.dtype} of shape {list(shape)}, but was given "
+                    f"{tensor.dtype} of shape {list(tensor.shape)}; bind each rank's own piece, as torch.chunk cuts"
+                )
+
+    # ---- runs
+
+    def numbers(self, inputs: Mapping[str, Sequence[Any]]) -> dict[int, Any]:
+        """The host numbers of a run by their places: those that it is given, and those computed from them."""
+        places = self.program.inputs
+        given = {places[name]: inputs[name][0] for name in places if value.is_scalar(self._placeholders[name])}
+        e: Env = [None] * self.program.size
+        for place, number in given.items():
+            e[place] = number
+        if self.program.host is not None:
+            self.program.host.plain(e)
+        return {place: e[place] for place in (*given, *self.program.host_places)}
+
+    def run(
+        self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None, numbers: Mapping[int, Any] | None = None
+    ) -> Results:
+        """One step.
+
+        Args:
+            inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
+                the same on all; the first counts).
+            meter: watches this run on the first local rank: a MemoryMeter or a Timer.
+            numbers: what ops are given for the host numbers, by place as ``numbers`` says them; computed if None.
+
+        Raises:
+            GraphZeroError: for a placeholder without a value.
+            Exception: whatever an op raises, with a note that shows its line, the user's source line and the rank.
+        """
+        meter = meter or self.meter
+        self._allocate()
+        envs = [template.copy() for template in self._template]
+        self._fill(envs, inputs)
+        self.world.forget()
+        at = 0
+        casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
+        no_autocast = _no_autocast(casting) if casting else nullcontext()
+        with torch.no_grad(), _compat.below_autograd(), no_autocast:
+            try:
+                self._host(envs, numbers)
+                self.stopped = len(self.program.steps)
+                if meter is None:
+                    for step in self.program.steps:
+                        step(envs)
+                        at += 1
+                else:
+                    meter.register("communication", [slots[0] for slots in self.slots.values()])
+                    if self.program.rooms:
+                        meter.register("arena", self.world.arena.whole(0), self.program.arena_bytes)
+                    for step in self.program.steps:
+                        step.metered(envs, meter)
+                        at += 1
+                    meter.enter("", "")
+            except BaseException as error:
+                self.stopped = at
+                if isinstance(error, Exception):
+                    self._explain(error, envs)
+                raise
+        return self._results(envs)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the last run has begun to write new states, and is not finished."""
+        return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
+
+    def finish(self) -> None:
+        """All that the last run has computed is where it belongs."""
+        self.stopped = None
+
+    def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
+        if self._missing:
+            raise GraphZeroError(f"bind() was not given {_some(sorted(self._missing))} of graph {self.graph.name}")
+        absent = [name for name in self.program.inputs if name not in inputs]
+        if absent:
+            raise GraphZeroError(f"run() was not given {_some(absent)} of graph {self.graph.name}")
+        for name, place in self.program.inputs.items():
+            values = inputs[name]
+            if len(values) != self._count:
+                raise GraphZeroError(
+                    f"'{name}' needs {self._count} values, one per local rank, was given {len(values)}"
+                )
+            for e, x in zip(envs, values, strict=True):
+                e[place] = x
+
+    def _host(self, envs: list[Env], numbers: Mapping[int, Any] | None) -> None:
+        if numbers is None:
+            if self.program.host is None:
+                return
+            self.program.host.plain(envs[0])
+            numbers = {place: envs[0][place] for place in self.program.host_places}
+        for e in envs:
+            for place, number in numbers.items():
+                e[place] = number
+
+    def _results(self, envs: list[Env]) -> Results:
+        outputs = [x[0] if isinstance(x, tuple) else [e[x] for e in envs] for x in self.program.outputs]
+        return Results(outputs, {name: [e[place] for e in envs] for name, place in self.program.aux.items()})
+
+    # ---- failures
+
+    def _explain(self, error: Exception, envs: list[Env]) -> None:
+        node, local = _where(error.__traceback__, self.program.names.get(WHERE, {}), envs)
+        if node is None:
+            return
+        source = value.source_of(node) if node.op != "output" else ""
+        note_source(error, source)
+        rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
+        line = print_line(node) + (f"    {source}" if source else "")
+        note = (
+            f"while {rank}{self.world.placement!r} ran graph {self.graph.name}:\n  > "
+            + (str(node.target) if isinstance(node.target, RegionOp) else line)
+            + "".join(f"\n    {line}" for line in _operands(node, envs[local or 0], self.program))
+        )
+        if hasattr(error, "add_note"):  # from Python 3.11
+            error.add_note(note)
+
+
+def _where(
+    traceback: TracebackType | None, lines: Mapping[Any, Sequence[Any]], envs: list[Env]
+) -> tuple[fx.Node | None, int | None]:
+    """The node, and the local rank, that a traceback leads to."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        found = frame.f_locals.get("self")
+        if frame.f_code in lines:
+            local = next((i for i, e in enumerate(envs) if e is frame.f_locals.get("e")), None)
+            return lines[frame.f_code][traceback.tb_lineno], local
+        if isinstance(found, Barrier):
+            return found.node, None
+        traceback = traceback.tb_next
+    return None, None
+
+
+def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:
+    """The operands' lines, with the shape that this rank really holds."""
+    for operand in dict.fromkeys(node.all_input_nodes if node.op != "output" else ()):
+        held = e[program.places[operand.name]]
+        shape = f"    here {list(held.shape)}" if isinstance(held, Tensor) else ""
+        yield f"{print_line(operand)}{shape}"
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@contextmanager
+def _no_autocast(kinds: Sequence[str]) -> Iterator[None]:
+    """The graph holds its casts."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

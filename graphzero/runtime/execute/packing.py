@@ -1,0 +1,189 @@
+"""One rank's part in one collective: packing values into a flat buffer, and making results out of it.
+
+Where pieces lie is ``ir.layout``'s to say.  A piece has its true size, which may be 0; what is left of its room is
+padding, zeroed before it is sent and never read.  Results are dense and in storage of their own, so a buffer is
+free again as soon as they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import Layout, shape_on
+from graphzero.ir.transfer import Transfer
+from graphzero.runtime.transport.primitives import Handle, same_place
+from graphzero.runtime.world.world import World
+from graphzero.sbp.local import chunk
+
+Shape = tuple[int, ...]
+
+
+class Exchange:
+    """How one rank packs the members of ``layout`` and unpacks the results; computed once, from shapes alone."""
+
+    def __init__(self, graph: StepGraph, layout: Layout, world: World, local: int):
+        self.layout = layout
+        moves = layout.moves
+        self.own = world.coordinate(local)[world.placement.axis(moves.axis)]
+        self.dtype = value.tensor_type(moves.members[0]).dtype
+        self.device = world.device
+        self.offsets = layout.offsets
+        self.cuts: list[tuple[int, list[int]] | None] = []  # per member: (dim, lengths) to split it by before packing
+        self.packed: list[tuple[int, Shape]] = []  # (offset in the buffer, shape) of every piece sent
+        self.taken: list[list[tuple[int, Shape]]] = []  # per member: the same of every piece of its result
+        self.joined: list[int] = []  # per member: the dim along which these are joined
+        peers = world.peers(local, moves.axis)
+        for k, member in enumerate(moves.members):
+            shapes = [_shape(graph, member, rank) for rank in peers]
+            getattr(self, f"_{moves.kind}")(k, shapes)
+        self.padding = self._padding()
+        self.sent, self.received = layout.sent(self.own), layout.received
+
+    def _all_gather(self, k: int, shapes: list[Shape]) -> None:
+        self._pack(k, [(self.own, shapes[self.own])], None)
+        self._take(k, list(enumerate(shapes)), self.layout.moves.dims[k])
+
+    def _reduce_scatter(self, k: int, shapes: list[Shape]) -> None:
+        dim, shape = self.layout.moves.dims[k], shapes[self.own]
+        lengths = [chunk(shape[dim], self.layout.ranks, q)[1] for q in range(self.layout.ranks)]
+        self._pack(k, [(q, _resized(shape, dim, length)) for q, length in enumerate(lengths)], (dim, lengths))
+        self._take(k, [(self.layout.ranks, _resized(shape, dim, lengths[self.own]))], 0)
+
+    def _all_reduce(self, k: int, shapes: list[Shape]) -> None:
+        self._pack(k, [(0, shapes[self.own])], None)
+        self._take(k, [(0, shapes[self.own])], 0)
+
+    def _all_to_all(self, k: int, shapes: list[Shape]) -> None:
+        src, dst = self.layout.moves.dims[k]
+        ranks, shape = self.layout.ranks, shapes[self.own]
+        lengths = [chunk(shape[dst], ranks, q)[1] for q in range(ranks)]
+        self._pack(k, [(q, _resized(shape, dst, length)) for q, length in enumerate(lengths)], (dst, lengths))
+        self._take(k, [(ranks + q, _resized(shapes[q], dst, lengths[self.own])) for q in range(ranks)], src)
+
+    def _pack(self, k: int, pieces: list[tuple[int, Shape]], cut: tuple[int, list[int]] | None) -> None:
+        self.cuts.append(cut)
+        self.packed += self._placed(k, pieces)
+
+    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int) -> None:
+        self.taken.append(self._placed(k, pieces))
+        self.joined.append(dim)
+
+    def _placed(self, k: int, pieces: list[tuple[int, Shape]]) -> list[tuple[int, Shape]]:
+        return [(line * self.layout.total + self.offsets[k], shape) for line, shape in pieces]
+
+    def _padding(self) -> list[tuple[int, int]]:
+        """(begin, end) of what is sent and holds no piece."""
+        gaps = []
+        rooms = {self.offsets[k]: size for k, size in enumerate(self.layout.sizes) if size}
+        for begin, shape in self.packed:
+            room = rooms.get(begin % self.layout.total, 0) if self.layout.total else 0
+            if prod(shape) < room:
+                gaps.append((begin + prod(shape), begin + room))
+        return gaps
+
+    def fresh(self) -> Packed:
+        """With a buffer of its own, for a collective that begins and ends in one place."""
+        return Packed(self, torch.empty(self.layout.slot_elements, dtype=self.dtype, device=self.device))
+
+    def result_storage(self) -> Tensor | None:
+        """For ``Direct``: room for the result, padding included."""
+        if self.layout.moves.collective.is_in_place:
+            return None
+        return torch.empty(self.layout.arrived_elements, dtype=self.dtype, device=self.device)
+
+    def storage_of(self, home: Tensor) -> Tensor | None:
+        """For ``Direct``: the room in ``home``, which the result replaces, if it lies in one piece; see ``settle``."""
+        return home.view(-1) if home.is_contiguous() else self.result_storage()
+
+    def within(self, slot: Tensor) -> Packed:
+        """In a slot's bytes."""
+        return Packed(self, slot[: self.layout.slot_bytes].view(self.dtype))
+
+
+def settle(home: Tensor, arrived: Tensor) -> None:
+    """``home`` becomes what has arrived, which may have arrived in it."""
+    if not same_place(home, arrived):
+        home.copy_(arrived)
+
+
+class Direct:
+    """An exchange of one value without a buffer: out of the storage of ``x``, into that of the result.
+
+    ``made`` is the result's storage, from ``Exchange.result_storage``; None for an all_reduce, which works in ``x``.
+    """
+
+    def __init__(self, exchange: Exchange, x: Tensor, made: Tensor | None):
+        if made is None:
+            x = x.contiguous()
+            self.sent = self.received = x.view(-1)
+            self.result = x
+            return
+        self.received = made
+        if exchange.layout.moves.collective.gathers:
+            self.sent = made[exchange.sent]
+            for begin, end in exchange.padding:
+                made[begin:end].zero_()
+            own = self.sent[: x.numel()].view(x.shape)
+            if own.data_ptr() != x.data_ptr():
+                own.copy_(x)
+        else:
+            self.sent = x.reshape(-1)
+        shapes = [shape for _, shape in exchange.taken[0]]
+        shape = _resized(shapes[0], 0, sum(shape[0] for shape in shapes))
+        self.result = made[: prod(shape)].view(shape)
+
+    def unpack(self) -> list[Tensor]:
+        """The result, when it has arrived."""
+        return [self.result]
+
+
+class Packed:
+    """An exchange laid over one buffer: all its views, made once."""
+
+    def __init__(self, exchange: Exchange, flat: Tensor):
+        def views(pieces: Sequence[tuple[int, Shape]]) -> list[Tensor]:
+            return [flat[begin : begin + prod(shape)].view(shape) for begin, shape in pieces]
+
+        self.cuts = exchange.cuts
+        self.targets = views(exchange.packed)
+        self.filled = [target.numel() > 0 for target in self.targets]
+        self.padding = [flat[begin:end] for begin, end in exchange.padding]
+        self.results = list(zip(map(views, exchange.taken), exchange.joined, strict=True))
+        self.sent, self.received = flat[exchange.sent], flat[exchange.received]
+
+    def pack(self, values: Sequence[Tensor]) -> Packed:
+        """Copy the values of the members into the buffer."""
+        pieces: list[Tensor] = []
+        for cut, x in zip(self.cuts, values, strict=True):
+            pieces += (x,) if cut is None else x.split_with_sizes(cut[1], cut[0])
+        for pad in self.padding:
+            pad.zero_()
+        for target, piece, filled in zip(self.targets, pieces, self.filled, strict=True):
+            if filled:
+                target.copy_(piece)
+        return self
+
+    def unpack(self) -> list[Tensor]:
+        """The results, one per member, out of a buffer that has arrived."""
+        return [views[0].clone() if len(views) == 1 else torch.cat(views, dim) for views, dim in self.results]
+
+
+def starter(moves: Transfer, graph: StepGraph, world: World) -> Callable[[Sequence[Packed | Direct]], Handle]:
+    """What begins a transfer on packed buffers, one per local rank."""
+    kind, axis = moves.kind, moves.axis
+    how = (moves.completes(graph),) if moves.collective.reduces else ()
+    return lambda packed: world.begin(kind, [p.received for p in packed], [p.sent for p in packed], axis, *how)
+
+
+def _shape(graph: StepGraph, node: fx.Node, rank: int) -> Shape:
+    return shape_on(graph, value.tensor_type(node), value.nd_of(node), rank)
+
+
+def _resized(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])

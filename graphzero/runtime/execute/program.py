@@ -1,0 +1,172 @@
+"""From a graph to what the executor runs: straight-line Python, cut where ranks meet.
+
+Here is which lines an op becomes.  Where values stand is ``places``, how lines are written ``code``, what may be
+written over when ``writes``, what travels ``transfers``; what the result consists of is ``steps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphzero.errors import VerifyError
+from graphzero.ir import ops
+from graphzero.ir.aliases import is_copy, is_name
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage import inplace
+from graphzero.ir.storage.arena import Arena
+from graphzero.ir.transfer import is_transfer
+from graphzero.ops import CHECK
+from graphzero.runtime import kernels
+from graphzero.runtime.execute import checks
+from graphzero.runtime.execute.arena import Room, Rooms
+from graphzero.runtime.execute.code import Code
+from graphzero.runtime.execute.collectives import Transfers
+from graphzero.runtime.execute.environment import Places
+from graphzero.runtime.execute.packing import Exchange
+from graphzero.runtime.execute.steps import Barrier, Segment
+from graphzero.runtime.execute.writes import Writes
+from graphzero.runtime.inductor.compiled import Calls
+from graphzero.runtime.inductor.region_ops import RegionOp
+from graphzero.runtime.world.world import World
+
+LOCAL_MOVES = (ops.slice_shard, ops.keep_first, ops.place_shard)
+
+
+@dataclass
+class Program:
+    """A compiled graph.
+
+    steps: segments and barriers, in order; first_write: number of the first that writes a state, -1
+        for none; host: host numbers, computed once for all ranks.
+    size: places of an environment; constants: per local rank, what stands in which place from the start.
+    slotted: exchanges that work within communication slots: (place, slot, one exchange per local rank).
+    persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
+    outputs, aux: place, or a literal wrapped in a 1-tuple.
+    rooms: where results are put in the arena, of which it needs ``arena_bytes``.
+    names: the globals of generated code; places: of every value by name.
+    """
+
+    steps: list[Segment | Barrier]
+    first_write: int
+    host: Segment | None
+    host_places: list[int]
+    size: int
+    constants: list[dict[int, Any]]
+    slotted: list[tuple[int, int, list[Exchange]]]
+    persistent: dict[str, int]
+    inputs: dict[str, int]
+    outputs: list[Any]
+    aux: dict[str, Any]
+    rooms: list[Room]
+    arena_bytes: int
+    names: dict[str, Any]
+    places: dict[str, int]
+
+
+def compile_graph(
+    graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None,
+    arena: Arena | None = None, checking: bool = False,
+) -> Program:  # fmt: skip
+    """Compile a lowered graph for the ranks that live in this process.
+
+    chosen: what to call for some nodes instead of the kernel of their op.  calls: what to call for regions, where the
+    graph has any.  arena: where results lie that do not find their own memory.  checking: whether checks raise.
+
+    Raises VerifyError for a box left in it.
+    """
+    return _Compiler(graph, world, chosen, calls, arena, checking).compile()
+
+
+class _Compiler:
+    def __init__(
+        self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None,
+        arena: Arena | None, checking: bool,
+    ):  # fmt: skip
+        self.graph, self.world, self.chosen, self.calls, self.checking = graph, world, chosen, calls, checking
+        self.places = Places(graph)
+        self.code = Code(world, self.places)
+        self.writes = Writes(graph, self.places, self.code)
+        self.rooms = Rooms(graph, arena, self.places, world.rank_ids)
+        self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
+
+    def compile(self) -> Program:
+        emptied = self.places.emptied_after()
+        for node in self.graph.nodes:
+            if isinstance(node.target, RegionOp):
+                self._region(node, node.target, emptied.pop(node, []))
+            elif node.op == "call_function":
+                self._node(node)
+            for place in emptied.get(node, ()):
+                self.code.empty(place, node)
+        self.writes.end(self.graph.output)
+        self.code.cut()
+        return self._program()
+
+    def _node(self, node: fx.Node) -> None:
+        target: Any = node.target
+        if is_name(target) or self.places.is_picked(node):
+            return
+        if target is ops.box:
+            raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")
+        if target is ops.assign:
+            self.writes.assign(node, node.args[0], node.args[1])  # type: ignore[arg-type]
+        elif target is ops.wait:
+            self.transfers.wait(node)
+        elif is_transfer(node):
+            self.transfers.begin(node)
+        elif target in LOCAL_MOVES:
+            moves = [kernels.local_move(self.graph, node, self.world, local) for local in self.code.locals]
+            self.code.fill(node, f"{self.code.per_rank(moves)}({self.code.text(node.args[0])})")
+        elif (room := inplace.out_of(node)) is not None:
+            self.writes.over_one(node, room)
+        elif target in inplace.OVER_OPERANDS and node in self.places.results:
+            self.writes.over_operands(node)
+        elif (place := self.rooms.of(node)) is not None:
+            self._into(node, place)
+        else:
+            kernel = self.chosen.get(node) or kernels.kernel(target)
+            self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
+        if target is CHECK and self.checking:
+            self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
+
+    def _into(self, node: fx.Node, place: int) -> None:
+        """A result that is put where the arena has room for it."""
+        if is_copy(node.target):
+            self.code.fill(node, f"{self.code.name(Tensor.copy_)}(e[{place}], {self.code.text(node.args[0])})")
+        else:
+            kernel, keyword = kernels.into(node)
+            self.code.fill(node, self.code.call(kernel, node.args, dict(node.kwargs), f"{keyword}=e[{place}]"))
+
+    def _region(self, node: fx.Node, op: RegionOp, emptied: list[int]) -> None:
+        """One line: operands that nobody reads later are handed over, and die inside."""
+        assert self.calls is not None
+        calls = [self.calls.of(op, local) for local in self.code.locals]
+        call = self.code.name(calls[0]) if len(set(calls)) == 1 else self.code.per_rank(calls)
+        given = "".join(f"e[{place}] = " for place in emptied)
+        operands = ", ".join(map(self.code.text, node.args))
+        self.code.fill(node, f"{call}(given)", before=f"given = [{operands}]; " + f"{given}None; " * bool(given))
+
+    def _program(self) -> Program:
+        graph, code, places, transfers = self.graph, self.code, self.places, self.transfers
+        final = {**places.of, **self.writes.saved}
+        return Program(
+            steps=code.steps,
+            first_write=self.writes.first_step,
+            host=code.host(),
+            host_places=code.host_places,
+            size=places.size,
+            constants=code.constants,
+            slotted=transfers.slotted,
+            persistent=places.persistent,
+            inputs=places.inputs,
+            outputs=[final[x] if isinstance(x, fx.Node) else (x,) for x in graph.outputs],
+            aux={name: final[node] for name, node in graph.aux.items()},
+            rooms=self.rooms.all,
+            arena_bytes=self.rooms.nbytes,
+            names=code.names,
+            places={node.name: place for node, place in places.of.items()},
+        )

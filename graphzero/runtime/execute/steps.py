@@ -1,0 +1,108 @@
+"""What the executor runs: generated functions, cut where ranks meet.
+
+Between two collectives every rank works alone: that stretch is one generated function over the rank's
+environment ``e``, a list with one place per value::
+
+    def segment(e):
+        e[7] = f0(e[3], e[5])
+        e[3] = None
+        e[9] = f1(e[7], 0.9)
+
+so that an op costs a few list accesses on top of its own call.  Collectives, and writes into tensors that several
+ranks share, are ``Barrier``s between segments and see all environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, fx
+
+from graphzero.ir.transfer import is_transfer
+
+Env = list[Any]
+GENERATED = "<graphzero program>"
+WHERE = "__nodes_by_line__"  # in the globals of generated code: code object -> node of each line
+
+
+class Meter(Protocol):
+    """What watches a run of the first local rank: ``MemoryMeter`` its bytes, ``Timer`` its seconds."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
+        """These are there before the run; of each at most so many bytes are for it."""
+
+    def enter(self, node: str, kind: str) -> None:
+        """The lines that follow belong to ``node`` ("" at the end); what they do not hand out is of ``kind``."""
+
+    def made(self, x: Any, names: Sequence[Any]) -> None:
+        """``x`` is a result of the node."""
+
+    def meet(self, node: fx.Node) -> None:
+        """All local ranks meet at ``node``."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One generated line; ``makes`` are the places it fills, each with the names a meter may know it by."""
+
+    text: str
+    node: fx.Node
+    makes: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+
+
+class Segment:
+    """What one rank does between two barriers."""
+
+    def __init__(self, lines: Sequence[Line], names: dict[str, Any]):
+        self.lines, self.names = list(lines), names
+        self.plain = self._compile([(line.text, line.node) for line in lines], "e")
+        self._metered: Callable[..., None] | None = None
+
+    def __call__(self, envs: list[Env]) -> None:
+        for e in envs:
+            self.plain(e)
+
+    def metered(self, envs: list[Env], meter: Meter) -> None:
+        """The same, told to ``meter`` line by line for the first local rank."""
+        if self._metered is None:
+            self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
+        with meter:
+            self._metered(envs[0], meter)
+        for e in envs[1:]:
+            self.plain(e)
+
+    def _compile(self, lines: list[tuple[str, fx.Node]], arguments: str) -> Callable[..., None]:
+        source = "\n".join([f"def segment({arguments}):", *(f"    {text}" for text, _ in lines)])
+        made: dict[str, Any] = {}
+        exec(compile(source, GENERATED, "exec"), self.names, made)
+        function: Callable[..., None] = made["segment"]
+        nodes = [None, None, *(node for _, node in lines)]
+        self.names.setdefault(WHERE, {})[function.__code__] = nodes
+        return function
+
+
+def _metered(line: Line) -> list[tuple[str, fx.Node]]:
+    kind = "communication" if is_transfer(line.node) else "temporaries"
+    texts = [f"m.enter({line.node.name!r}, {kind!r})", line.text]
+    texts += [f"m.made(e[{place}], {names!r})" for place, names in line.makes]
+    return [(text, line.node) for text in texts]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Something that all local ranks do together."""
+
+    node: fx.Node
+    action: Callable[[list[Env]], None]
+
+    def __call__(self, envs: list[Env]) -> None:
+        self.action(envs)
+
+    def metered(self, envs: list[Env], meter: Meter) -> None:
+        meter.meet(self.node)
+        self.action(envs)

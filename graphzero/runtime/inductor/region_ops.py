@@ -1,0 +1,74 @@
+"""A program in which every region is one op of several results, so that the runtime handles it as any other op."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import value
+from graphzero.ir.aliases import is_name, is_view
+from graphzero.ir.graph import StepGraph
+from graphzero.runtime.inductor.regions import Region, form, work
+
+SHOWN = 5  # ops in the description of a region
+
+
+class RegionOp:
+    """What a joined program calls; ``region`` consists of nodes of the program that it was made from."""
+
+    __module__ = "graphzero"
+
+    def __init__(self, region: Region):
+        self.region = region
+        self.__name__ = self.__qualname__ = "region"
+
+    def __call__(self, *inputs: Any) -> Any:
+        raise RuntimeError("a region is compiled by an executor; Python does not call it")
+
+    def __str__(self) -> str:
+        nodes = self.region.nodes
+        ops = dict.fromkeys(
+            node.target._opname
+            for node in nodes
+            if isinstance(node.target, torch._ops.OpOverload) and not is_view(node.target)
+        )
+        shown = ", ".join([*ops][:SHOWN]) + (" ..." if len(ops) > SHOWN else "")
+        source = next(filter(None, map(value.source_of, nodes)), "")
+        return f"region of {len(nodes)} lines from '{nodes[0].name}' ({shown})" + (f", {source}" if source else "")
+
+
+def join(graph: StepGraph, outside: Collection[fx.Node]) -> tuple[StepGraph, dict[fx.Node, fx.Node]]:
+    """The program with regions for ops, and its node for each node of ``graph`` that is one there.
+
+    outside: ops that stay what they are.
+    """
+    made = StepGraph(graph.name, graph.placement, fx.Graph(), graph.level)
+    of: dict[fx.Node, fx.Node] = {}
+    for node in graph.placeholders():
+        of[node] = made.graph.node_copy(node)
+    for item in form(graph, outside):
+        if isinstance(item, Region):
+            _add(made, item, of)
+        else:
+            of[item] = made.graph.node_copy(item, of.__getitem__)
+    made.graph.output(fx.node.map_arg(graph.output.args[0], of.__getitem__))
+    return made, of
+
+
+def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
+    """One op, what picks its results, and their other names."""
+    main = max(region.nodes, key=work)
+    types, nds = zip(*((value.tensor_type(x), value.nd_of(x)) for x in region.results), strict=True)
+    inputs = tuple(of[x] for x in region.inputs)
+    call = made.call(RegionOp(region), inputs, types, sbp=nds, like=main, name="region")
+    for i, result in enumerate(region.results):
+        of[result] = made.graph.create_node("call_function", getitem, (call, i), name=result.name)
+        of[result].meta = dict(result.meta)
+    members = set(region.nodes)
+    for node in region.nodes:
+        if is_name(node.target) and any(user not in members for user in node.users):
+            of[node] = made.graph.node_copy(node, of.__getitem__)

@@ -1,0 +1,70 @@
+"""What of a Graph's state is bound to a program, and what tells that somebody has changed it since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.watch import StatesWatch
+
+
+class Spec(Protocol):
+    """What ``bind`` needs to know of one optimizer state: capture's StateSpec."""
+
+    @property
+    def optimizer(self) -> int: ...
+    @property
+    def param(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def fill(self) -> float: ...
+    @property
+    def placeholder(self) -> str: ...
+    @property
+    def born(self) -> bool: ...
+
+
+@dataclass
+class Counter:
+    """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter.
+
+    copies: one tensor; what the user holds are its elements, ``own``, so that one write sets all.
+    """
+
+    tensor: Tensor
+    copies: Tensor
+    own: Sequence[Tensor]
+
+    def flush(self) -> None:
+        self.copies.copy_(self.tensor)
+
+
+@dataclass
+class Bound:
+    """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
+
+    states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
+    optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
+    """
+
+    counters: list[Counter] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
+    births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
+    found: Mapping[str, Found] = field(default_factory=dict)
+    params: list[Tensor] = field(default_factory=list)
+    watch: StatesWatch | None = None
+
+    def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
+        self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)

@@ -1,0 +1,87 @@
+"""Laying one tensor of the user out as a program wants it: what the user keeps, and what each local rank works on.
+
+On real ranks a split tensor is a DTensor and its rank works on the piece in it.  On a virtual placement the user
+keeps the whole tensor; ranks work on views of it where views are contiguous, else on pieces that are read from it
+before a call and written back after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphzero.errors import ConfigError
+from graphzero.runtime.tensors import resplit
+from graphzero.runtime.tensors.shards import as_dtensor, coordinates, is_whole, local_of, local_shape, piece, wrap
+from graphzero.runtime.tensors.submesh import nd_on, on_whole
+from graphzero.runtime.world.world import World
+from graphzero.sbp.dtensor import annotate
+from graphzero.sbp.local import window
+from graphzero.sbp.types import Nd
+
+
+@dataclass
+class Laid:
+    """kept: what the user holds from now on.  ranks: one tensor per local rank.
+
+    copies: (place in the whole tensor, piece) where a rank's tensor is not a view of what the user holds.
+    """
+
+    kept: Tensor
+    ranks: list[Tensor]
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = False) -> Laid:
+    """Lay out a tensor that is on the device already.
+
+    plain: give a tensor that every rank holds whole as a plain tensor, even if it comes as a DTensor.
+    Raises PlacementError for a DTensor on other ranks.
+    """
+    now = nd_on(tensor, world.placement, what) if isinstance(tensor, DTensor) else None
+    if world.placement.virtual:
+        return _virtual(tensor, nd, world)
+    if isinstance(tensor, DTensor):
+        if plain and is_whole(nd):
+            tensor = resplit.whole(tensor, world.placement) if now != nd else tensor.to_local()
+        elif now != nd:
+            tensor = resplit.resplit(on_whole(tensor, world.placement), nd, world.placement).detach()
+    elif not is_whole(nd):
+        tensor = as_dtensor(tensor.detach(), world.placement, nd)
+    if not isinstance(tensor, DTensor):
+        annotate(tensor, world.placement, nd)
+    return Laid(tensor, [local_of(tensor)])
+
+
+def _virtual(tensor: Tensor, nd: Nd, world: World) -> Laid:
+    annotate(tensor, world.placement, nd)
+    whole = tensor.detach()
+    if is_whole(nd):
+        return Laid(tensor, [whole] * len(world.local_ranks))
+    hierarchy = world.placement.hierarchy
+    pieces = [piece(whole, nd, hierarchy, position) for position in world.local_ranks]
+    if all(p.is_contiguous() for p in pieces) and not any(sbp.sections > 1 for sbp in nd):
+        return Laid(tensor, pieces)
+    own = [p.clone(memory_format=torch.contiguous_format) for p in pieces]
+    windows = (window(whole, nd, hierarchy, coordinates(hierarchy, position)) for position in world.local_ranks)
+    return Laid(tensor, own, [(place, mine.view(place.shape)) for place, mine in zip(windows, own, strict=True)])
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World) -> Tensor:
+    """A new tensor of one value as the user keeps it; on real ranks only this rank's piece is allocated."""
+    if world.placement.virtual or is_whole(nd):
+        return torch.full(shape, fill, dtype=dtype, device=world.device)
+    local = local_shape(shape, nd, world.placement.hierarchy, world.local_ranks[0])
+    return wrap(torch.full(local, fill, dtype=dtype, device=world.device), world.placement.mesh(), nd, shape)
+
+
+def check_real(tensor: Tensor, what: str) -> None:
+    """Raise ConfigError for a tensor without values."""
+    if tensor.is_meta:
+        raise ConfigError(
+            f"{what} is on the meta device: compile() takes it, a call does not. Give it values first: "
+            'module.to_empty(device="cpu"), initialise, or load a checkpoint'
+        )

@@ -1,0 +1,178 @@
+"""The tensors of a Graph's modules: their names, every place they stand at, and how one is exchanged.
+
+A tensor's path is ``attribute.fqn``; a tied one has the first name that a walk in attribute order meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+
+from graphzero import _compat
+from graphzero.errors import CaptureError, ConfigError
+from graphzero.runtime.state import torn
+from graphzero.runtime.transport.communicator import communicator
+from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.sbp.placement import Placement
+
+
+@dataclass
+class Found:
+    """One parameter or buffer: its path, itself, and (module, name) wherever it stands."""
+
+    path: str
+    kind: str  # "param" or "buffer"
+    tensor: Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Every module once, with the first path that leads to it, parents before children."""
+    seen: set[int] = set()
+    stack = [(name, module) for name, module in reversed(list(modules.items()))]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+        stack.extend(reversed(children))
+
+
+def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
+    """Parameters and buffers by path; ties are one entry with several places."""
+    found: dict[str, Found] = {}
+    by_id: dict[int, Found] = {}
+    for path, module in walk(modules):
+        prefix = f"{path}." if path else ""
+        for kind, held in (("param", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                entry = by_id.get(id(tensor))
+                if entry is None:
+                    entry = by_id[id(tensor)] = found[prefix + name] = Found(prefix + name, kind, tensor)
+                entry.places.append((module, name))
+    return found
+
+
+def names(found: Mapping[str, Found]) -> dict[int, str]:
+    """id of each tensor -> its path."""
+    return {id(entry.tensor): path for path, entry in found.items()}
+
+
+def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[tuple[str, ...], ...]:
+    """Paths of the parameters of its groups.  Raises ConfigError for one that no module has.
+
+    names: id of a parameter -> its path.
+    """
+    for j, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer {index} ({type(optimizer).__name__}) holds in group {j} a parameter "
+                    f"{tensor_text(param)} of no module of the Graph; assign its module to an attribute (self.model = "
+                    "model) before calling, and make the optimizer after the module is final"
+                )
+    return tuple(tuple(names[id(param)] for param in group["params"]) for group in optimizer.param_groups)
+
+
+def mode(module: nn.Module) -> tuple[Any, ...]:
+    """What a capture of a module's forward depends on beside its tensors."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    back_before, back_after = module._backward_pre_hooks, module._backward_hooks
+    forward = vars(module).get("forward")  # put over the class's own
+    if before or after or back_before or back_after:
+        return module.training, forward, tuple(before), tuple(after), tuple(back_before), tuple(back_after)
+    return module.training, forward
+
+
+def hooks(x: Tensor) -> tuple[int, ...]:
+    """Of ``register_hook`` and ``register_post_accumulate_grad_hook``; each has a number of its own."""
+    return (*_compat.gradient_hooks(x), *_compat.accumulation_hooks(x))
+
+
+def storage(x: Tensor) -> int:
+    """Where this process' values of ``x`` begin.  Raises CaptureError for one of a lazy module, without shape yet."""
+    if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+        raise CaptureError(
+            "a lazy module (nn.LazyLinear or the like) has parameters without a shape yet; run it once on an example "
+            "before the Graph's first call, and before it is given to an optimizer: model(x)"
+        )
+    return _compat.local_tensor(x).data_ptr()
+
+
+def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
+    """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
+
+    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.
+    """
+    old = found.tensor
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    torn.follow(old, new)
+    new.__dict__.update(old.__dict__)
+    if new.requires_grad:
+        new._backward_hooks = old._backward_hooks
+    for module, name in found.places:
+        if found.kind == "param":
+            setattr(module, name, new)  # modules that keep their own lists (nn.LSTM) follow
+        else:
+            module._buffers[name] = new
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+    with torch.no_grad():
+        old.grad = None
+        whole = None if isinstance(old, DTensor) else old.untyped_storage()
+        nbytes = old.numel() * old.element_size()
+        old.data = old.detach().new_empty(0)
+        kept = _compat.local_tensor(new).untyped_storage().data_ptr()
+        if whole is not None and whole.nbytes() == nbytes and whole.data_ptr() != kept:
+            whole.resize_(0)  # what else still names it, an earlier program say, then holds no memory
+    found.tensor = new
+    return new
+
+
+def to_device(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor and keep its identity; one on the meta device has nothing to move."""
+    if tensor.device != device and not tensor.is_meta:
+        tensor.data = tensor.data.to(device)
+
+
+def from_first_rank(tensor: Tensor, placement: Placement) -> None:
+    """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any.
+
+    Within ``agree.Together``: a rank that stops on the way wakes the others.
+    """
+    if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
+        return
+    flat = tensor.detach().contiguous()
+    ranks: list[int] = placement.ranks.ravel().tolist()
+    if flat.device.type == "cpu":
+        communicator(ranks).fill(flat.view(-1).view(torch.uint8), ranks[0], f"what rank {ranks[0]} holds")
+    else:
+        _broadcast(flat, placement)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat)
+
+
+def _broadcast(x: Tensor, placement: Placement) -> None:
+    """By the process groups, along one axis after the other."""
+    mesh, at = placement.mesh(), placement.coordinate(dist.get_rank())
+    for axis in range(mesh.ndim):
+        first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])
+        dist.broadcast(x, src=first, group=mesh.get_group(axis))

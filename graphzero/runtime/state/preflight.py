@@ -1,0 +1,128 @@
+"""What a binding will do, before it does anything: refused where it cannot be, and the same on all ranks.
+
+``binding`` takes values from rank 0 and gives tensors other layouts, for which all ranks are needed, so they compare
+what each is going to bring along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphzero.errors import CaptureError, ConfigError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.replicated import arithmetic
+from graphzero.runtime.state.bound import Spec
+from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.state import State
+from graphzero.runtime.tensors.fingerprint import content
+from graphzero.runtime.world.agree import tensor_text
+from graphzero.sbp.dtensor import nd_of_dtensor
+
+
+def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> None:
+    """Raise ConfigError for a tensor without values or a state that does not fit, CaptureError for states that do not
+    belong to one step."""
+    for node in graph.placeholders("param", "buffer"):
+        role = value.role_of(node)
+        assert role is not None
+        check_real(found[role.of].tensor, f"{role.kind} {role.of}")
+    for spec in specs:
+        held = None if spec.born else held_state(state, spec, found)
+        if held is not None:
+            _check_state(held, spec, is_counter(found[spec.param].tensor, spec))
+    for counted in counters(graph, specs, found).values():
+        _check_equal(state, counted, found)
+
+
+def facts(
+    state: State, specs: Sequence[Spec], constants: Mapping[str, Tensor], found: Mapping[str, Found], repeated: str
+) -> dict[str, str]:
+    """What each rank brings along, by name, as text: compared among ranks before any of them binds.
+
+    repeated: what each computes for itself, for states that are to stay equal.
+    """
+    told = {f"{entry.kind} {entry.path}": _lies(state, entry.tensor, entry.path) for entry in found.values()}
+    for spec in specs:
+        what, held = name_of(spec), held_state(state, spec, found)
+        if spec.born or held is None:
+            told[what] = "none yet"
+        elif is_counter(found[spec.param].tensor, spec):
+            is_new = not state.first_values.has_counted(what)
+            told[what] = "a count, to be taken from rank 0" if is_new else f"a count, {float(held):g}"
+        else:
+            told[what] = _lies(state, held, what)
+    told.update((f"constant {name}", f"{tensor_text(x)}, hash {content(x):x}") for name, x in constants.items())
+    if repeated:
+        told[f"arithmetic of {repeated}, which each rank does for itself"] = arithmetic(state.world.device)
+    return told
+
+
+def counters(graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> dict[str, list[Spec]]:
+    """Placeholder -> the counts that it stands for; a placeholder may stand for the equal counts of many parameters."""
+    members: dict[str, list[Spec]] = {node.name: [] for node in graph.placeholders("state")}
+    for spec in specs:
+        if spec.placeholder in members:
+            members[spec.placeholder].append(spec)
+    return {
+        name: here
+        for name, here in members.items()
+        if len(here) > 1 or here and is_counter(found[here[0].param].tensor, here[0])
+    }
+
+
+def is_counter(param: Tensor, spec: Spec) -> bool:
+    """Whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
+    return not spec.shape and (param.dim() > 0 or spec.key == "step")
+
+
+def name_of(spec: Spec) -> str:
+    return f"state {spec.param}/{spec.key}" + f" of optimizer {spec.optimizer}" * bool(spec.optimizer)
+
+
+def held_state(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
+    """What the optimizer holds for a state: a tensor, a number, or None."""
+    return state.optimizers[spec.optimizer].state.get(found[spec.param].tensor, {}).get(spec.key)
+
+
+def count_of(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
+    """How many steps one parameter has taken: a number, or a tensor with one."""
+    held = None if spec.born else held_state(state, spec, found)
+    return (0.0 if spec.born else spec.fill) if held is None else held
+
+
+def _lies(state: State, x: Any, what: str) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if isinstance(x, DTensor):
+        return f"{tensor_text(x)} {', '.join(map(str, nd_of_dtensor(x)))}"
+    is_new = not x.is_meta and not state.first_values.has(x, what)
+    return f"{tensor_text(x)}{', new here, to be taken from rank 0' if is_new else ', as it was'}"
+
+
+def _check_state(held: Any, spec: Spec, counts: bool) -> None:
+    if isinstance(held, Tensor):
+        check_real(held, name_of(spec))
+    elif not counts or not isinstance(held, (int, float)):
+        raise ConfigError(
+            f"{name_of(spec)} is a {type(held).__name__}, the program's is a tensor of shape {list(spec.shape)}; load "
+            "a checkpoint, or drop the state to begin anew: del optimizer.state[p]"
+        )
+    if isinstance(held, Tensor) and (held.numel() != 1 if counts else tuple(held.shape) != spec.shape):
+        raise ConfigError(
+            f"{name_of(spec)} has shape {list(held.shape)}, the program's is {list(spec.shape)}; where a parameter "
+            "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
+        )
+
+
+def _check_equal(state: State, specs: Sequence[Spec], found: Mapping[str, Found]) -> None:
+    if len({float(count_of(state, spec, found)) for spec in specs}) > 1:
+        raise CaptureError(
+            f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
+            "some have no state: load a checkpoint that holds the state of every parameter"
+        )

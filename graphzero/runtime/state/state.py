@@ -1,0 +1,290 @@
+"""The real tensors behind a program's roles: watched before each call, kept true after it.
+
+Parameters and buffers live in the user's modules, states in ``optimizer.state``, hyperparameters in
+``param_groups``; this module never keeps a second truth.  How a program gets them is ``binding``'s, which program
+runs is the Graph's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphzero import _compat
+from graphzero.ir.value import Role
+from graphzero.runtime.state import modules as tree
+from graphzero.runtime.state import torn
+from graphzero.runtime.state.bound import Bound, Counter, Spec
+from graphzero.runtime.state.first_rank import FirstValues, decisions_of, follow
+from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.placed import check_held
+from graphzero.runtime.state.seed import Stream
+from graphzero.runtime.state.tensor_ref import TensorRef
+from graphzero.runtime.state.watch import ModulesWatch, StatesWatch
+from graphzero.runtime.tensors.submesh import nd_on
+from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.world import World, check_device
+from graphzero.sbp.dtensor import annotation, annotation_count
+from graphzero.sbp.types import B, Nd
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A parameter or buffer that a program has laid out: ``tensor`` is what the user holds now, as ``after`` says.
+
+    Until then it lay as ``before`` says, in a plain tensor if ``was_plain``.
+    """
+
+    tensor: TensorRef
+    was_plain: bool
+    before: Nd
+    after: Nd
+
+
+class State:
+    """The tensors of one Graph.
+
+    world: makes the world, for which all ranks are needed: whoever reads ``world`` has agreed on that with the others.
+    modules: attribute -> module.  optimizers: as add_optimizer was called.
+    random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
+    counters: by the states that each counts for.  program: which one's state is bound, and as it was left; or None.
+    """
+
+    def __init__(
+        self,
+        world: Callable[[], World],
+        ranks: Ranks,
+        modules: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+    ):
+        self.placement, self._make_world = ranks.placement, world
+        self.ranks, self.modules, self.optimizers = ranks, modules, optimizers
+        self.random = Stream()
+        self.moved: dict[str, Moved] = {}  # by path
+        self.counters: dict[tuple[Any, ...], Counter] = {}
+        self.program: object = None
+        self._bound: Bound | None = None
+        self._stateless: str | None = None  # see ``stateless``; None: look
+        self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
+        self._watch: ModulesWatch | None = None
+        self._found: dict[str, Found] = {}
+        self.is_started = False
+
+    @cached_property
+    def world(self) -> World:
+        return self._make_world()
+
+    @cached_property
+    def first_values(self) -> FirstValues:
+        return FirstValues(self.world)
+
+    def take_over(self, other: State) -> None:
+        """Go on as ``other``, of whose tensors this one's are copies, or which they are."""
+        here, there = self.tensors(), other.tensors()
+        self.random = copy.copy(other.random)
+        self.moved = {
+            path: replace(moved, tensor=TensorRef(here[path].tensor))
+            for path, moved in other.moved.items()
+            if path in here and path in there and moved.tensor.is_of(there[path].tensor)
+        }
+        why = other.why_torn()
+        if why:
+            self.tear(why)
+
+    def meet(self) -> None:
+        """Have a world from here on.  Every rank calls it."""
+        assert self.world is not None
+
+    @property
+    def under_way(self) -> str:
+        """See ``World.under_way``."""
+        return self.world.under_way if "world" in vars(self) else ""
+
+    # ---- what there is
+
+    def tensors(self) -> dict[str, Found]:
+        """Parameters and buffers by path; the same object as long as nothing has changed."""
+        if self._watch is None or not self._watch.holds():
+            self._found = tree.tensors(self.modules)
+            self._watch = ModulesWatch(self.modules, self._found)
+        return self._found
+
+    def nd_of(self, tensor: Tensor) -> Nd:
+        """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
+        if isinstance(tensor, DTensor):
+            return nd_on(tensor, self.placement, "a parameter or buffer")
+        known = annotation(tensor)
+        if known is not None and known[0] == self.placement:
+            return known[1]
+        return (B,) * len(self.placement.names)
+
+    def given(self, entry: Found) -> Nd:
+        """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
+        check_held(entry, self.placement)
+        nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
+        return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
+
+    def nds(self, found: Mapping[str, Found]) -> tuple[Nd, ...]:
+        """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""
+        now = (found, annotation_count())
+        if self._nds is None or self._nds[0][0] is not found or self._nds[0][1] != now[1]:
+            self._nds = (now, tuple(map(self.given, found.values())))
+        return self._nds[1]
+
+    def placed(self, found: Mapping[str, Found], specs: Sequence[Spec]) -> dict[Role, Nd]:
+        """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""
+        placed = {Role(entry.kind, path): self.given(entry) for path, entry in found.items()}
+        for spec in specs:
+            param = found[spec.param]
+            if spec.shape and spec.shape == tuple(param.tensor.shape):
+                placed[Role("state", spec.param, spec.key)] = placed[Role("param", spec.param)]
+        return placed
+
+    # ---- the first call
+
+    def check_real(self) -> None:
+        """Raise ConfigError for a parameter or buffer without values, PlacementError for a device that is not there."""
+        check_device(self.placement)
+        for entry in self.tensors().values():
+            check_real(entry.tensor, f"{entry.kind} {entry.path}")
+
+    def start(self, schedulers: Sequence[Any] = ()) -> None:
+        """Once per Graph: hyperparameters, a loaded seed and the list of existing states are rank 0's.  Every rank
+        calls it.
+
+        So are the numbers that schedulers go by, ``base_lrs`` and ``last_epoch``.
+        """
+        if self.is_started:
+            return
+        names = tree.names(self.tensors())
+        (seed, step), theirs = self.ranks.share(
+            lambda: ((self.random.seed, self.random.step), decisions_of(self.optimizers, schedulers, names))
+        )
+        self.random.set(seed, step)
+        self.is_started = True
+        if self.ranks.active:
+            follow(theirs, self.optimizers, schedulers, names)
+
+    # ---- what is bound
+
+    def invalidate(self) -> None:
+        """Bind anew at the next call: somebody has replaced or rewritten tensors."""
+        self._bound = self._stateless = self.program = None
+
+    def hold(self, bound: Bound) -> None:
+        """``bound`` is what a program reads and writes, when ``settle`` has been called."""
+        self._bound, self.program = bound, None
+
+    def settle(self, program: object) -> None:
+        """Take what is bound for ``program`` as true: from here on another tensor, or another storage, is a change."""
+        bound, self._stateless = self._bound, None
+        assert bound is not None
+        bound.found = self.tensors()
+        bound.params = [entry.tensor for entry in bound.found.values() if entry.kind == "param"]
+        bound.watch = StatesWatch(self.optimizers, bound.states, [counter.copies for counter in bound.counters])
+        self.program = program
+
+    # ---- values of no whole number of steps
+
+    def tear(self, why: str, paths: Container[str] | None = None) -> None:
+        """Mark what a step, or a load, writes as ``torn``.  paths: of the parameters and buffers; all if None.
+
+        A buffer that no state dict has is left out: none could bring it back.
+        """
+        found = [entry for path, entry in self.tensors().items() if paths is None or path in paths]
+        torn.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
+        torn.mark(self._states(), why)
+
+    def why_torn(self) -> str:
+        """What has happened to the first torn tensor, or nothing."""
+        if not torn.is_marked():
+            return ""
+        held = chain((entry.tensor for entry in self.tensors().values()), self._states())
+        return next(filter(None, map(torn.of, held)), "")
+
+    def _states(self) -> Iterator[Tensor]:
+        """The tensors in optimizers' states of parameters of this Graph."""
+        ours = {id(entry.tensor) for entry in self.tensors().values()}
+        for optimizer in self.optimizers:
+            for param, held in optimizer.state.items():
+                if id(param) in ours:
+                    yield from (x for x in held.values() if isinstance(x, Tensor))
+
+    # ---- every call
+
+    def look(self) -> tuple[dict[str, Found], bool]:
+        """``tensors()``, and whether what is bound is as it was left: nobody has put other tensors in place of bound
+        ones, or written to a step counter.  If it is not, nothing is bound any more."""
+        found, bound = self.tensors(), self._bound
+        is_whole = bound is not None and bound.found is found and bound.watch is not None and bound.watch.hold()
+        if not is_whole:
+            self.invalidate()
+        return found, is_whole
+
+    def before(self) -> None:
+        """Read pieces that are no views from the whole tensors."""
+        if self._bound is not None and self._bound.copies:
+            torch._foreach_copy_([own for _, own in self._bound.copies], [place for place, _ in self._bound.copies])
+
+    def after(self, training: bool, drew: bool) -> None:
+        """Make the user's tensors true: pieces written back, counters, gradients gone; count the step."""
+        bound = self._bound
+        assert bound is not None and bound.watch is not None
+        if training:
+            deque(map(setattr, bound.params, repeat("grad"), repeat(None)), maxlen=0)
+            for counter in bound.counters:
+                counter.flush()
+            bound.watch.settle()
+        if bound.copies:
+            torch._foreach_copy_([place for place, _ in bound.copies], [own for _, own in bound.copies])
+        for optimizer, param, key, made in bound.births:
+            optimizer.state[param][key] = made
+        if bound.births:
+            self.invalidate()  # the next step is another: it finds this state
+        self.random.step += training or drew
+
+    def has_state(self, optimizer: int, path: str) -> bool:
+        """Whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
+        held = self.optimizers[optimizer].state.get(self._found[path].tensor, {})
+        return any(isinstance(x, Tensor) and not x.is_meta for x in held.values())
+
+    def stateless(self) -> str:
+        """The parameters for which an optimizer holds no state: ranks must agree on them."""
+        if self._stateless is None:
+            names = tree.names(self._found)
+            held = [
+                (i, names.get(id(p), ""))
+                for i, o in enumerate(self.optimizers)
+                for g in o.param_groups
+                for p in g["params"]
+            ]
+            without = (f"optimizer {i}: {path}" for i, path in held if path and not self.has_state(i, path))
+            self._stateless = ", ".join(without)
+        return self._stateless
+
+    def counter_layout(self, names: Mapping[int, str]) -> tuple[Any, ...]:
+        """Which parameters' 0-d states differ inside a group; () while all are equal.  Capture depends on it."""
+        odd = []
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                held: dict[str, dict[str, float]] = {}
+                for param in group["params"]:
+                    for key, x in optimizer.state.get(param, {}).items():
+                        if isinstance(x, Tensor) and not (x.dim() or x.is_meta) and (param.dim() or key == "step"):
+                            held.setdefault(key, {})[names.get(id(param), "")] = float(x)
+                for key, by_name in held.items():
+                    classes = {number: at for at, number in enumerate(dict.fromkeys(by_name.values()))}
+                    if len(classes) > 1:
+                        odd.append((i, j, key, tuple((name, classes[number]) for name, number in by_name.items())))
+        return tuple(odd)

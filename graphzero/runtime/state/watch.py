@@ -1,0 +1,246 @@
+"""Whether somebody has changed modules, or put other tensors into optimizer states, since a program was bound.
+
+Every call asks, and nothing that a user may do between two calls announces itself.  But Python counts the writes to a
+dict: what dicts hold is looked at again only where that count has changed, and where tensors lie in loops that run in
+C.  What a change leads to is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, is_not, itemgetter, ne
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from graphzero import _compat
+from graphzero.runtime.state.modules import Found, hooks, mode, storage, walk
+
+_DICT, _VERSION = map(attrgetter, ("__dict__", "_version"))
+_HELD = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_held = itemgetter(*_HELD, *_HOOKS)  # the dicts in a module's own
+
+
+class ModulesWatch:
+    """Modules and their parameters and buffers, as they are when this is made.
+
+    Of a module: its class, mode and hooks, a ``forward`` of its own, and what stands under which name in it.  Of a
+    tensor: its class and dtype, where and how its values lie, ``requires_grad`` and hooks.  What the values are does
+    not count.
+
+    Raises CaptureError for tensors of a lazy module, which have no shape yet.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[str, Found]) -> None:
+        every = [module for _, module in walk(modules)]
+        self._plain = PlainModules([module for module in every if _is_plain(module)])
+        self._others = [module for module in every if not _is_plain(module)]
+        self._facts = list(map(_slowly, self._others))
+        tensors = [entry.tensor for entry in found.values()]
+        for tensor in tensors:
+            storage(tensor)
+        self._storages, self._layouts, self._hooks = Storages(tensors), Layouts(tensors), TensorHooks(tensors)
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            self._plain.hold()
+            and (not self._others or same_tensors(list(map(_slowly, self._others)), self._facts))
+            and self._storages.hold()
+            and self._layouts.hold()
+            and self._hooks.hold()
+        )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether what a module holds stands in dicts of its own, as it does but in TorchScript."""
+    own = vars(module)
+    return "training" in own and all(isinstance(own.get(name), dict) for name in _HELD)
+
+
+def _slowly(module: nn.Module) -> tuple[Any, ...]:
+    named = module.named_parameters(recurse=False), module.named_buffers(recurse=False), module.named_children()
+    return type(module), mode(module), *map(list, named)
+
+
+class PlainModules:
+    """Class, mode, hooks, ``forward`` and entries of modules.  Those written to since the last look are looked into."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._classes = modules, list(map(type, modules))
+        self._facts = list(map(self._look, modules))
+        self._writes: list[int] = []
+        self._note()
+
+    def hold(self) -> bool:
+        if (
+            any(self._empty)
+            or list(map(type, self._modules)) != self._classes
+            or list(map(tuple, self._ordered)) != self._orders
+        ):
+            return False
+        writes, written = self._count(), set(range(len(self._modules)))
+        if _compat.COUNTS_ATTRIBUTES:
+            if writes == self._writes:
+                return True
+            written = set(compress(self._owners, map(ne, writes, self._writes)))
+        if not same_tensors([self._look(self._modules[i]) for i in written], [self._facts[i] for i in written]):
+            return False
+        self._writes = writes
+        if any(any(map(is_not, _held(vars(self._modules[i])), self._held[i])) for i in written):
+            self._note()  # the same entries in other dicts
+        return True
+
+    @staticmethod
+    def _look(module: nn.Module) -> list[Any]:
+        own = vars(module)
+        parameters, buffers, children, *hooks = _held(own)
+        named = dict(parameters), dict(buffers), list(children.items())  # the order of children counts too
+        return [own["training"], own.get("forward"), *named, *map(tuple, hooks)]
+
+    def _note(self) -> None:
+        """Where writes are to be counted, and how many there have been."""
+        self._held = [_held(vars(module)) for module in self._modules]
+        dicts = [(i, held) for i, several in enumerate(self._held) for held in several]
+        self._empty = [held for _, held in dicts if not held]
+        self._filled = [held for _, held in dicts if held]
+        self._owners = [*range(len(self._modules)), *(i for i, held in dicts if held)]
+        self._ordered = [held for held in self._filled if type(held) is not dict]  # a new order is no write to a dict
+        self._orders = list(map(tuple, self._ordered))
+        self._writes = self._count()
+
+    def _count(self) -> list[int]:
+        return list(map(_compat.dict_version, chain(map(_DICT, self._modules), self._filled)))
+
+
+class _NoTwoTensors(TorchFunctionMode):
+    """Within, a comparison of two tensors raises; containers do not compare what is the same object."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError("two tensors are compared")
+
+
+def same_tensors(a: Any, b: Any) -> bool:
+    """``a == b`` for containers, in which a tensor equals itself alone, whatever its values."""
+    with _NoTwoTensors():
+        try:
+            return bool(a == b)
+        except Exception:  # two tensors, or others that cannot be compared
+            return False
+
+
+class Storages:
+    """Where the values of tensors begin, of DTensors those of this process' pieces."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self._plain = [x for x in tensors if not _compat.is_dtensor(x)]
+        self._sharded = [x for x in tensors if _compat.is_dtensor(x)]
+        self._begin = self._look()
+
+    def hold(self) -> bool:
+        return self._begin == self._look()
+
+    def _look(self) -> list[int]:
+        return list(map(Tensor.data_ptr, chain(self._plain, map(_compat.local_of_dtensor, self._sharded))))
+
+
+class Layouts:
+    """Class, dtype, shape and strides of tensors, and ``requires_grad``."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._known = tensors, self._look(tensors)
+        self._are_alike = _compat.alike(tensors)
+
+    def hold(self) -> bool:
+        if self._are_alike(*self._tensors):
+            return True
+        if self._look(self._tensors) != self._known:
+            return False
+        self._are_alike = _compat.alike(self._tensors)  # autocast has been turned on or off
+        return True
+
+    @staticmethod
+    def _look(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+        return [(type(x), x.dtype, x.shape, x.stride(), x.requires_grad) for x in tensors]
+
+
+class TensorHooks:
+    """Hooks of tensors.  torch numbers the hooks of everything in one sequence: while that stands, none has come."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._known = tensors, list(map(hooks, tensors))
+        self._hooked = [(x, held) for x, held in zip(tensors, self._known, strict=True) if held]
+        self._next = RemovableHandle.next_id
+
+    def hold(self) -> bool:
+        if self._next != RemovableHandle.next_id:
+            if list(map(hooks, self._tensors)) != self._known:
+                return False
+            self._next = RemovableHandle.next_id
+        return all(hooks(x) == held for x, held in self._hooked)
+
+
+class StatesWatch:
+    """The tensors that a program has bound in ``optimizer.state``, and the counters whose values it keeps beside.
+
+    states: of (optimizer, path), the parameter, its dict in ``optimizer.state``, and which keys of it are bound.
+    counters: tensors that change whenever one of them is written to.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        states: Mapping[tuple[int, str], tuple[Tensor, dict[str, Any], Sequence[str]]],
+        counters: Sequence[Tensor],
+    ) -> None:
+        self._optimizers = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
+        by_keys: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for _, held, keys in states.values():
+            by_keys.setdefault(tuple(keys), []).append(held)
+        self._bound = [(itemgetter(*keys), dicts) for keys, dicts in by_keys.items()]
+        self._all_dicts = all(isinstance(held, dict) for _, held, _ in states.values())
+        self._held, self._writes = self._now(), self._count()
+        self._storages = Storages([held[key] for _, held, keys in states.values() for key in keys])
+        self._counters = counters
+        self.settle()
+
+    def settle(self) -> None:
+        """The counters' values are as they should be."""
+        self._versions = sum(map(_VERSION, self._counters))  # of the same tensors it only grows
+
+    def hold(self) -> bool:
+        """Whether the same tensors are there, their values where they were, and nobody has written to a counter."""
+        return self._same_entries() and self._storages.hold() and self._versions == sum(map(_VERSION, self._counters))
+
+    def _same_entries(self) -> bool:
+        writes = self._count()
+        if writes and writes == self._writes:
+            return True
+        for optimizer, known in self._optimizers:
+            state = optimizer.state
+            if not (same_tensors(list(state), list(known)) and all(map(is_, state.values(), known.values()))):
+                return False
+        try:
+            now = self._now()
+        except KeyError:
+            return False
+        if not same_tensors(now, self._held):
+            return False
+        self._writes = writes
+        return True
+
+    def _count(self) -> list[int]:
+        """Writes to all dicts of states; empty where some are no dicts."""
+        states: list[dict[Any, Any]] = [optimizer.state for optimizer, _ in self._optimizers]
+        if not all(isinstance(state, dict) for state in states) or not self._all_dicts:
+            return []
+        return list(map(_compat.dict_version, chain(states, *(dicts for _, dicts in self._bound))))
+
+    def _now(self) -> list[list[Any]]:
+        return [list(map(held, dicts)) for held, dicts in self._bound]

@@ -1,0 +1,115 @@
+"""A DTensor made whole, or given another SBP.
+
+Between CPU tensors by what the ranks of a placement talk through (``communicator``), so that a rank that stops on the
+way wakes the others as in a step; every rank of the placement calls it then, within ``agree.Together``.  On other
+devices, and where autograd follows, by torch: but for a dim that several axes cut and one of them in sections, whose
+pieces it puts together in another order than it cut them.  Those are gathered and joined here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphzero.runtime.tensors.shards import coordinates, is_whole, join, local_of, local_shape, piece, wrap
+from graphzero.runtime.transport.communicator import communicator
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.sbp.dtensor import nd_of_dtensor, to_placements
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import B, Nd
+
+
+def whole(x: DTensor, placement: Placement) -> Tensor:
+    """All values of ``x`` as a plain tensor, which may be its own storage; every rank of ``placement`` calls it."""
+    nd = nd_of_dtensor(x)
+    if not (_is_ours(x) or _nests_sections(nd)):
+        return x.full_tensor().detach()
+    return _moved(x, (B,) * len(nd), placement)
+
+
+def resplit(x: DTensor, nd: Nd, placement: Placement) -> DTensor:
+    """The same values as ``nd`` says; every rank of ``placement`` calls it."""
+    now = nd_of_dtensor(x)
+    if now == nd:
+        return x
+    if not (_is_ours(x) or _nests_sections(now) or _nests_sections(nd)):
+        return x.redistribute(placements=to_placements(nd))
+    return wrap(_moved(x, nd, placement), x.device_mesh, nd, x.shape)
+
+
+def _is_ours(x: DTensor) -> bool:
+    is_followed = torch.is_grad_enabled() and x.requires_grad
+    return local_of(x).device.type == "cpu" and not has_fake_world() and not is_followed
+
+
+def _nests_sections(nd: Nd) -> bool:
+    dims = [sbp.dim for sbp in nd if sbp.is_split]
+    return any(sbp.is_split and sbp.sections > 1 and dims.count(sbp.dim) > 1 for sbp in nd)
+
+
+def _moved(x: DTensor, nd: Nd, placement: Placement) -> Tensor:
+    """This rank's piece of ``x`` as ``nd`` says: what the axes concerned have cut is gathered, joined, and cut anew."""
+    now, mesh, local = nd_of_dtensor(x), x.device_mesh, local_of(x)
+    axes = _concerned(now, nd)
+    kept = {sbp.dim for axis, sbp in enumerate(now) if axis not in axes and sbp.is_split}
+    shape = tuple(local.shape[dim] if dim in kept else size for dim, size in enumerate(x.shape))
+    apart = [axis for axis in axes if not now[axis].is_broadcast]
+    found = _joined(local, shape, now, mesh, apart, placement)
+    if is_whole(nd):
+        return found
+    place = mesh.mesh.flatten().tolist().index(dist.get_rank())
+    at, sizes = coordinates(tuple(mesh.shape), place), [mesh.size(axis) for axis in axes]
+    own = sum(at[axis] * prod(sizes[i + 1 :]) for i, axis in enumerate(axes))
+    mine = piece(found, tuple(nd[axis] for axis in axes), tuple(sizes), own)
+    return mine.clone(memory_format=torch.contiguous_format)
+
+
+def _concerned(now: Nd, nd: Nd) -> list[int]:
+    """The axes whose SBP changes, and those that cut a dim together with one of these."""
+    changed = [axis for axis, pair in enumerate(zip(now, nd, strict=True)) if pair[0] != pair[1]]
+    dims = {sbp.dim for axis in changed for sbp in (now[axis], nd[axis]) if sbp.is_split}
+    return [axis for axis, sbp in enumerate(now) if axis in changed or (sbp.is_split and sbp.dim in dims)]
+
+
+def _joined(
+    local: Tensor, shape: Sequence[int], now: Nd, mesh: DeviceMesh, axes: Sequence[int], placement: Placement
+) -> Tensor:
+    """The tensor of ``shape`` that some axes have cut, of all their ranks' pieces."""
+    nd, hierarchy = tuple(now[axis] for axis in axes), tuple(mesh.size(axis) for axis in axes)
+    count = prod(hierarchy)
+    if count == 1:
+        return local
+    room = prod(local_shape(shape, nd, hierarchy, 0))  # no rank's piece is larger
+    found = local.new_zeros(1, room)
+    found[0, : local.numel()] = local.reshape(-1)
+    for axis in reversed(axes):
+        found = _gathered(found, mesh, axis, placement).view(-1, room)
+    shapes = [local_shape(shape, nd, hierarchy, position) for position in range(count)]
+    return join([x[: prod(size)].view(size) for x, size in zip(found, shapes, strict=True)], nd, hierarchy)
+
+
+def _gathered(mine: Tensor, mesh: DeviceMesh, axis: int, placement: Placement) -> Tensor:
+    """Every rank's ``mine`` along one axis, one after the other."""
+    ranks = mesh.size(axis)
+    found = mine.new_empty(ranks, *mine.shape)
+    if ranks == 1 or not mine.numel():
+        return found.copy_(mine)
+    if mine.device.type != "cpu" or has_fake_world():
+        dist.all_gather(list(found.unbind()), mine, group=mesh.get_group(axis))
+        return found
+    pairs = communicator(placement.ranks.ravel().tolist()).pairs(_line(mesh, axis))
+    pairs.begin("all_gather", found.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), "sum").wait()
+    return found
+
+
+def _line(mesh: DeviceMesh, axis: int) -> list[int]:
+    """The ranks that this one meets along an axis, in its order."""
+    at = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
+    line: list[int] = mesh.mesh.movedim(axis, 0)[(slice(None), *at[:axis], *at[axis + 1 :])].tolist()
+    return line

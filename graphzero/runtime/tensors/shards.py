@@ -1,0 +1,130 @@
+"""Whole tensors and the pieces that ranks hold: cut, join, shapes, and pieces wrapped as DTensors.
+
+A *position* is a rank's place in the placement, flattened: 0 .. size-1.  Where pieces begin is ``sbp.local``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphzero import _compat
+from graphzero.errors import PlacementError
+from graphzero.sbp.dtensor import to_placements
+from graphzero.sbp.local import cut, cuts, joined, piece_shape
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.reductions import REDUCTIONS
+from graphzero.sbp.types import Nd
+
+
+def coordinates(hierarchy: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """Where a position stands, one number per axis (row-major)."""
+    found = []
+    for i in range(len(hierarchy)):
+        inner = prod(hierarchy[i + 1 :])
+        found.append(position // inner % hierarchy[i])
+    return tuple(found)
+
+
+def is_whole(nd: Nd) -> bool:
+    """Whether every rank holds the whole tensor."""
+    return all(sbp.is_broadcast for sbp in nd)
+
+
+def local_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """Shape of the piece at ``position``."""
+    return piece_shape(shape, nd, hierarchy, coordinates(hierarchy, position))
+
+
+def global_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> tuple[int, ...]:
+    """Global shape of a value of which every rank holds a piece of ``shape``."""
+    found = list(shape)
+    for sbp, ranks in zip(nd, hierarchy, strict=True):
+        if sbp.is_split:
+            found[sbp.dim] *= ranks
+    return tuple(found)
+
+
+def piece(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
+    """The piece at ``position``: a view of ``whole`` but where it is cut in sections, or partial on another rank."""
+    at = coordinates(hierarchy, position)
+    found = cut(whole, nd, hierarchy, at)
+    for sbp, place in zip(nd, at, strict=True):
+        if sbp.is_partial and sbp.reduction == "sum" and place > 0:
+            return torch.zeros_like(found)
+    return found
+
+
+def join(pieces: Sequence[Tensor], nd: Nd, hierarchy: tuple[int, ...]) -> Tensor:
+    """The whole tensor of all ranks' pieces, innermost axis first; with B everywhere it is the first piece itself."""
+    current = list(pieces)
+    sections = {axis: count for axis, _, count in cuts(nd, hierarchy)}
+    for axis, (sbp, ranks) in reversed(list(enumerate(zip(nd, hierarchy, strict=True)))):
+        groups = [current[i : i + ranks] for i in range(0, len(current), ranks)]
+        if axis in sections:
+            current = [joined(group, sbp.dim, sections[axis]) for group in groups]
+        elif sbp.is_partial:
+            current = [reduce(REDUCTIONS[sbp.reduction], group) for group in groups]
+        else:
+            current = [group[0] for group in groups]
+    return current[0]
+
+
+# ---- DTensor
+
+
+@lru_cache(maxsize=4096)
+def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def wrap(local: Tensor, mesh: DeviceMesh, nd: Nd, shape: Sequence[int]) -> DTensor:
+    """The DTensor of global ``shape`` of which this rank holds ``local``; no communication, uneven pieces allowed."""
+    shape = torch.Size(shape)
+    found: DTensor = DTensor.from_local(
+        local, mesh, to_placements(nd), run_check=False, shape=shape, stride=_dense_stride(tuple(shape))
+    )
+    return found
+
+
+def position_of(placement: Placement) -> int:
+    """Where this process stands in a real placement, flattened."""
+    flat: list[int] = placement.ranks.ravel().tolist()
+    return flat.index(dist.get_rank())
+
+
+def as_dtensor(whole: Tensor, placement: Placement, nd: Nd) -> DTensor:
+    """The DTensor that holds this rank's piece of ``whole``, in storage of its own unless it is all of it."""
+    position = position_of(placement)
+    local = piece(whole, nd, placement.hierarchy, position)
+    if not is_whole(nd):
+        local = local.clone(memory_format=torch.contiguous_format)
+    assert tuple(local.shape) == local_shape(whole.shape, nd, placement.hierarchy, position)
+    return wrap(local, placement.mesh(), nd, whole.shape)
+
+
+def check_mesh(x: DTensor, placement: Placement, what: str) -> None:
+    """Raise PlacementError unless ``x`` lies on the ranks of ``placement``, arranged as they are."""
+    mesh = x.device_mesh
+    if placement.virtual:
+        raise PlacementError(
+            f"{what} is a DTensor, but {placement!r} is virtual: its ranks all live in this process; pass the whole "
+            "plain tensor, or annotate it with gz.to_global(x, placement=..., sbp=...)"
+        )
+    if tuple(mesh.shape) != placement.hierarchy or mesh.mesh.flatten().tolist() != placement.ranks.ravel().tolist():
+        raise PlacementError(
+            f"{what} is a DTensor on ranks {mesh.mesh.tolist()}, the graph runs on {placement.ranks.tolist()}; build "
+            "the Graph with Graph(placement=x.device_mesh), or redistribute the tensor"
+        )
+
+
+def local_of(x: Tensor) -> Tensor:
+    """What this process holds of ``x``: a DTensor's piece, a plain tensor itself; detached, same storage."""
+    return _compat.local_tensor(x).detach()

@@ -1,0 +1,127 @@
+"""Whether other ranks' processes live, and which connections a process has inherited and must leave alone.
+
+A connection says that its other end is gone only when nobody holds that end any more; a process that the other rank has
+forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on
+its own host, in a thread that sleeps in the kernel until one of them ends.  And what a process has inherited by a fork
+belongs to the rank that forked it: connections of Python's are closed in the child, and a Graph refuses to run there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from graphzero.errors import GraphZeroError
+from graphzero.runtime.transport import peer_memory
+
+_GRACE = 1.0  # seconds in which what an ended rank has sent may still arrive
+
+
+def whereabouts() -> tuple[str | None, int]:
+    """Of this process: what it has in common with those whose ids it can use, and its id."""
+    return peer_memory.namespace(), os.getpid()
+
+
+class Waiting:
+    """What the main thread waits for: nothing (None), everybody (-1), or a rank.  number: changes with each wait."""
+
+    def __init__(self) -> None:
+        self.on: int | None = None
+        self.number = 0
+
+    def begin(self, on: int) -> None:
+        self.number += 1
+        self.on = on
+
+    def end(self) -> None:
+        self.on = None
+
+
+class Lives:
+    """The processes of the other ranks on this host.
+
+    ended: those ranks that have.  known: those that are watched.
+    """
+
+    def __init__(
+        self, places: Mapping[int, tuple[str | None, int]], waiting: Waiting, hang_up: Callable[[int], None],
+        give_up: Callable[[], None],
+    ):  # fmt: skip
+        """places: ``whereabouts`` by rank.  Called in another thread: hang_up, with each rank that has ended; give_up,
+        where this one goes on to wait for such a rank, or for everybody."""
+        self.ended: set[int] = set()
+        self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
+        self._files: dict[int, int] = {}
+        here, own = whereabouts()
+        for rank, (host, process) in places.items():
+            if host == here and here is not None and process != own:
+                with suppress(OSError, AttributeError):  # ended before, or no such call on this system
+                    self._files[os.pidfd_open(process)] = rank
+        self.known = frozenset(self._files.values())
+        if self._files:
+            threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for file in self._files:
+            poll.register(file, select.POLLIN)
+        numbers: dict[int, int] = {}  # ended rank -> the wait in which that was seen last
+        while True:
+            events = poll.poll(_GRACE * 1e3 if numbers else None)
+            for file, _ in events:
+                poll.unregister(file)
+                rank = self._files[file]
+                self.ended.add(rank)
+                self._hang_up(rank)
+                numbers[rank] = 0
+            if not events:
+                self._look(numbers)
+
+    def _look(self, numbers: dict[int, int]) -> None:
+        """Give up what has been waited for since an earlier look."""
+        for rank, number in numbers.items():
+            on, now = self._waiting.on, self._waiting.number
+            if on in (-1, rank) and number == now:
+                self._give_up()
+            numbers[rank] = now
+
+
+_inherited: Any = None  # the default process group of the process that this one was forked from
+_forked_from = -1
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(one: socket.socket) -> None:
+    """A forked process does not keep this connection."""
+    _sockets.add(one)
+
+
+def check_own_process() -> None:
+    """Raise GraphZeroError in a process that was forked from a rank's and has not made a process group of its own."""
+    if _inherited is not None and dist.group.WORLD is _inherited:
+        raise GraphZeroError(
+            f"this process was forked from that of rank {_forked_from}, whose process group and connections belong to "
+            "that process: a Graph of several ranks, or a collective, cannot run here. Use Graphs in the process that "
+            "init_process_group was called in; a DataLoader's dataset and collate_fn must not"
+        )
+
+
+def _in_child() -> None:
+    global _inherited, _forked_from
+    for one in list(_sockets):
+        with suppress(OSError):
+            one.close()
+    if dist.is_available() and dist.is_initialized():
+        _inherited, _forked_from = dist.group.WORLD, dist.get_rank()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,340 @@
+"""What the ranks of one placement talk and send through; a failure of one rank travels through it to all.
+
+The protocol, for all connections that some ranks have between them (as in MPI's User-Level Failure Mitigation, a
+communicator is revoked as a whole, and renewed by all who go on):
+
+1.  Connections have a generation g.  They are made when all ranks have come to g, and used by one call at a time.
+2.  A rank whose call raises what the others do not raise too *revokes* g: it writes a notice under g into the job's
+    store, then closes all its connections of g.  Then it raises its error.
+3.  Whoever waits for it is woken by the closed connection, finds the notice, closes its own connections, so that
+    those wake up who wait for it, and raises the notice as its error.
+4.  A rank that has ended leaves no notice.  Whoever is woken asks which connections are closed, writes a notice of
+    that, and goes on as in 3.  A rank that has waited for the job's timeout does the same with those that do not wait.
+5.  Whoever has not waited goes on with its step: all that it reads was sent by ranks that had not stopped.  Its next
+    wait, at the latest for the agreement of its next call, is on a closed connection: 3.
+6.  Who has revoked g begins its next call in g + 1.  Every rank revokes g once, whatever happened.
+
+Races.  *Two ranks fail at once*: both write; readers take the first notice.  *A failure before anything is sent, or
+after all is*: 5.  *Late messages of a former step*: they are on connections of a former generation, which nobody reads.
+*A piece of memory is read while its owner stops*: it closes its connections before it touches the piece again, and who
+reads looks afterwards whether they are open (``neighbours``).  *A failure while ranks come to g + 1*: its notice is
+under g + 1, where they look while they wait.  *A rank ends between its coming and its connecting*: the others'
+connecting runs into the job's timeout.  *The store is gone with the rank that holds it*: what each rank sees itself
+must do.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.errors import RankError
+from graphzero.runtime.transport import meeting, peer_memory
+from graphzero.runtime.transport.alive import Lives, Waiting, check_own_process, whereabouts
+from graphzero.runtime.transport.notices import Board, Notice, describe
+from graphzero.runtime.transport.pairs import Link, Pairs, Sockets
+from graphzero.runtime.transport.teardown import before_tear_down
+
+_LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+_ENDING = 1.0  # seconds for others to write a notice
+_UNSURE = 3.0  # seconds for others to find out why a connection is closed
+
+
+class Communicator:
+    """The connections of some ranks of the world, all of which make it.
+
+    ids: their global numbers, ascending.  limit: seconds to wait for another rank, the job's timeout.
+    generation: how often it has been revoked.  label, number: of the call under way.
+    """
+
+    def __init__(self, ids: Sequence[int], nth: int) -> None:
+        """``nth``: how many of these ranks this process has had before."""
+        self.ids, self.rank = list(ids), dist.get_rank()
+        self.own = self.ids.index(self.rank)
+        self.limit = _compat.timeout_of(_world())
+        self.generation, self.label, self.number = 0, "", 0
+        self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
+        self._waiting = Waiting()
+        self._lives: Lives | None = None
+        self._is_acquainted = False
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._pairs: dict[tuple[int, ...], Pairs] = {}
+
+    def begin(self, label: str) -> None:
+        """A call begins."""
+        self.label = label
+        self.number += 1
+        self._waiting.end()  # whatever a former call was interrupted in
+
+    # ---- connections
+
+    def group(self, ids: Sequence[int] = ()) -> Any:
+        """A gloo connection of all ranks, or of some, who all ask for it, in the order of ``ids``."""
+        wanted = tuple(ids) or tuple(self.ids)
+        if wanted not in self._groups:
+            everybody = tuple(self.ids)
+            if everybody not in self._groups:
+                self._come()
+                self._groups[everybody] = self._connect(everybody)
+            if not self._is_acquainted:
+                self._is_acquainted = True
+                places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
+                self._lives = Lives(places, self._waiting, self._hang_up, self._break_groups)
+            if wanted not in self._groups:
+                self._groups[wanted] = self._connect(wanted)
+        return self._groups[wanted]
+
+    def _hang_up(self, rank: int) -> None:
+        for pairs in list(self._pairs.values()):
+            pairs.link.hang_up(rank)
+
+    def pairs(self, ids: Sequence[int]) -> Pairs:
+        """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
+        wanted = tuple(ids)
+        if wanted not in self._pairs:
+            obstacles = self._gather(peer_memory.obstacle(), wanted)
+            link: Link | None = meeting.meet(lambda mine: self._gather(mine, wanted), wanted, self.limit)
+            about = f"{_ranks(wanted)} read each other's memory"
+            if link is None:
+                link = Sockets(self.group(wanted), wanted, self._waiting)
+                why = next((f"rank {q}: {text}" for q, text in zip(wanted, obstacles, strict=True) if text), _APART)
+                about = f"{_ranks(wanted)} send through sockets ({why})"
+            _LOG.info("rank %d: %s", self.rank, about)
+            self._pairs[wanted] = Pairs(link, wanted.index(self.rank), about)
+        return self._pairs[wanted]
+
+    def _gather(self, mine: Any, ids: Sequence[int]) -> list[Any]:
+        found = self.all_gather(mine, "all ranks to connect")
+        return [found[self.ids.index(one)] for one in ids]
+
+    def _come(self) -> None:
+        """Wait until all ranks have come to this generation."""
+        store, began, pause = self._generation_store(), time.monotonic(), 1e-3
+        try:
+            store.set(f"here {self.rank}", "1")
+            store.add("here", 1)
+            while store.add("here", 0) < len(self.ids):
+                if store.add("notices", 0) or self._lives and self._lives.ended:
+                    raise self._lost("all ranks to come")
+                if time.monotonic() - began > self.limit:
+                    raise self._lost("all ranks to come", is_silent=True)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        except RuntimeError as error:  # the store's
+            raise self._lost("all ranks to come", error) from error
+
+    def _connect(self, ids: tuple[int, ...]) -> Any:
+        store = _compat.prefixed(f"gloo {','.join(map(str, ids))}", self._generation_store())
+        try:
+            return _compat.gloo(store, ids.index(self.rank), len(ids), self.limit)
+        except RuntimeError as error:
+            raise self._lost("the connections of all ranks", error) from error
+
+    def _generation_store(self) -> Any:
+        return _compat.prefixed(f"generation {self.generation}", self._store)
+
+    # ---- what ranks tell each other
+
+    def all_reduce(self, x: Tensor, what: str) -> None:
+        """``x`` becomes its maximum over all ranks.  Raises RankError; ``what`` says in it what was waited for."""
+        self._wait(lambda group: group.allreduce([x], _MAX), what)
+
+    def broadcast(self, made: Any, first: int, what: str) -> Any:
+        """An object of rank ``first``, on every rank."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()])
+        self.fill(size, first, what)
+        if self.rank != first:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.fill(payload, first, what)
+        return made if self.rank == first else pickle.loads(payload.numpy().tobytes())
+
+    def fill(self, x: Tensor, first: int, what: str) -> None:
+        """``x``, dense and of a dtype that gloo knows, takes the values that rank ``first`` has in it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ids.index(first), 0
+        self._wait(lambda group: group.broadcast([x], options), what)
+
+    def all_gather(self, mine: Any, what: str) -> list[Any]:
+        """Every rank's object, in ascending order of ranks."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([payload.numel()]), what)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        found = self._all_gather(padded, what)
+        return [pickle.loads(x[: int(size)].numpy().tobytes()) for x, size in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, x: Tensor, what: str) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in self.ids]
+        self._wait(lambda group: group.allgather([found], [x]), what)
+        return found
+
+    def _wait(self, begin: Callable[[Any], Any], what: str) -> None:
+        group = self.group()
+        self._waiting.begin(-1)
+        try:
+            begin(group).wait()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+        self._waiting.end()
+
+    def _lost(self, what: str, error: RuntimeError | None = None, is_silent: bool = False) -> RankError:
+        """A wait for all has failed."""
+        if error is not None:
+            is_silent = "timed out" in str(error).lower() or "timeout after" in str(error).lower()
+        reason = f": {_last_line(error)}" if error is not None else ""
+        return _Lost(f"rank {self.rank} waited for {what}, and the connection is gone{reason}", what, is_silent)
+
+    # ---- failures
+
+    def revoke(self, error: BaseException) -> BaseException:
+        """End this generation because of ``error``, on this rank now and on the others when they wait for it.
+
+        Returns what to raise: ``error``, or where it only says that another rank is lost, what that rank says.
+        """
+        board = Board(self._generation_store())
+        raised: BaseException = error
+        try:
+            if isinstance(error, RankError):
+                raised = self._explain(error, board)
+            else:
+                board.write(Notice("stopped", [self.rank], self.label, self.number, describe(error)))
+        finally:  # also where that is interrupted
+            self._break()
+            self.let_go()
+            self.generation += 1
+            self.number = 0
+        return raised
+
+    def let_go(self) -> None:
+        """Of all connections: this rank needs nobody any more."""
+        for pairs in self._pairs.values():
+            pairs.link.close()
+        self._pairs.clear()
+        self._groups.clear()
+
+    def _break(self) -> None:
+        for pairs in self._pairs.values():
+            pairs.link.close()
+        self._break_groups()
+
+    def _break_groups(self) -> None:
+        for group in list(self._groups.values()):
+            _compat.break_gloo(group)
+
+    def _explain(self, error: RankError, board: Board) -> RankError:
+        """What the rank says that stopped; where none has said anything, who has ended, or is silent."""
+        board.mark(self.rank)
+        found = board.first()
+        if found is not None:
+            return RankError(found.told(self.number), found.ranks, found.kind == "silent")
+        if error.is_silent:
+            return self._silent(error, board)
+        gone, began = self._gone(0.0), time.monotonic()
+        while (found := board.first()) is None and not gone:  # who is gone is looked at before each look at the board
+            if time.monotonic() - began > _UNSURE:
+                return error
+            time.sleep(_LONGEST_PAUSE)
+            gone = self._gone(time.monotonic() - began)
+        if found is not None:
+            return RankError(found.told(self.number), found.ranks, found.kind == "silent")
+        what = f"waited for {error.what}, and" if isinstance(error, _Lost) else f"waits for {_ranks(gone)}, which"
+        whose = f"{_ranks(gone)} " if isinstance(error, _Lost) else ""
+        text = (
+            f"rank {self.rank} {what} {whose}{_have(gone)} ended in or before this {self.label}: by an exception (the "
+            "output there says which), killed, or because of fewer calls; every rank must call a Graph equally often"
+        )
+        board.write(Notice("ended", gone, self.label, self.number, text))
+        return RankError(text, gone)
+
+    def _silent(self, error: RankError, board: Board) -> RankError:
+        """The job's timeout is over: whoever waits is woken and says so, the others are what it waits for."""
+        self._break()
+        others = [rank for rank in self.ids if rank != self.rank]
+        deadline, waiting = time.monotonic() + 1.0, board.marked(others)
+        while waiting is not None and len(waiting) < len(others) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            waiting = board.marked(others)
+        late = list(error.ranks) if waiting is None else [rank for rank in others if rank not in waiting]
+        text = (
+            f"rank {self.rank} has waited {self.limit:.0f} s in this {self.label} for {_ranks(late)}, which "
+            f"{'has' if len(late) == 1 else 'have'} not ended: slow, stopped, or in another program. The limit is the "
+            "process group's timeout: init_process_group(timeout=...)"
+        )
+        board.write(Notice("silent", late, self.label, self.number, text))
+        return RankError(text, late, is_silent=True)
+
+    def _gone(self, seconds: float) -> list[int]:
+        """Ranks that have ended.  seconds: since a connection was found closed.  Of a rank of another host that is all
+        one can see; it counts when nobody has said why for a while."""
+        ended, known = (self._lives.ended, self._lives.known) if self._lives is not None else (set(), frozenset())
+        if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
+            return sorted(ended)
+        closed = {ids[i] for ids, group in self._groups.items() for i in _compat.lost_by_gloo(group)}
+        return sorted(closed - known)
+
+
+class _Lost(RankError):
+    """A wait for all ranks that has failed; what: what was waited for."""
+
+    def __init__(self, message: str, what: str, is_silent: bool) -> None:
+        super().__init__(message, (), is_silent)
+        self.what = what
+
+
+_LOG = logging.getLogger("graphzero")
+_APART = "they are on different hosts, in different containers, or the kernel lets no process read another"
+_MAX: Any = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp.MAX
+
+_known: dict[tuple[int, ...], tuple[Any, Communicator]] = {}  # ranks -> (the world it was made in, it)
+_count: dict[tuple[int, ...], int] = {}
+
+
+def communicator(ids: Sequence[int]) -> Communicator:
+    """The one of these ranks."""
+    check_own_process()
+    key = tuple(sorted(ids))
+    found = _known.get(key)
+    if found is None or found[0] is not dist.group.WORLD:
+        nth = _count[key] = _count.get(key, 0) + 1
+        found = _known[key] = (dist.group.WORLD, Communicator(key, nth))
+    return found[1]
+
+
+def _let_go() -> None:
+    for _, one in _known.values():
+        one.let_go()
+    _known.clear()
+
+
+before_tear_down(_let_go)
+
+
+def _world() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1][:200] if str(error).strip() else type(error).__name__
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "the other ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

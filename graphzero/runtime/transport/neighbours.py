@@ -1,0 +1,310 @@
+"""Exchanges between ranks of one host: each reads what it is to get out of the others' memory.
+
+A rank that begins an exchange tells every other one where its piece lies; who has been told, and has begun the same
+exchange, reads the piece and says so.  So bytes are copied once and by the one who needs them, nothing is sent through
+the network stack, and no thread works beside the ones that compute.  What the ranks tell each other goes through Unix
+sockets, of which the kernel also says when the other end is gone.
+
+Reading is done whenever a rank comes by: when it begins or awaits any exchange.
+
+A rank that stops closes its connections before it touches again what others may be reading.  So what has been read
+counts only if the connection is open afterwards.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from graphzero.errors import GraphZeroError, RankError
+from graphzero.runtime.transport import peer_memory
+from graphzero.runtime.transport.alive import close_in_children
+from graphzero.runtime.transport.pairs import Link, Next, Pieces
+from graphzero.runtime.transport.primitives import fold
+
+# (number, address, bytes): the piece of exchange ``number`` lies there; (~number, 0, 0): I read it
+_NOTE = struct.Struct("<qQQ")
+_CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # of a connection; notes may still be in it
+_LONGEST = 2e6  # seconds that a poll can wait
+_PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
+
+
+def nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Exchange:
+    """One exchange under way.
+
+    to_read: ranks whose pieces are not here yet; unread: those that have not read theirs.
+    """
+
+    def __init__(self, link: Neighbours, number: int, sends: Pieces, to_read: set[int], then: Next = None):
+        self.link, self.number, self.sends, self.to_read, self.then = link, number, sends, to_read, then
+        self.unread = {q for q in link.others if sends[q].numel()}
+
+    def offered(self, q: int, address: int) -> None:
+        """Rank q's piece lies at ``address``."""
+        raise NotImplementedError
+
+    def bytes_from(self, q: int) -> int:
+        """How large rank q's piece is."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Until everything has arrived, and everybody has read what is sent."""
+        while self.to_read or self.unread:
+            self.link.advance(self.to_read | self.unread)
+
+
+class _Copy(Exchange):
+    """Pieces go where they are to be."""
+
+    def __init__(self, link: Neighbours, number: int, sends: Pieces, receives: Pieces):
+        super().__init__(link, number, sends, {q for q in link.others if receives[q].numel()})
+        self.receives = receives
+
+    def bytes_from(self, q: int) -> int:
+        return nbytes(self.receives[q])
+
+    def offered(self, q: int, address: int) -> None:
+        self.link.read(q, address, self.receives[q])
+        self.link.check_open(q)
+        self.to_read.discard(q)
+        self.link.tell(q, ~self.number)
+
+
+class _Reduction(Exchange):
+    """Pieces are reduced as they are read, in parts that a processor's cache holds."""
+
+    def __init__(
+        self,
+        link: Neighbours,
+        number: int,
+        sends: Pieces,
+        own: Tensor,
+        out: Tensor,
+        reduction: str,
+        then: Next,
+    ):
+        super().__init__(link, number, sends, set(link.others) if own.numel() else set(), then)
+        self.own, self.out, self.reduction = own, out, reduction
+        self.addresses: dict[int, int] = {}
+
+    def bytes_from(self, q: int) -> int:
+        return nbytes(self.own)
+
+    def offered(self, q: int, address: int) -> None:
+        self.addresses[q] = address
+        if len(self.addresses) < len(self.to_read):
+            return
+        itemsize = self.own.element_size()
+        room = self.link.room(self.own.dtype)
+        step = room.shape[1]
+        for begin in range(0, self.own.numel(), step):
+            own, out = self.own[begin : begin + step], self.out[begin : begin + step]
+            pieces = [own] * (len(self.link.others) + 1)
+            for place, (other, there) in enumerate(self.addresses.items()):
+                pieces[other] = room[place, : own.numel()]
+                self.link.read(other, there + begin * itemsize, pieces[other])
+            fold(pieces, out, self.reduction)
+        for other in self.addresses:
+            self.link.check_open(other)
+            self.link.tell(other, ~self.number)
+        self.to_read.clear()
+
+
+class Neighbours(Link):
+    """The ranks along one axis, all on this host.
+
+    others: their numbers along the axis, this rank's own left out.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], own: int, processes: Sequence[int], sockets: dict[int, socket.socket], limit: float
+    ):
+        """As ``meeting`` connects them.
+
+        ranks: their global numbers, own: this one's along the axis; processes: all their ids; sockets: by the others'
+        numbers along the axis; limit: seconds to wait for another rank.
+        """
+        super().__init__(own, len(ranks))
+        self.ranks, self.own, self.processes, self.sockets = list(ranks), own, list(processes), sockets
+        self.limit = min(limit, _LONGEST)
+        self._under_way: dict[int, Exchange] = {}
+        # (rank, number) -> address and bytes, of what has not begun here
+        self._offers: dict[tuple[int, int], tuple[int, int]] = {}
+        self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")
+        self._gone: set[int] = set()
+        self._poll = select.poll()
+        self._by_file: dict[int, int] = {}
+        self._hangups: dict[int, select.poll] = {}
+        self._room: Tensor | None = None
+        for q, one in sockets.items():
+            one.setblocking(False)
+            close_in_children(one)
+            self._poll.register(one, select.POLLIN)
+            self._by_file[one.fileno()] = q
+            self._hangups[q] = select.poll()
+            self._hangups[q].register(one, _CLOSED)
+
+    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Exchange:
+        return self._begin(_Copy(self, number, sends, receives))
+
+    def reduce(
+        self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None
+    ) -> Exchange:
+        return self._begin(_Reduction(self, number, sends, own, out, reduction, then))
+
+    def _begin(self, made: Exchange) -> Exchange:
+        number = made.number
+        self._under_way[number] = made
+        for q in made.unread:
+            self.tell(q, number, made.sends[q].data_ptr(), nbytes(made.sends[q]))
+        for q in self.others:
+            offer = self._offers.pop((q, number), None) if self._offers else None
+            if offer is not None:
+                self._offered(made, q, *offer)
+        self._end(made)
+        self._listen(0)
+        return made
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """A line of some elements for each other rank."""
+        count = len(self.others)
+        if self._room is None:
+            self._room = torch.empty(count, _PARTS // count // _LINE * _LINE or _LINE, dtype=torch.uint8)
+        return self._room.view(dtype)
+
+    def advance(self, needed: set[int]) -> None:
+        """Wait until a rank tells something.  Raises GraphZeroError where one of the ``needed`` is gone, or silent."""
+        lost = needed & self._gone
+        if lost:
+            raise self._ended(min(lost))
+        if not self._listen(self.limit):
+            if len(self._gone) == len(self.others):
+                raise self._ended(min(needed))
+            raise RankError(
+                f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
+                "is still there: it is slow, stopped, or runs another program. The limit is the process group's "
+                "timeout", [self.ranks[min(needed)]], is_silent=True,
+            )  # fmt: skip
+
+    def _ended(self, q: int) -> RankError:
+        other = self.ranks[q]
+        return RankError(
+            f"rank {self.ranks[self.own]} waits for rank {other}, which has ended; its own output says why. Every rank "
+            "must call a Graph equally often", [other],
+        )  # fmt: skip
+
+    def hang_up(self, rank: int) -> None:
+        """That rank has ended, whoever still holds its end of the connection.  Another thread may say so."""
+        one = self.sockets.get(self.ranks.index(rank)) if rank in self.ranks else None
+        if one is not None:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in self.sockets.values():
+            with suppress(OSError):  # the other one has ended
+                one.shutdown(socket.SHUT_RDWR)  # also where a forked process holds it too
+            one.close()
+        self._gone.update(self.others)
+
+    # ---- what ranks tell each other
+
+    def _listen(self, seconds: float) -> bool:
+        """Take in what has been told, after waiting up to ``seconds`` for anything; whether there was something."""
+        if len(self._gone) == len(self.others):
+            return False
+        events = self._poll.poll(seconds * 1e3)
+        for file, _ in events:
+            self._hear(self._by_file[file])
+        return bool(events)
+
+    def _hear(self, q: int) -> None:
+        try:
+            told = self.sockets[q].recv(256 * _NOTE.size)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            told = b""
+        if not told:
+            self._gone.add(q)
+            self._poll.unregister(self.sockets[q])
+            return
+        told = self._partial[q] + told
+        whole = len(told) - len(told) % _NOTE.size
+        self._partial[q] = told[whole:]
+        for number, address, size in _NOTE.iter_unpack(told[:whole]):
+            if number < 0:
+                made = self._under_way[~number]
+                made.unread.discard(q)
+                self._forget(made)
+            elif number in self._under_way:
+                made = self._under_way[number]
+                self._offered(made, q, address, size)
+                self._end(made)
+            else:
+                self._offers[q, number] = address, size
+
+    def _offered(self, made: Exchange, q: int, address: int, size: int) -> None:
+        expected = made.bytes_from(q) if q in made.to_read else 0
+        if size != expected:
+            raise GraphZeroError(
+                f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
+                "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
+                '(drop_last=True); config.check_inputs = "always" says what differs before the step'
+            )
+        made.offered(q, address)
+
+    def read(self, q: int, address: int, into: Tensor) -> None:
+        """Fill ``into`` from ``address`` on in rank q."""
+        try:
+            peer_memory.read(self.processes[q], address, into)
+        except ProcessLookupError as error:
+            raise self._ended(q) from error
+        except OSError as error:
+            raise GraphZeroError(
+                f"rank {self.ranks[self.own]} could not read what rank {self.ranks[q]} holds for it: {error}. If that "
+                f"rank has not ended, set {peer_memory.SWITCH}=0 on all ranks, which sends through sockets instead"
+            ) from error
+
+    def check_open(self, q: int) -> None:
+        """Raise RankError where rank q has closed its end, so that what was read of it may have been overwritten."""
+        if q in self._gone or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
+            raise self._ended(q)
+
+    def tell(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
+        """A note to rank q."""
+        note = memoryview(_NOTE.pack(number, address, size))
+        while note:
+            try:
+                note = note[self.sockets[q].send(note) :]
+            except BlockingIOError:  # told much more than heard: it must come by first
+                ready = select.poll()
+                ready.register(self.sockets[q], select.POLLOUT)
+                if not ready.poll(self.limit * 1e3):
+                    raise RankError(
+                        f"rank {self.ranks[q]} has not listened for {self.limit:.0f} s", [self.ranks[q]], True
+                    ) from None
+            except OSError:
+                self._gone.add(q)
+                return
+
+    def _end(self, made: Exchange) -> None:
+        """What follows the arrival of all."""
+        if not made.to_read and made.then is not None:
+            then, made.then = made.then, None
+            then()
+        self._forget(made)
+
+    def _forget(self, made: Exchange) -> None:
+        if not made.to_read and not made.unread:
+            self._under_way.pop(made.number, None)

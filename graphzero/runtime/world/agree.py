@@ -1,0 +1,303 @@
+"""What ranks agree on before they do anything together: who asks, for what, and that all would do the same.
+
+Whatever needs all ranks (a call, a binding, a state made whole or loaded) begins with one small message in which each
+says which Graph asks for what, a hash of what must be equal, and whether it can.  A rank that is asked for something
+else, a difference, or a failure on one rank, raises on every rank; nobody pairs with what was not meant for it.
+
+Everything goes through connections of its own (``communicator``), so that it neither waits for nor disturbs anybody's
+collectives.  What a rank does there that raises on it alone ends them: the others raise why, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphzero import errors
+from graphzero.errors import CaptureError, CheckError, GraphZeroError
+from graphzero.runtime.transport.communicator import Communicator, communicator
+from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.turns import TURNS
+from graphzero.sbp.placement import Placement
+
+T = TypeVar("T")
+_made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
+before_tear_down(_made.clear)
+_SHOWN = 8
+_NO_NEEDS = (False, False)
+
+
+@dataclass(frozen=True)
+class Matter:
+    """Something that ranks do together.
+
+    asked: what a user asks for, in which {} stands for whom.  about: what must be equal.  hint: how to make it so.
+    """
+
+    asked: str
+    about: str
+    hint: str
+
+
+_ALIKE = (
+    "Every rank must call the graph with inputs of the same structure, shapes and dtypes and modules in the same "
+    "state; pad or drop uneven batches (drop_last=True)"
+)
+_SAME = "Every rank must hold the same modules, optimizers and states"
+CALL = Matter("a call of {}", "the program of this call", _ALIKE)
+COMPILE = Matter("compile() of {}", "the program of compile()", _ALIKE)
+INPUTS = Matter("a call of {} with inputs that ranks share", "the inputs that ranks share", _ALIKE)
+PROGRAM = Matter("compiling {}", "the compiled program", _ALIKE)
+BIND = Matter(
+    "a call of {} that binds tensors",
+    "the tensors of this call",
+    "Replace parameters, buffers and optimizer states on every rank alike; their values are then taken from rank 0. "
+    "What ranks compute for themselves they must compute alike, or replicas drift apart in the last bits: "
+    "torch.set_num_threads(n) before the call, ATEN_CPU_CAPABILITY on unlike processors, or split more: enable_zero()",
+)
+SAVE = Matter("state_dict() of {}", "what is saved", _SAME)
+FULL = Matter("full_state_dict() of {}", "what is made whole", _SAME)
+LOAD = Matter(
+    "load_state_dict() of {}", "what is loaded", "Every rank must load the same checkpoint; give all of them one file"
+)
+CHECK = Matter("gz.check of {}", "what is checked", _ALIKE)
+PLACE = Matter("to_global of {}", "what is given to to_global", _SAME)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks said beside what they agree on.  wish: the first one's; needs: of each, whether any of them has it."""
+
+    wish: bool
+    needs: tuple[bool, ...]
+
+
+def identity(name: str, placement: Placement) -> str:
+    """How all ranks know a new Graph: by its name, and its number among those of that name and placement.
+
+    It holds in programs that make their Graphs in the same order on all ranks of a placement.
+    """
+    world = None if placement.virtual or not dist.is_initialized() else dist.group.WORLD
+    key = name, repr(placement)
+    made_in, count = _made.get(key, (world, 0))
+    count = count + 1 if made_in is world else 1
+    _made[key] = world, count
+    return name if count == 1 else f"{name} (number {count} of that name)"
+
+
+def digest(*texts: str) -> int:
+    """62 bits of a hash that is the same in every process."""
+    joined = "\0".join(texts).encode()
+    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big") >> 2
+
+
+class Ranks:
+    """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent.
+
+    who: what asks the others, see ``identity``.  ids: of the ranks, ascending.
+    waited: seconds that this rank has spent in ``agree`` until all had come.
+    """
+
+    def __init__(self, placement: Placement, who: str = ""):
+        self.placement, self.who = placement, who
+        self.waited = 0.0
+        self._asks: dict[Matter, int] = {}  # hashes
+        self._agreed_in = 0  # generation of the communicator
+        self.raised_by_all = 0  # id of the last error that all raised
+        self.ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
+
+    @property
+    def active(self) -> bool:
+        return not self.placement.virtual and self.placement.size > 1 and not has_fake_world()
+
+    def agree(
+        self, matter: Matter, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
+        failure: Exception | None = None, wish: bool = False, needs: tuple[bool, ...] = (),
+    ) -> Agreed:  # fmt: skip
+        """Check that all ranks are asked for ``matter`` by the same, that ``value`` is the same on every rank, and that
+        none has failed; raises on all of them if not.
+
+        Returns the first one's ``wish``, and of each of ``needs``, whether any has it.
+
+        parts: the facts behind ``value`` by name, called only to explain.
+        failure: this rank's own exception, which it raises after telling the others.
+        """
+        if self.active:
+            ask = self._hash(matter)
+            wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
+            mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
+            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(matter, mine)
+            if most_ask != -least_ask:
+                raise self.by_all(self._different_asks(matter, failure))
+            if failed:
+                raise self.by_all(self._first_failure(matter, failure))
+            if highest != -lowest:
+                raise self.by_all(self._difference(matter, parts()))
+            self._agreed_in = self.communicator.generation
+            return Agreed(bool(wished), tuple(map(bool, needed)))
+        if failure is not None:
+            raise failure
+        return Agreed(wish, needs)
+
+    def _highest(self, matter: Matter, mine: list[Any]) -> list[int]:
+        """The highest of all ranks, place by place."""
+        told = torch.tensor(mine, dtype=torch.int64)
+        began = time.perf_counter()
+        try:
+            self.communicator.all_reduce(told, f"all ranks to agree on {matter.about}")
+        finally:
+            self.waited += time.perf_counter() - began
+        found: list[int] = told.tolist()
+        return found
+
+    def by_all(self, error: Exception) -> Exception:
+        """``error``, which every rank raises."""
+        self.raised_by_all = id(error)
+        return error
+
+    def _hash(self, matter: Matter) -> int:
+        if matter not in self._asks:
+            self._asks[matter] = digest(self.who, matter.asked, matter.about)
+        return self._asks[matter]
+
+    def agree_on(self, matter: Matter, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+        """What ``make`` makes, without other ranks, if it fails on none of them and its facts are the same on all.
+
+        facts: of what has been made, by name; asked for only where ranks talk.
+        """
+        made: T | None = None
+        found: Mapping[str, str] = {}
+        failure = None
+        try:
+            made = make()
+            found = facts(made) if self.active else found
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        self.agree(matter, digest(*found, *found.values()), lambda: found, failure)
+        return cast(T, made)
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        """The first rank's value of ``make()``, on every rank."""
+        if not self.active:
+            return make()
+        first = int(self.placement.ranks.flat[0])
+        made = make() if dist.get_rank() == first else None
+        return self.communicator.broadcast(made, first, f"what rank {first} decides")
+
+    def _different_asks(self, matter: Matter, failure: Exception | None) -> Exception:
+        told = matter.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
+        lines = by_value(self.ids, self.collect(told))
+        return GraphZeroError(
+            "the ranks are asked for different things, so none of them goes on:"
+            + "".join(f"\n  {line}" for line in lines[:_SHOWN])
+            + "\n  Every rank must make the same Graphs in the same order, and do the same with them in the same order "
+            "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"
+        )
+
+    def _first_failure(self, matter: Matter, failure: Exception | None) -> Exception:
+        mine = None if failure is None else (type(failure).__name__, str(failure))
+        for rank, found in zip(self.ids, self.collect(mine), strict=True):
+            if found is not None and failure is None:
+                kind = getattr(errors, found[0], None)
+                known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
+                name = "" if known is not GraphZeroError else f"{found[0]}: "
+                return known(f"rank {rank} could not prepare {matter.about}, so no rank runs it: {name}{found[1]}")
+        assert failure is not None
+        return failure
+
+    def _difference(self, matter: Matter, parts: Mapping[str, str]) -> Exception:
+        everyone = self.collect(dict(parts))
+        names = dict.fromkeys(name for found in everyone for name in found)
+        lines = []
+        for name in names:
+            values = [found.get(name, "absent") for found in everyone]
+            if len(set(values)) > 1:
+                lines.append(f"  {name}: " + "; ".join(by_value(self.ids, values)))
+        more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
+        return CaptureError(f"the ranks do not agree on {matter.about}:\n{shown}\n  {matter.hint}")
+
+    def collect(self, mine: Any) -> list[Any]:
+        """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""
+        if not self.active:
+            return [mine]
+        return self.communicator.all_gather(mine, "what all ranks have found")
+
+    @property
+    def communicator(self) -> Communicator:
+        """What they talk through."""
+        return communicator(self.ids)
+
+    def together(self, doing: str) -> Together:
+        """What is done within it, all ranks do: if one of them raises what the others do not, they raise it too.
+
+        doing: "step of TrainGraph"; the others are told so.
+        """
+        return Together(self, doing)
+
+    @property
+    def must_talk(self) -> bool:
+        """Whether one of them has stopped since they have agreed on anything."""
+        return self.active and self.communicator.generation != self._agreed_in
+
+
+class Together:
+    """See ``Ranks.together``."""
+
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self._ranks, self._doing = ranks, doing
+
+    def __enter__(self) -> None:
+        TURNS.take(self._doing)
+        try:
+            self._ranks.raised_by_all = 0
+            if self._ranks.active:
+                self._ranks.communicator.begin(self._doing)
+        except BaseException:
+            TURNS.end()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
+                return
+            raised = self._ranks.communicator.revoke(self._met_by_all(error))
+            if raised is not error:
+                raise raised from error
+        finally:
+            TURNS.end()
+
+    def _met_by_all(self, error: BaseException) -> BaseException:
+        """A check is not met on all ranks, or on none: wait until all know, before what they still read is gone."""
+        if not isinstance(error, CheckError):
+            return error
+        try:
+            self._ranks.collect(None)
+        except Exception as other:  # noqa: BLE001 - whatever keeps a rank away
+            return other
+        return error
+
+
+def by_value(ranks: list[int], values: list[str]) -> list[str]:
+    """ "ranks 0, 1: a" for each distinct value."""
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return [f"{_names(who)}: {value}" for value, who in found.items()]
+
+
+def _names(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (" ..." if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def tensor_text(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -1,0 +1,61 @@
+"""How much memory a rank may have: what its device has, shared by the ranks on it.
+
+It is the total, not what is free, so that it is the same in every call; and the least of all ranks, so that all decide
+alike by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.launch import has_fake_world
+
+SHARE = 0.9  # of a device: the rest is for operators' workspaces, inputs, and what is no tensor
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Device(NamedTuple):
+    """Where a rank's tensors are.  name: the same for ranks on one device; ranks: at least so many are on it."""
+
+    name: str
+    nbytes: int
+    ranks: int = 1
+
+
+def room(ranks: Ranks) -> int:
+    """Bytes that the plan of one rank may peak at, the least over all ranks; 0 where one has no such device.
+
+    Ranks on one GPU share it, and so do ranks on one machine its memory, or that of their container if it is less.  The
+    ranks of a virtual placement share this process's device, those of a fake world this machine; each has its own GPU.
+    Every rank calls it.
+    """
+    placement = ranks.placement
+    mine = _gpu() if placement.device_type == "cuda" else _machine()
+    together = placement.virtual or (has_fake_world() and placement.device_type == "cpu")
+    everyone = [Device(*mine)] * placement.size if together else [Device(*one) for one in ranks.collect(tuple(mine))]
+    names = [device.name for device in everyone]
+    return min(int(d.nbytes * SHARE) // max(d.ranks, names.count(d.name)) for d in everyone)
+
+
+def _gpu() -> Device:
+    if not torch.cuda.is_available():
+        return Device("none", 0)
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Device(str(found.uuid), found.total_memory)
+
+
+def _machine() -> Device:
+    nbytes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        with suppress(OSError):
+            text = Path(path).read_text().strip()
+            nbytes += [int(text)] if text.isdigit() else []
+    started = "" if has_fake_world() else os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
+    return Device(socket.gethostname(), min(nbytes), int(started) if started.isdigit() else 1)

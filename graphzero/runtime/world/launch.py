@@ -1,0 +1,115 @@
+"""Where a Graph runs when its user does not say, and the default process group when nobody has made one.
+
+Only what is made here is torn down, at interpreter exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphzero.errors import PlacementError
+from graphzero.runtime.transport.alive import check_own_process
+from graphzero.runtime.transport.teardown import before_tear_down, tear_down
+from graphzero.sbp import meshes
+from graphzero.sbp.placement import Placement, as_placement, placement
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def has_launcher() -> bool:
+    """Whether the environment says how to reach the other processes, as torchrun's does."""
+    return all(name in os.environ for name in _LAUNCHER)
+
+
+def has_world() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def has_fake_world() -> bool:
+    """Whether the process group is one of torch's fake ones: collectives give shapes, not values."""
+    return has_world() and str(dist.get_backend()) == "fake"
+
+
+def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
+    """The placement a Graph runs on, its process group made if need be.
+
+    None is all ranks of the world.  One process without launcher and group is a world of one, which is a
+    virtual placement of one rank: it needs no group and computes the same.
+    Raises PlacementError where the ranks do not exist.
+    """
+    check_own_process()
+    if wanted is None:
+        if not has_world() and not has_launcher():
+            return placement(_device_type(1), range(1), virtual=True)
+        ensure_world(None)
+        size = dist.get_world_size()
+        return placement(_device_type(size), range(size))
+    return located(wanted)
+
+
+def located(wanted: Placement | DeviceMesh) -> Placement:
+    """``wanted``, its process group made if need be; one rank without launcher and group becomes a virtual one.
+
+    Raises PlacementError where the ranks do not exist, or this process is none of them.
+    """
+    found = as_placement(wanted)
+    if found.virtual:
+        return found
+    check_own_process()
+    if not has_world() and not has_launcher():
+        if found.size == 1:
+            return placement(found.device_type, found.ranks, found.names, virtual=True)
+        raise PlacementError(
+            f"{found!r} names {found.size} ranks, but this is one process without launcher; start it with `torchrun "
+            f"--nproc-per-node={found.size} SCRIPT`, or run all ranks in this process: virtual=True"
+        )
+    ensure_world(found.device_type)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if int(found.ranks.max()) >= size:
+        raise PlacementError(
+            f"{found!r} names rank {int(found.ranks.max())}, but the world has ranks 0 to {size - 1}; start more "
+            "processes or place on fewer ranks"
+        )
+    if rank not in found.ranks:
+        raise PlacementError(f"rank {rank} has no part in {found!r}; make Graphs and global tensors on its ranks only")
+    return found
+
+
+def ensure_world(device_type: str | None) -> None:
+    """Initialise the default process group from torchrun's environment, unless somebody has."""
+    if has_world():
+        return
+    kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
+    if kind == "cuda":
+        _take_gpu()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    atexit.register(tear_down, dist.group.WORLD)
+
+
+def _take_gpu() -> None:
+    """Make this rank's GPU the current one: NCCL wants one for each.  Raises PlacementError where there are fewer."""
+    local, ranks = (int(os.environ.get(name, least)) for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    gpus = torch.cuda.device_count()
+    if max(local + 1, ranks) > gpus:
+        raise PlacementError(
+            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and NCCL wants one for each; start fewer "
+            "processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
+            'gz.placement("cuda", ranks, virtual=True)'
+        )
+    torch.cuda.set_device(local)
+
+
+before_tear_down(meshes.forget)
+
+
+def _device_type(ranks: int) -> str:
+    """ "cuda" when every rank of a machine has a GPU of its own."""
+    if not torch.cuda.is_available() or has_fake_world():
+        return "cpu"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return "cuda" if torch.cuda.device_count() >= here else "cpu"

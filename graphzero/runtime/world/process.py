@@ -1,0 +1,172 @@
+"""One rank per process, over torch.distributed: NCCL, gloo or a fake group.
+
+Between CPU tensors collectives are exchanges between pairs of ranks (``pairs``): ranks of one host read each other's
+memory (``neighbours``), others send through gloo's sockets.  These connections belong to the ranks, not to a program
+(``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
+
+NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
+agree to the bit, stages only to rounding.  On two ranks any order is the same.
+
+Time-outs, hangs and broken peers are the communicator's to report; of NCCL, torch.distributed's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphzero import _compat
+from graphzero.errors import PlacementError
+from graphzero.runtime.transport.communicator import communicator
+from graphzero.runtime.transport.pairs import OPS, Pairs, Then
+from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.world import World, device_of
+from graphzero.sbp.placement import Placement
+
+_MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
+
+
+_worlds: weakref.WeakSet[ProcessWorld] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for world in _worlds:
+        world.close()
+
+
+before_tear_down(_let_go)
+
+
+class ProcessWorld(World):
+    """This process' rank of ``placement``.  Every rank of the job constructs it, with equal placements.
+
+    Raises PlacementError where this process is no rank of the placement, or there is no process group.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device | None = None):
+        mesh = placement.mesh()
+        rank = dist.get_rank()
+        flat = placement.ranks.ravel().tolist()
+        super().__init__(placement, device or device_of(placement), [flat.index(rank)])
+        self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
+        self._communicator = communicator(flat)
+        self._pairs: dict[str, Pairs] = {}
+        self._made_in = -1  # generation of the communicator
+        _worlds.add(self)
+        shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
+        self._paired = [axis for axis in shared if _backend(self._groups[axis], self.device) == "gloo"]
+        for axis, group in self._groups.items():
+            peers = self.peers(0, axis)
+            if axis not in self._paired and axis in shared and peers != sorted(peers):
+                raise PlacementError(
+                    f"the ranks {peers} of {placement!r} along {axis} do not ascend, but the process groups of "
+                    f"{dist.get_backend(group)} are in the order of ranks; list them in ascending order"
+                )
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along ``axis``."""
+        return self._groups[axis]
+
+    def close(self) -> None:
+        """Let go of process groups and connections; nothing runs any more."""
+        self._groups.clear()
+        self._pairs.clear()
+
+    def forget(self) -> None:
+        if not self._paired:
+            super().forget()
+        self.pending.clear()  # the connections on which it began are closed, and nothing more arrives
+
+    @property
+    def ways(self) -> dict[str, str]:
+        return {axis: pairs.about for axis, pairs in self._pairs.items()}
+
+    @property
+    def under_way(self) -> str:
+        return "" if self._paired else super().under_way
+
+    def _pair(self, axis: str) -> Pairs | None:
+        """What moves tensors along an axis, None where that is the backend's."""
+        if self._made_in != self._communicator.generation and not has_fake_world():
+            self._connect()
+        return self._pairs.get(axis)
+
+    def _connect(self) -> None:
+        """Every rank comes by here, at its first collective after the last failure."""
+        self._communicator.group()
+        self._pairs = {axis: self._communicator.pairs(self.peers(0, axis)) for axis in self._paired}
+        self._made_in = self._communicator.generation
+
+    def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
+        (out,), (sent,) = outs, ins
+        pairs = self._pair(axis)
+        if pairs is not None:
+            return pairs.begin(kind, out, sent, reduction)
+        return WAYS[kind](out, sent, reduction, self._groups[axis])
+
+
+# ---- one collective by torch.distributed
+
+
+def _all_gather(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+    del reduction
+    work: Handle = _compat.all_gather_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
+    return work
+
+
+def _reduce_scatter(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+    (known, given), op, narrow = _reducible((out, sent), reduction)
+    work: Handle = _compat.reduce_scatter_single(known, given, op, group=group, async_op=True)
+    return Then(work, lambda: out.copy_(known)) if narrow else work
+
+
+def _all_reduce(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+    del sent  # the same
+    (known,), op, narrow = _reducible((out,), reduction)
+    work: Handle = dist.all_reduce(known, op, group=group, async_op=True)
+    return Then(work, lambda: out.copy_(known)) if narrow else work
+
+
+def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
+    del reduction
+    work: Handle = dist.all_to_all_single(_as_bytes(out), _as_bytes(sent), group=group, async_op=True)
+    return work
+
+
+WAYS = {
+    "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
+}  # fmt: skip
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """What only moves may travel as bytes; backends know few dtypes."""
+    return x.view(torch.uint8) if x.dtype in _MOVED_AS_BYTES else x
+
+
+def _reducible(xs: tuple[Tensor, ...], reduction: str) -> tuple[tuple[Tensor, ...], Any, bool]:
+    """Tensors and reduction that a backend knows; whether the result must be cast back into the first tensor.
+
+    The sum of bools is "any", as torch's own; complex numbers are summed as pairs of reals.
+    """
+    dtype = xs[0].dtype
+    if dtype == torch.bool:
+        return tuple(x.view(torch.uint8) for x in xs), OPS["max" if reduction == "sum" else reduction], False
+    if dtype.is_complex:
+        return tuple(torch.view_as_real(x).flatten() for x in xs), OPS[reduction], False
+    if dtype == torch.int16:
+        return tuple(x.to(torch.int32) for x in xs), OPS[reduction], True
+    return xs, OPS[reduction], False
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves ``device`` in ``group``."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return by_device.get(device.type, config)

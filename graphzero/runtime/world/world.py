@@ -1,0 +1,148 @@
+"""Where a program runs: which ranks live in this process, and how values travel between ranks.
+
+A ``World`` offers four collectives over flat buffers along one placement axis; what lies where in a buffer is
+``collectives``, when one is called is the program.  ``virtual`` holds all ranks in this process, ``process`` one
+rank of a torch.distributed job.  Both sum in the same order (see there), so that a virtual run is the reference
+of a real one.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero.errors import PlacementError
+from graphzero.runtime.transport.primitives import DONE, Handle, same_place
+from graphzero.runtime.world.buffers import Buffers
+from graphzero.sbp.boxing import wire_bytes
+from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.sbp.local import LocalSize, LocalStart, resolve
+from graphzero.sbp.placement import Placement
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective that ran: its kind, the placement axis, and the bytes that one rank sends, padding included."""
+
+    kind: str
+    axis: str
+    nbytes: float
+
+
+class World(ABC):
+    """The ranks of a placement as seen from this process.
+
+    Every argument and result named in the plural has one entry per local rank.
+
+    Attributes:
+        placement: all ranks.
+        device: where the local ranks' tensors are.
+        local_ranks: positions, in the flattened placement, of the ranks that live in this process.
+        trace: None, or a list to which every collective is appended as ``Sent``.
+        arena: the memory that programs share, one after the other.
+        pending: what is under way while a program runs, by the place of its launch.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device, local_ranks: Sequence[int]):
+        self.placement, self.device, self.local_ranks = placement, device, list(local_ranks)
+        self.trace: list[Sent] | None = None
+        self.arena = Buffers(len(self.local_ranks))
+        self.pending: dict[int, Handle] = {}
+        flat = placement.ranks.ravel().tolist()
+        self.rank_ids: list[int] = [flat[position] for position in self.local_ranks]
+        self._coordinates = [placement.coordinate(rank) for rank in self.rank_ids]
+
+    def forget(self) -> None:
+        """Be done with what a stopped run has begun to send and receive: here, let it end.
+
+        Every rank has stopped at the same place; see ``under_way``.
+        """
+        while self.pending:
+            self.pending.popitem()[1].wait()
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """How tensors of this process move along each axis, for people; of those that have been used."""
+        return {}
+
+    @property
+    def under_way(self) -> str:
+        """What a stopped run has left for the next one to await, and which must therefore be equal on all ranks."""
+        return ", ".join(map(str, sorted(self.pending)))
+
+    def coordinate(self, local: int) -> tuple[int, ...]:
+        """Where local rank number ``local`` stands, one number per axis."""
+        return self._coordinates[local]
+
+    def peers(self, local: int, axis: str) -> list[int]:
+        """Ids of the ranks that a local rank meets along ``axis``, itself among them, in the axis' order."""
+        index = self.placement.axis(axis)
+        at = self.coordinate(local)
+        place: tuple[Any, ...] = (*at[:index], slice(None), *at[index + 1 :])
+        line = self.placement.ranks[place]
+        return [int(rank) for rank in line]
+
+    def resolve(self, x: Any, local: int) -> Any:
+        """``x``, a ``LocalSize`` or ``LocalStart`` replaced by the number that it is on a local rank."""
+        if not isinstance(x, (LocalSize, LocalStart)):
+            return x
+        at = dict(
+            zip(self.placement.names, zip(self.placement.hierarchy, self.coordinate(local), strict=True), strict=True)
+        )
+        return resolve(x, at.__getitem__)
+
+    def begin(
+        self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str = "sum"
+    ) -> Handle:
+        """Begin a collective of ``sbp.collectives`` along ``axis``, from ``ins`` to ``outs``.
+
+        outs, ins: a flat buffer for each local rank, of as many lines as the kind receives and sends; ``ins[r]`` may
+        be its own place in ``outs[r]``, and is ``outs[r]`` where a kind works in place.  What is reduced may be
+        overwritten.
+        """
+        ranks, collective = self.placement.hierarchy[self.placement.axis(axis)], COLLECTIVES[kind]
+        if ranks == 1:
+            for out, sent in zip(outs, ins, strict=True):
+                if not same_place(out, sent):
+                    out.copy_(sent)
+            return DONE
+        if self.trace is not None:
+            first, behind = collective.sent(0, ranks)
+            line = ins[0].numel() * ins[0].element_size() // (behind - first)
+            self.trace.append(Sent(kind, axis, wire_bytes(kind, collective.whole(ranks) * line, ranks)))
+        if outs[0].numel() == 0 and ins[0].numel() == 0:
+            return DONE
+        return self._begin(kind, outs, ins, axis, reduction)
+
+    @abstractmethod
+    def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
+        """``begin``, where there is somebody to send to, and something."""
+
+
+def device_of(placement: Placement) -> torch.device:
+    """The device of this process' ranks: on CUDA the current one, or, while nobody has used any, LOCAL_RANK's.
+
+    Where there is no GPU it is the first one there would be: programs and plans need none.
+    """
+    if placement.device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device(placement.device_type, 0)
+    if not placement.virtual and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device(placement.device_type, torch.cuda.current_device())
+
+
+def check_device(placement: Placement) -> None:
+    """Raise PlacementError where the devices of ``placement`` are not there."""
+    if placement.device_type == "cuda" and not torch.cuda.is_available():
+        raise PlacementError(
+            f"{placement!r} is on GPUs, but torch {torch.__version__} finds none; compile() works without, a call does "
+            'not. Place on the CPU: gz.placement("cpu", ...), or check the driver and that torch is built for CUDA'
+        )

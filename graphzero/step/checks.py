@@ -1,0 +1,111 @@
+"""What a Graph refuses to be given, and why: attributes, a build, optimizers, schedulers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphzero.errors import ConfigError
+
+RESERVED = ("config", "placement", "program", "history", "plan", "grad_norm", "is_compiled", "training")
+_OWN = ("config", "placement", "name")
+_INNER = ("_source", "_selection", "_grad_norms")  # a Graph sets them once
+_WRAPPERS = (
+    "OptimizedModule",
+    "ScriptModule",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DataParallel",
+)
+
+
+def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> None:
+    """What a Graph refuses to be given as an attribute."""
+    if isinstance(held, nn.Module) and not constructed:
+        raise ConfigError(f"self.{name} = ...: call super().__init__() first in {graph.__name__}.__init__")
+    if constructed and name in (*RESERVED, *_INNER):
+        raise ConfigError(f"self.{name} is the Graph's own ({', '.join(RESERVED)}); give yours another name")
+    wrapper = next((base.__name__ for base in type(held).__mro__ if base.__name__ in _WRAPPERS), None)
+    if isinstance(held, nn.Module) and wrapper is not None:
+        raise ConfigError(
+            f"self.{name} is wrapped in {wrapper}, which does a part of what a Graph does; give the module itself "
+            "(model.module, or the one before wrapping) and say config.enable_zero(stage=...)"
+        )
+    inside = list(held.values()) if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+    if any(isinstance(item, nn.Module) for item in inside):
+        raise ConfigError(
+            f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
+            "or nn.ModuleDict"
+        )
+
+
+def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
+    """Why a Graph has no such attribute."""
+    if not constructed and (name in _OWN or (name.startswith("_") and not name.startswith("__"))):
+        return ConfigError(f"{graph.__name__}.__init__ must call super().__init__() before the Graph is used")
+    return AttributeError(f"{graph.__name__!r} object has no attribute {name!r}")
+
+
+def check_build(graph: type, build: Any) -> None:
+    """Refuse a ``build`` that is no plain method.  Raises ConfigError."""
+    name = f"{graph.__name__}.build"
+    if not callable(build):
+        raise ConfigError(
+            f"{name} is of type {type(build).__name__}; write the step as a method: def build(self, x, y): ..."
+        )
+    if inspect.isgeneratorfunction(build) or inspect.isasyncgenfunction(build):
+        raise ConfigError(f"{name} is a generator (it has yield), but one call is one step; return its results instead")
+    if inspect.iscoroutinefunction(build):
+        raise ConfigError(f"{name} is async, but a step waits for nothing; write def build(self, ...) without async")
+    try:
+        inspect.signature(build)
+    except ValueError:
+        raise ConfigError(f"{name} takes no arguments, not even self; write def build(self, ...)") from None
+
+
+def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:
+    if not isinstance(optim, torch.optim.Optimizer):
+        raise ConfigError(f"add_optimizer({type(optim).__name__}): give a torch.optim.Optimizer")
+    held = {id(p) for group in optim.param_groups for p in group["params"]}
+    for i, other in enumerate(others):
+        shared = sum(id(p) in held for group in other.param_groups for p in group["params"])
+        if shared:
+            raise ConfigError(
+                f"add_optimizer({type(optim).__name__}): {shared} of its parameters belong to optimizer {i} "
+                f"({type(other).__name__}) too; a parameter has one optimizer, so split them among param groups"
+            )
+
+
+def check_scheduler(scheduler: Any, optim: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): its step takes a metric, which the Graph does not have; leave lr_sch out "
+            "and call scheduler.step(metric) between calls, the new rate is read in the next one"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"add_optimizer(lr_sch={kind}): give a scheduler of torch.optim.lr_scheduler")
+    needed = [
+        p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty and p.kind in (0, 1)
+    ]
+    if needed:
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): its step needs {needed[0].name}, which the Graph does not have; leave "
+            "lr_sch out and step it between calls"
+        )
+    if getattr(scheduler, "optimizer", optim) is not optim:
+        raise ConfigError(
+            f"add_optimizer(lr_sch={kind}): the scheduler belongs to another optimizer; make it with this one"
+        )
+
+
+def check_clipping(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not (isinstance(number, (int, float)) and number > 0)):
+            raise ConfigError(f"add_optimizer({name}={number!r}): give a positive number, or leave it out")

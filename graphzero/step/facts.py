@@ -1,0 +1,78 @@
+"""What must be equal on all ranks before a call: one hash of it, and its parts by name for a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graphzero.runtime.world.agree import digest
+from graphzero.step.attributes import Attributes
+from graphzero.step.call import Call
+from graphzero.step.equal_inputs import FIRST, Shared
+from graphzero.step.key import describe
+from graphzero.step.programs import Known
+from graphzero.step.source import Source
+
+_TAKEN = "steps taken (a call has stopped on some ranks only: load a checkpoint on all, graph.load_state_dict(...))"
+Parts = Callable[[], Mapping[str, str]]
+
+
+@dataclass
+class Progress:
+    """How far a Graph has come.
+
+    taken: steps since it was made or loaded; a call that a rank has stopped is one on some.
+    completed: those after which all schedulers have stepped too; one that raises leaves its rank behind.
+    repeats: whether the program bound last has what each rank computes by itself.
+    """
+
+    taken: int = 0
+    completed: int = 0
+    repeats: bool = False
+
+
+class Facts:
+    """Of the calls of one Graph."""
+
+    def __init__(self, source: Source, attributes: Attributes, progress: Progress) -> None:
+        self._source, self._attributes, self._progress = source, attributes, progress
+
+    def of(self, call: Call, known: Known, running: bool) -> tuple[int, Parts]:
+        """The hash and the parts.  known: of the call's key; what is found out is added to it."""
+        settings, state, progress, inputs = call.settings, call.state, self._progress, call.inputs
+        numbers, stateless, draws = call.numbers, "", "not begun"
+        if state.is_started:
+            stateless, draws = state.stateless(), f"seed {state.random.seed}, step {state.random.step}"
+        else:  # the first call takes what rank 0 has
+            numbers = {role: number for role, number in numbers.items() if role.kind == "scalar"}
+        shared = known.shared = known.shared or Shared(inputs, self._source.placement)
+        threads = torch.get_num_threads() if progress.repeats else 0
+        is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
+
+        def parts() -> dict[str, str]:
+            found = describe(call.key, inputs, state)
+            found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
+            found |= shared.describe(inputs) if running else {}
+            found |= {f"config.{name}": text for name, text in settings.texts.items()}
+            found |= {"random draws": draws, "threads": str(threads)}
+            done = "" if progress.completed == progress.taken else f", {progress.completed} completed"
+            found[_TAKEN] = f"{progress.taken}{done}"
+            found["collectives that a stopped step has left"] = state.under_way
+            found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
+            return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
+
+        if known.hash is None:
+            texts = describe(call.key, inputs, state)
+            known.hash = digest(*(f"{name}={text}" for name, text in texts.items()))
+        steps = f"{progress.taken} {progress.completed}"
+        facts = [stateless, draws, settings.description, steps, state.under_way, str(is_known)]
+        facts += [str(threads), *self._attributes.texts, *(shared.values(inputs) if running else ())]
+        return digest(str(known.hash), *facts, *map(repr, numbers.values())), parts
+
+
+def compares_inputs(call: Call, known: Known) -> bool:
+    """Whether a call is one of those that compare the larger inputs that ranks are given alike."""
+    shared = known.shared
+    return shared is not None and bool(shared.all) and (shared.calls < FIRST or call.settings.check_inputs == "values")

@@ -1,0 +1,138 @@
+"""One program of a Graph: the step as captured, what passes made of it, what it costs, and what runs.
+
+What it reads anew in each call, and what it gives back, go by the record of the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from graphzero.capture import Captured
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.replicated import repeated
+from graphzero.ir.storage.arena import Arena
+from graphzero.ir.value import Role
+from graphzero.passes import Record
+from graphzero.plan import Plan
+from graphzero.runtime.execute.executor import Executor, Results
+from graphzero.runtime.record import cuda_graph
+from graphzero.runtime.record.replay import Replayed
+from graphzero.runtime.world.agree import digest
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.world import World
+from graphzero.sbp.types import Nd
+from graphzero.step.call import Call
+from graphzero.step.inputs import rank_values
+from graphzero.step.outputs import Outputs
+
+FED = ("batch", "scalar", "hyper", "seed")
+
+
+@dataclass(eq=False)
+class Part:
+    """What runs from one end to the other: a graph, how it is executed, and where its large temporaries lie.
+
+    matmul, kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
+    """
+
+    graph: StepGraph
+    arena: Arena | None
+    matmul: str
+    kind: str
+    is_recorded: bool
+    _executor: Executor | None = field(default=None, init=False)
+
+    def executor(self, world: World) -> Executor:
+        """Made when it is first asked for, by all ranks together."""
+        if self._executor is None:
+            how = self.matmul, self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
+            if self.is_recorded:
+                self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
+            else:
+                self._executor = Executor(self.graph, world, *how)
+        return self._executor
+
+    @property
+    def has_executor(self) -> bool:
+        return self._executor is not None
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """How it runs by now, where that is not as it was planned."""
+        return (self._executor.about,) if isinstance(self._executor, Replayed) else ()
+
+
+@dataclass(eq=False)
+class Program:
+    """captured: the step it was made from.  history: what each pass did.  plan: what a step of it costs."""
+
+    captured: Captured
+    part: Part
+    history: list[Record]
+    plan: Plan
+
+    @property
+    def graph(self) -> StepGraph:
+        """All of it, as it runs."""
+        return self.part.graph
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Of what every call feeds it, by placeholder."""
+        return {node.name: node.meta["role"] for node in self.graph.placeholders(*FED)}
+
+    @cached_property
+    def uses_seed(self) -> bool:
+        return any(role.kind == "seed" for role in self.roles.values())
+
+    @cached_property
+    def repeated(self) -> str:
+        """An op that each rank computes for itself though all need the same bits, and its line; or nothing."""
+        node = repeated(self.graph)
+        return "" if node is None else f"'{node.name}' ({value.source_of(node) or node.target})"
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided for this program when it was planned, and how it runs by now."""
+        return (*self.plan.decisions, *self.part.about)
+
+    # ---- a call of it
+
+    def arguments(self, call: Call, world: World) -> dict[str, list[Any]]:
+        """What it reads anew in each call, by placeholder."""
+        count, random = len(world.local_ranks), call.state.random
+        leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
+        found: dict[str, list[Any]] = {}
+        for name, role in self.roles.items():
+            if role.kind == "batch":
+                found[name] = rank_values(leaves[role.of], world)
+            else:
+                found[name] = [random.key(world.device) if role.kind == "seed" else call.numbers[role]] * count
+        return found
+
+    @cached_property
+    def _outputs(self) -> Outputs:
+        return Outputs(self.graph, self.captured.out_spec)
+
+    def outputs(self, call: Call, results: Results, world: World) -> Any:
+        """What ``build`` returns, of what it hands back."""
+        return self._outputs.of(results, world, call.is_global)
+
+    # ---- what is to be known of it
+
+    def state_nds(self) -> dict[tuple[int, str, str], Nd]:
+        """(optimizer, path, key) -> SBP of the optimizer states it keeps."""
+        nds = {node.name: value.nd_of(node) for node in self.graph.placeholders("state")}
+        return {(s.optimizer, s.param, s.key): nds[s.placeholder] for s in self.captured.states if s.placeholder in nds}
+
+    def lines(self) -> dict[str, str]:
+        """Its text by line, for showing where two ranks' programs differ."""
+        return {f"program line {i}": line.strip() for i, line in enumerate(str(self.graph).splitlines(), 1)}
+
+    @cached_property
+    def hash(self) -> int:
+        """Of its text and every collective, the same in every process."""
+        return digest(str(self.graph), *map(repr, self.plan.collectives))

@@ -1,0 +1,148 @@
+"""Which program a call runs: the call read, the ranks agreed, the program found or compiled.
+
+All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
+What a call consists of is ``call``'s, what ranks compare ``facts``', how a program is made ``compile``'s; binding and
+running it are the Graph's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphzero.config import AUTO, Settings
+from graphzero.errors import ConfigError, GraphZeroError
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world import device_memory
+from graphzero.runtime.world.agree import CALL, COMPILE, PROGRAM
+from graphzero.step.attributes import Attributes
+from graphzero.step.call import Call, Calls
+from graphzero.step.compile import make
+from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
+from graphzero.step.key import placed_of
+from graphzero.step.program import Program
+from graphzero.step.programs import Known, Programs
+from graphzero.step.source import Source
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that may run, on all ranks: of what Graph, as it was read, and its program."""
+
+    source: Source
+    call: Call
+    program: Program
+
+    @property
+    def executor(self) -> Executor:
+        return self.program.part.executor(self.source.world)
+
+
+class Selection:
+    """Selects among the programs of one Graph, and makes those that are not there yet.
+
+    last: the program used or compiled last.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.progress = source, Progress()
+        self.last: Program | None = None
+        attributes = Attributes(source.owner)
+        self.programs = Programs(source, attributes)
+        self._calls = Calls(source, attributes)
+        self._facts = Facts(source, attributes, self.progress)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> Prepared:
+        """The program for these arguments, agreed on by all ranks.
+
+        running: for a call, not for ``compile``.
+        """
+        source, state = self.source, self.source.state()
+        ranks, talks = source.ranks, source.ranks.active
+        call: Call | None = None
+        known: Known | None = None
+        failure: Exception | None = None
+        hash_, restart = 0, False
+        parts: Parts = dict
+        try:
+            if running and (torn := state.why_torn()):
+                raise GraphZeroError(torn)
+            call = self._calls.read(args, kwargs, state, running)
+            known = self.programs.known(call.key)
+            if talks:
+                hash_, parts = self._facts.of(call, known, running)
+            restart = state.random.is_outdated
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        is_new = not (self.programs.all if known is None else known.programs)
+        is_unbound = running and state.program is None
+        is_talking = is_new or is_unbound or source.config.settings.check_inputs != "first" or ranks.must_talk
+        if is_talking:
+            compares = running and talks and call is not None and known is not None and compares_inputs(call, known)
+            needs = is_unbound, compares  # what one rank has to do, all do
+            agreed = ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart, needs)
+            restart = agreed.wish
+            if agreed.needs[0]:
+                state.invalidate()
+            if agreed.needs[1] and call is not None and known is not None and known.shared is not None:
+                known.shared.check(call.inputs, ranks)
+        elif failure is not None:
+            raise failure
+        assert call is not None and known is not None
+        state.meet()
+        if running:
+            call = self._begun(call, restart and (is_talking or not talks))
+        program = self.programs.find(call, known)
+        if program is None:
+            program = self._compiled(call)
+        elif not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
+            ranks.agree(PROGRAM, program.hash, program.lines)
+        self.last = program
+        return Prepared(source, call, program)
+
+    def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        """The same without a word to other ranks.  Raises ConfigError for arguments whose program has never run."""
+        call = self._calls.read(args, kwargs, self.source.state(), running=False)
+        program = self.programs.find(call, self.programs.known(call.key))
+        if program is None or not program.part.has_executor:
+            raise ConfigError(
+                f"{self.source.name} has not run yet: call it once with such a batch, then measure a call"
+            )
+        return Prepared(self.source, call, program)
+
+    def _begun(self, call: Call, restart: bool) -> Call:
+        """``call`` when rank 0's numbers are those of all: before the capture, which hyperparameters may decide."""
+        state = call.state
+        if not state.is_started:
+            state.start(self.source.schedulers)
+            call = self._calls.with_numbers_now(call)
+        if restart:
+            state.random.set(None, 0)
+        return call
+
+    def _compiled(self, call: Call) -> Program:
+        ranks = self.source.ranks
+        program: Program | None = None
+        failure: Exception | None = None
+        room = device_memory.room(ranks) if _needs_room(call.settings) else None
+        try:
+            program = make(self.source.step, call, self.programs.find_capture(call), room)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        made = program
+        ranks.agree(PROGRAM, made.hash if made and ranks.active else 0, lambda: made.lines() if made else {}, failure)
+        assert program is not None
+        self.programs.add(call.key, program)
+        return program
+
+    def bound(self, prepared: Prepared) -> None:
+        """Its program is bound: the same call, made again, finds it though parameters are split now."""
+        call, program = prepared.call, prepared.program
+        self.progress.repeats = bool(program.repeated)
+        nds = call.state.nds(call.state.tensors())
+        self.programs.alias(replace(call.key, placed=placed_of(call.inputs, nds)), program)
+
+
+def _needs_room(settings: Settings) -> bool:
+    """On all ranks or on none."""
+    return settings.zero.stage == AUTO and settings.memory_budget is None

@@ -1,0 +1,93 @@
+"""What a user's Graph consists of: its build, modules, optimizers and settings, and the ranks that share it.
+
+The Graph and the selection of its programs both hold it; it knows neither of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from graphzero.capture import OptimizerSpec, Step
+from graphzero.config import GraphConfig
+from graphzero.runtime.state.state import State
+from graphzero.runtime.world.agree import Ranks, identity
+from graphzero.runtime.world.virtual import VirtualWorld
+from graphzero.runtime.world.world import World
+from graphzero.sbp.placement import Placement
+from graphzero.step.checks import check_build
+from graphzero.step.inputs import Reader
+
+
+class Source:
+    """All of it, as of now.
+
+    owner: the user's object, on whose attributes ``build``, modules and a ``name`` are looked up.
+    optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.
+    """
+
+    def __init__(self, owner: Any, placement: Placement, config: GraphConfig) -> None:
+        self.owner, self.placement, self.config = owner, placement, config
+        self.ranks = Ranks(placement, identity(self.name, placement))
+        self.optimizers: list[OptimizerSpec] = []
+        self.schedulers: list[Any] = []
+        self._state: State | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.owner.name)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """By attribute."""
+        return {name: held for name, held in vars(self.owner).items() if isinstance(held, nn.Module)}
+
+    @property
+    def step(self) -> Step:
+        """What capture writes down."""
+        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers)
+
+    def reader(self) -> Reader:
+        """Of build's arguments.  Raises ConfigError for a build that cannot be called."""
+        build = self.owner.build
+        if getattr(build, "__isabstractmethod__", False):
+            build()  # says that there is none
+        check_build(type(self.owner), build)
+        return Reader(build, self.placement)
+
+    @cached_property
+    def world(self) -> World:
+        """Made when it is first asked for, for which all ranks are needed."""
+        if self.placement.virtual:
+            return VirtualWorld(self.placement)
+        from graphzero.runtime.world.process import ProcessWorld
+
+        return ProcessWorld(self.placement)
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """How ranks talk along each axis, where they do already."""
+        return dict(self.world.ways) if "world" in vars(self) else {}
+
+    def state(self) -> State:
+        """The tensors; another object when modules or optimizers are others."""
+        held, optimizers = self.modules, [spec.optimizer for spec in self.optimizers]
+        kept = self._state
+        if kept is not None and kept.modules == held and kept.optimizers == optimizers:
+            return kept
+        made = self._state = State(lambda: self.world, self.ranks, held, optimizers)
+        if kept is not None:
+            made.random, made.moved = kept.random, kept.moved
+        return made
+
+    def take_settings(self, other: Source, copied: Callable[[Any], Any]) -> None:
+        """Optimizers and schedulers of ``other``, as ``copied`` makes them."""
+        self.optimizers, self.schedulers = list(copied(other.optimizers)), list(copied(other.schedulers))
+
+    def take_state(self, other: Source) -> None:
+        """Go on as ``other``, of whose tensors this one's are copies, or which they are."""
+        if other._state is not None:
+            self.state().take_over(other._state)

@@ -1,0 +1,31 @@
+"""Which states an optimizer will hold that holds none yet: what a state dict is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from graphzero.capture import OptimizerSpec, initial_fill
+from graphzero.runtime.state.state import State
+from graphzero.step.program import Program
+
+
+class StatesToCome:
+    """Those of the program that is there, else those that a tiny twin of the optimizer makes in its first step."""
+
+    def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: Program | None) -> None:
+        self._optimizers, self._found = optimizers, state.tensors()
+        self._known: dict[tuple[int, str], set[str]] = {}
+        self._of_twins: dict[tuple[int, int, int], Collection[str]] = {}
+        for spec in () if program is None else program.captured.states:
+            self._known.setdefault((spec.optimizer, spec.param), set()).add(spec.key)
+
+    def __call__(self, optimizer: int, path: str) -> Collection[str]:
+        """Names of the states of the parameter ``path``; none where nobody knows."""
+        if (optimizer, path) in self._known:
+            return self._known[optimizer, path]
+        own, param = self._optimizers[optimizer].optimizer, self._found[path].tensor
+        group = next(j for j, held in enumerate(own.param_groups) if any(p is param for p in held["params"]))
+        kind = optimizer, group, param.dim()
+        if kind not in self._of_twins:
+            self._of_twins[kind] = (initial_fill(own, group, param.dim()) or {}).keys()
+        return self._of_twins[kind]

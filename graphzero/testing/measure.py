@@ -1,0 +1,86 @@
+"""What one call of a Graph takes and sends, as the dispatcher and the ranks see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphzero import _compat
+from graphzero.graph import Graph
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import RESIDENT, liveness
+from graphzero.runtime.world.world import Sent
+from graphzero.step.selection import Prepared
+from graphzero.testing.meter import Measured, MemoryMeter
+from graphzero.testing.timer import StepTimes, Timer
+
+
+@_compat.cpu_by_default
+def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
+    """Make one call and measure the bytes of its storages as the dispatcher sees them, on the first local rank.
+
+    The graph must have been called with such arguments before.  Only the names of categories come from the program;
+    bytes and lifetimes are those of real storages, so ``graph.plan.memory`` can be compared with it.  On a virtual
+    placement split states may be views of whole tensors and count whole; use ``fake_world`` or real ranks.
+    """
+    prepared = _prepared(graph, args, kwargs)
+    executor, program = prepared.executor, prepared.program.graph
+    meter = MemoryMeter(_category_names(program))
+    for node in program.placeholders(*RESIDENT):
+        role = value.role_of(node)
+        assert role is not None
+        meter.register(RESIDENT[role.kind], [executor.bound[node.name][0]])
+    executor.meter = meter
+    try:
+        graph(*args, **kwargs)
+    finally:
+        executor.meter = None
+    return meter.measured()
+
+
+@_compat.cpu_by_default
+def trace_step(graph: Graph, *args: Any, **kwargs: Any) -> list[Sent]:
+    """Make one call and return every collective that a rank took part in, in order: kind, axis, bytes that it sent."""
+    world = _prepared(graph, args, kwargs).source.world
+    world.trace = []
+    try:
+        graph(*args, **kwargs)
+        return world.trace
+    finally:
+        world.trace = None
+
+
+@_compat.cpu_by_default
+def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwargs: Any) -> StepTimes:
+    """Make one call and say where its seconds went, on this process's first rank: compute, copies, communication.
+
+    Every rank calls it.  ``times`` of an earlier call are added to, so that several calls give a mean.
+    On CUDA these are the seconds of the host; for kernels use torch.profiler.
+    """
+    prepared = _prepared(graph, args, kwargs)
+    executor, ranks = prepared.executor, prepared.source.ranks
+    timer, waited = Timer(executor.graph, times), ranks.waited
+    executor.meter = timer
+    timer.start()
+    try:
+        graph(*args, **kwargs)
+    finally:
+        executor.meter = None
+    timer.stop()
+    timer.agreed(ranks.waited - waited)
+    return timer.times
+
+
+def _prepared(graph: Graph, args: Any, kwargs: Any) -> Prepared:
+    """The call that is to be measured; ranks do not wait for each other, as that would be missing from its time."""
+    with graph.prepared_call(f"measuring a step of {graph.name}", args, kwargs, alone=True) as prepared:
+        return prepared
+
+
+def _category_names(program: StepGraph) -> dict[Any, str]:
+    """Category by node name, and by (node name, number of the result)."""
+    at = liveness(program)
+    roots, categories = at.roots, at.categories
+    names: dict[Any, str] = {(node.name, i): category for (node, i), category in categories.items()}
+    names.update({node.name: categories[held[0]] for node, held in roots.items() if len(held) == 1 and held[0]})
+    return names

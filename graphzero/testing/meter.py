@@ -1,0 +1,157 @@
+"""An independent measurement of a run's memory: bytes of distinct storages, as the dispatcher sees them made.
+
+It knows nothing of the plan and of lifetimes in the graph: storages are noticed when an op returns them and
+forgotten when torch frees them.  What ops use inside (workspaces, a backend's buffers) is not seen.
+A run with several local ranks is measured on the first, which holds the fullest pieces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphzero import _compat
+
+if TYPE_CHECKING:
+    from graphzero.runtime.execute.executor import Executor
+
+Name = str | tuple[str, int]  # of a node, or of one result of a node
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of distinct storages on the first local rank.
+
+    peak: the most that was alive at once, what was registered included; at_peak: by category at that moment;
+    resident: by category, what was registered before the run; node: the op that reached the peak.
+    timeline: (op, bytes alive when it had run), in order.
+    """
+
+    peak: int
+    at_peak: dict[str, int]
+    resident: dict[str, int]
+    node: str
+    timeline: list[tuple[str, int]] = field(repr=False)
+
+
+class _Storage:
+    __slots__ = ("category", "maker", "nbytes", "reference")
+
+    def __init__(self, nbytes: int, category: str, maker: str, reference: Any):
+        self.nbytes, self.category, self.maker, self.reference = nbytes, category, maker, reference
+
+
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages while it is the active mode; pass it to ``Executor.run``.
+
+    Args:
+        categories: category by node name, or by (node name, number of the result); others are "temporaries".
+    """
+
+    def __init__(self, categories: Mapping[Any, str] | None = None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.categories = dict(categories or {})
+        self.live = 0
+        self.peak = 0
+        self.timeline: list[tuple[str, int]] = []
+        self._alive: dict[int, _Storage] = {}
+        self._resident: dict[str, int] = {}
+        self._at_peak: list[_Storage] = []
+        self._is_peak = False  # what is alive now is the peak, and has not been noted
+        self._node, self._kind, self._peak_node = "", "temporaries", ""
+
+    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
+        """Count storages that are there before the run; one that is known keeps its first category.
+
+        most: bytes that each counts at most; the rest of it is not there for this run.
+        """
+        for tensor in tensors:
+            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = nbytes if most is None else min(nbytes, most)
+            if self._see(tensor, category, "", nbytes):
+                self._resident[category] = self._resident.get(category, 0) + nbytes
+
+    def measured(self) -> Measured:
+        """What was found so far."""
+        self._note_peak()
+        at_peak: dict[str, int] = {}
+        for storage in self._at_peak:
+            if storage.nbytes:
+                at_peak[storage.category] = at_peak.get(storage.category, 0) + storage.nbytes
+        return Measured(self.peak, at_peak, dict(self._resident), self._peak_node, list(self.timeline))
+
+    # ---- what generated code calls
+
+    def enter(self, node: str, kind: str) -> None:
+        """The ops that follow belong to ``node`` ("" at the end); what it does not hand out is of category ``kind``."""
+        if self._node and node != self._node:
+            self.timeline.append((self._node, self.live))
+        self._node, self._kind = node, kind
+
+    def meet(self, node: fx.Node) -> None:
+        """Collectives run outside of this mode: what a backend allocates is not seen."""
+
+    def made(self, x: Any, names: Sequence[Name]) -> None:
+        """``x`` is a result of the node, known by the first of ``names`` that has a category."""
+        if isinstance(x, Tensor):
+            self._see(x, self._kind, self._node)  # compiled code makes its results past this mode
+            found = self._alive.get(_compat.storage_id(x))
+            if found is not None and found.maker == self._node:
+                found.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")
+
+    # ---- what torch calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for operand in tree_leaves((args, kwargs)):
+            if isinstance(operand, Tensor):
+                self._see(operand, "", "", nbytes=0)  # not made here, or known already
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                self._see(made, self._kind, self._node)
+        return result
+
+    def _see(self, tensor: Tensor, category: str, maker: str, nbytes: int | None = None) -> bool:
+        storage, key = tensor.untyped_storage(), _compat.storage_id(tensor)
+        if key in self._alive:
+            return False
+        nbytes = storage.nbytes() if nbytes is None else nbytes
+        self._alive[key] = _Storage(nbytes, category, maker, weakref.ref(storage, lambda _: self._die(key)))
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak, self._is_peak, self._peak_node = self.live, True, maker
+        return True
+
+    def _die(self, key: int) -> None:
+        self._note_peak()
+        self.live -= self._alive.pop(key).nbytes
+
+    def _note_peak(self) -> None:
+        if self._is_peak:
+            self._at_peak, self._is_peak = list(self._alive.values()), False
+
+
+def measure(
+    executor: Executor,
+    inputs: Mapping[str, Sequence[Any]],
+    categories: Mapping[Any, str],
+    resident: Mapping[str, Iterable[Tensor]],
+) -> Measured:
+    """Run one step and measure it.
+
+    Args:
+        categories: category by node name, or by (node name, number of the result).
+        resident: category -> tensors of the first local rank that are there before the step.  The executor's slots
+            are counted under "communication" beside them.
+    """
+    meter = MemoryMeter(categories)
+    for category, tensors in resident.items():
+        meter.register(category, tensors)
+    executor.run(inputs, meter)
+    return meter.measured()

@@ -1,0 +1,210 @@
+"""``graphzero opt``: a program and a line of passes in, what they make of it out, or one clear message."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from toys import step
+
+import graphzero as gz
+from graphzero.cli import main
+from graphzero.ir.text.parser import parse
+from graphzero.passes import Options, Pipeline, default_passes
+from graphzero.passes.pipeline import PASSES
+from graphzero.testing import assert_same_step
+
+STEP = step(optimizer="momentum")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "step.txt"
+    path.write_text(STEP)
+    return str(path)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says in one message."""
+    assert main(["opt", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.startswith("graphzero: ") and "Traceback" not in printed.err
+    return printed.err
+
+
+def test_it_prints_the_program_that_the_passes_make(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["opt", file, "--passes", "default{stage=2 bucket_bytes=400}"]) == 0
+    wanted = Pipeline(default_passes(Options(stage=2, bucket_bytes=400)))(parse(STEP))
+    assert capsys.readouterr().out == str(wanted)
+
+
+def test_without_passes_it_prints_the_program_verified(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["opt", file]) == 0
+    assert capsys.readouterr().out == str(parse(STEP))
+
+
+def test_it_reads_what_it_has_printed_from_standard_input(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["opt", file, "--passes", "default{stage=3}"])
+    whole, text = capsys.readouterr().out, STEP
+    for entry in PASSES:
+        if entry.when(Options(stage=3)):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+            assert main(["opt", "-", "--passes", str(entry.made(Options(stage=3)))]) == 0
+            text = capsys.readouterr().out
+    assert text == whole
+
+
+def test_a_diff_shows_what_each_pass_changed(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["opt", file, "--passes", "pin,pin,zero{stage=1}", "--diff"])
+    pipeline = Pipeline(default_passes(Options(stage=1), until="expand"))
+    pipeline(parse(STEP))
+    assert capsys.readouterr().out == "\n".join(record.diff() for record in pipeline.history) + "\n"
+
+
+def test_verify_only_prints_nothing_and_says_by_its_status_whether_laws_hold(
+    file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["opt", file, "--verify-only", "--passes", "default"]) == 0
+    assert capsys.readouterr() == ("", "")
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text("graph g(dp=2)\n  x = batch() : f32[4, 2]\nforward:\n  y = t(x) : f32[4, 2]\n  return y\n")
+    assert "'y'" in fails(capsys, str(wrong), "--verify-only")
+
+
+def test_the_list_needs_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["opt", "--list"]) == 0
+    assert "    stage=2   a whole number\n" in capsys.readouterr().out
+
+
+def test_a_device_says_for_whose_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A large value travels by itself on a CPU, and in a bucket on CUDA, which need not be there."""
+    path = tmp_path / "sums.txt"
+    path.write_text("""
+        graph sums(dp=2) local
+          x = batch()                     : f32[512, 256]  P!
+          z = batch()                     : f32[512, 256]  P!
+        forward:
+          a = all_reduce(x, 'dp', 'sum')  : f32[512, 256]  B
+          b = all_reduce(z, 'dp', 'sum')  : f32[512, 256]  B
+          return a, b
+    """)
+    for device, count in (("cpu", 2), ("cuda", 1)):
+        assert main(["opt", str(path), "--passes", "bucket{bucket_bytes=4194304}", "--device", device]) == 0
+        assert capsys.readouterr().out.count("= bucket_all_reduce(") == count
+
+
+@pytest.mark.parametrize(
+    ("passes", "problem"),
+    [
+        ("zro", "ParseError: passes, character 1: no pass is called 'zro'; the passes are pin, zero"),
+        ("zero{stage=9}", "ParseError: passes, character 6: Zero(stage=9): the stages are 1"),
+        ("zero", "PassError: zero{stage=2 shard_min_size=1} stopped: TypeError"),
+        ("bucket", "ParseError: passes, character 1: bucket takes a local graph"),
+        ("pin,zero{axis=(tp)}", "no axis is called 'tp'"),
+        ("pin,propagate{links=({latency=0 bandwidth=1}, {latency=0 bandwidth=1})}", "2 links for 1 placement axes"),
+    ],
+)
+def test_a_wrong_line_of_passes_is_one_message(
+    file: str, passes: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert problem in fails(capsys, file, "--passes", passes)
+
+
+def test_a_wrong_text_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.txt"
+    for text, problem in (
+        (STEP.replace("graph toy", "grph toy"), "line 1 of the graph: expected `graph name"),
+        (STEP.replace("mm(", "__import__("), "no op is called __import__"),
+        ("", "line 1 of the graph"),
+    ):
+        path.write_text(text)
+        assert problem in fails(capsys, str(path))
+    path.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in fails(capsys, str(path))
+    assert "cannot be read" in fails(capsys, str(tmp_path / "missing"))
+    assert "cannot be read" in fails(capsys, str(tmp_path))
+    assert "opt needs a FILE" in fails(capsys)
+
+
+def test_a_pass_that_stops_is_named_with_its_line(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, graph: gz.StepGraph) -> gz.StepGraph:
+        raise KeyError("what")
+
+    monkeypatch.setattr("graphzero.passes.place.zero.Zero.__call__", broken)
+    said = fails(capsys, file, "--passes", "pin,zero{stage=1}")
+    assert "PassError: zero{stage=1 shard_min_size=1} stopped: KeyError: 'what'" in said and "test_opt.py" in said
+
+
+def test_any_line_of_passes_gives_a_program_that_computes_the_same_or_a_message(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Passes in any order that their levels allow, more than once too."""
+    rng, ended = random.Random(0), 0
+    levels = list(dict.fromkeys(entry.level for entry in PASSES))
+    for _ in range(60):
+        names = ["pin"]
+        for level in levels:
+            here = [entry.name for entry in PASSES if entry.level == level]
+            last = here.pop() if level != levels[-1] else ""
+            names += [*(rng.choices(here, k=rng.randint(0, 5)) if here else []), *filter(None, [last])]
+        status = main(["opt", file, "--passes", ",".join(names)])
+        printed = capsys.readouterr()
+        assert (status, bool(printed.err)) in ((0, False), (1, True)) and "Traceback" not in printed.err
+        if status == 0:
+            assert_same_step(parse(STEP), parse(printed.out))
+            ended += 1
+    assert ended > 10
+
+
+# ---- a mistake is reported by a text and a line
+
+
+class Train(gz.Graph):
+    def __init__(self, stage: int) -> None:
+        super().__init__(gz.placement("cpu", [[0, 1], [2, 3]], names=("dp_a", "dp_b"), virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()), clip_grad_norm=1.0)
+        if stage:
+            self.config.enable_zero(stage=stage)
+        self.config.set_input("scale", sbp=(gz.sbp.B, gz.sbp.B))
+
+    def build(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        loss = (self.model(x) * scale).square().mean()
+        loss.backward()
+        return loss
+
+
+SETTINGS = {
+    "plain": lambda config: None,
+    "links": lambda config: config.set_links({name: gz.Link(1e-5, 1e9) for name in ("dp_a", "dp_b")}),
+    "early": lambda config: config.set_optimizer_in_backward(),
+    "small": lambda config: config.set_memory_budget(10**6),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_graphs_first_program_and_the_line_of_its_passes_give_every_program_of_its_history(
+    stage: int, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = Train(stage)
+    SETTINGS[setting](graph.config)
+    graph.compile(torch.randn(8, 8), torch.ones(4))
+    path = tmp_path / "step.txt"
+    path.write_text(str(graph.history[0].before))
+    assert main(["opt", str(path), "--passes", ",".join(record.text for record in graph.history)]) == 0
+    assert capsys.readouterr().out == str(graph.program)
+    for record in graph.history:
+        path.write_text(str(record.before))
+        assert main(["opt", str(path), "--passes", record.text]) == 0
+        assert capsys.readouterr().out == str(record.after), record.name
