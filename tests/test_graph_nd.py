@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from inside import executor_of
 from test_plan_measured import Net, Storages
 from torch import nn
 from torch.nn import functional as F
@@ -281,7 +282,7 @@ def test_memory_and_traffic_are_the_plans_to_the_byte(shape, names, axis, stage)
         graph(*batch)
         gc.collect()
         known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
+        slots = [slot for (slot,) in executor_of(graph).slots.values()]
         with Storages([*batch, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
             graph(*batch)
         memory = graph.plan.memory

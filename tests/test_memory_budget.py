@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from bad_input.wrong import says
+from inside import executor_of
 from test_plan_measured import Storages
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -143,7 +144,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(settings, bucket_bytes):
         graph(x)
         gc.collect()
         known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
+        slots = [slot for (slot,) in executor_of(graph).slots.values()]
         with Storages([x, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
             graph(x)
         memory = graph.plan.memory

@@ -6,12 +6,12 @@ Whatever stands beside a Graph, the numbers are those of plain PyTorch doing the
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from inside import failing, program_of
+from torch import Tensor, nn
 from user_steps import Train, adam, batch, eager_step, mlp, same, virtual
 
 import graphzero as gz
@@ -106,20 +106,11 @@ def test_parameters_come_back_whole_when_the_stage_no_longer_splits_them(stages)
 # ---- a call that ends with an exception
 
 
-def failing(graph: Train, phase: str, error: BaseException) -> Any:
-    """Let the next run of the program end with ``error`` in a step of ``phase``."""
-    program = graph._selection.last.part.executor(graph._source.world).program
-    at = 0 if phase == "forward" else len(program.steps) - 1
-    step = program.steps[at]
-
-    def fail(envs):
-        program.steps[at] = step
-        if phase != "forward":
-            step(envs)
-        raise error
-
-    program.steps[at] = fail
-    return program
+def fails(graph: Train, phase: str, error: BaseException, *given: Tensor) -> None:
+    """A call that ends with ``error`` in a step of ``phase``."""
+    at = 0 if phase == "forward" else len(program_of(graph).steps) - 1
+    with failing(graph, at, error, done=phase != "forward"), pytest.raises(type(error)):
+        graph(*given)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -128,9 +119,7 @@ def test_a_step_that_fails_before_its_update_may_be_made_again(stage):
     graph, other = Train(model, adam(model), stage, virtual(3)), adam(twin)
     for number in range(3):
         if number == 1:
-            failing(graph, "forward", torch.OutOfMemoryError("no more"))
-            with pytest.raises(torch.OutOfMemoryError):
-                graph(*batch(7))
+            fails(graph, "forward", torch.OutOfMemoryError("no more"), *batch(7))
         graph(*batch(number))
         eager_step(twin, other, number)
         same(model, twin)
@@ -143,9 +132,7 @@ def test_after_an_exception_within_the_update_a_checkpoint_is_asked_for(error, s
     graph, other = Train(model, adam(model), stage, virtual(3)), adam(twin)
     graph(*batch(0))
     saved = copy.deepcopy(graph.full_state_dict())
-    failing(graph, "update", error)
-    with pytest.raises(type(error)):
-        graph(*batch(1))
+    fails(graph, "update", error, *batch(1))
     for _ in range(2):
         with pytest.raises(gz.GraphZeroError, match=rf"middle of its update \({type(error).__name__}.*load_state_dict"):
             graph(*batch(1))

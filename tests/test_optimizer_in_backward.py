@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from bad_input.wrong import says
+from inside import executor_of, failing, program_of
 from test_plan_measured import Storages
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -109,7 +110,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage):
         graph(*share)
         gc.collect()
         known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
+        slots = [slot for (slot,) in executor_of(graph).slots.values()]
         with Storages([*share, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:
             graph(*share)
         memory = graph.plan.memory
@@ -194,22 +195,13 @@ def test_a_step_that_stops_within_backward_has_changed_parameters_and_says_so():
     graph(*batch())
     late = Train(2, early=False)
     late(*batch())
-    program, other = (one._selection.last.part.executor(one._source.world).program for one in (graph, late))
-    steps, first = program.steps, program.first_write
-    assert first < other.first_write
+    first = program_of(graph).first_write
+    assert first < program_of(late).first_write
     saved = copy.deepcopy(graph.full_state_dict())
     whole = [x.clone() for x in held(graph)]
     for at, is_true in ((first - 1, True), (first + 1, False)):
-        step = steps[at]
-
-        def fail(envs, step=step):
-            step(envs)
-            raise RuntimeError("odd")
-
-        steps[at] = fail
-        with pytest.raises(RuntimeError, match="odd"):
+        with failing(graph, at, RuntimeError("odd")), pytest.raises(RuntimeError, match="odd"):
             graph(*batch(1))
-        steps[at] = step
         if is_true:
             assert all(itertools.starmap(torch.equal, zip(held(graph), whole, strict=True)))
         else:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from inside import executor_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -87,7 +88,7 @@ def check_peak(graph, stage):
     graph(*batch)
     gc.collect()
     known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
-    executor = graph._selection.last.part.executor(graph._source.world)
+    executor = executor_of(graph)
     slots = [slot for (slot,) in executor.slots.values()]  # the resident communication
     assert sum(slot.nbytes for slot in slots) == graph.plan.memory["communication"], f"stage {stage}"
     with Storages([*batch, *slots, *(t for t in known if isinstance(t, torch.Tensor))]) as mode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ from torch import nn
 from toys import lower, step
 
 import graphzero as gz
-from graphzero.errors import ConfigError, PlacementError
+from graphzero.errors import ConfigError, PlacementError, VerifyError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.parser import parse
 from graphzero.passes import DeadCode, Pipeline, Zero
+from graphzero.runtime.transport.primitives import fold
+from graphzero.runtime.world import virtual
 from graphzero.sbp.types import B
 from graphzero.testing import accept, assert_graph, assert_same_step, fake_world
 
@@ -73,9 +75,17 @@ def test_a_forgotten_reduction_is_caught() -> None:
         launch = wait.args[0]
         for pick in list(wait.users):
             pick.replace_all_uses_with(launch.args[2][pick.args[1]])  # type: ignore[union-attr,index]
-    program = Pipeline([DeadCode()])(program)
+    with pytest.raises(VerifyError, match="'n' runs add as B, P -> B"):
+        Pipeline([DeadCode()])(program)
+
+
+def test_ranks_that_hold_other_values_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_alone(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], reduction: str) -> None:
+        fold(outs, outs[0], reduction)
+
+    monkeypatch.setitem(virtual.WAYS, "all_reduce", first_alone)
     with pytest.raises(AssertionError, match="rank 1 holds other values"):
-        assert_same_step(parse(TEXT), program)
+        assert_same_step(parse(TEXT), lower(TEXT))
 
 
 def test_a_pass_that_drops_the_update_is_caught() -> None:

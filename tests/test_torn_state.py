@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from inside import program_of
 from torch import nn
 
 import graphzero as gz
@@ -43,7 +44,7 @@ def torn():
 
 def tear(graph):
     """A call ends in its update; the Graph refuses to go on."""
-    steps = graph._selection.last.part.executor(graph._source.world).program.steps
+    steps = program_of(graph).steps
     whole, steps[-1] = steps[-1], interrupted
     with pytest.raises(KeyboardInterrupt):
         graph(X)

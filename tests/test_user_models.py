@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import executor_of
 from test_plan_measured import Storages
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -305,7 +306,7 @@ def test_their_memory_is_the_plans(name):
         if name == "encoder_layer":
             batch = [x.clone() for x in case.batch()]
         graph(*batch)
-        slots = [slot for (slot,) in graph._selection.last.part.executor(graph._source.world).slots.values()]
+        slots = [slot for (slot,) in executor_of(graph).slots.values()]
         constants = graph._selection.last.captured.constants.values()
         known = [*batch, *slots, *pytree.tree_leaves(graph.state_dict()), *constants]
         with Storages([x for x in known if isinstance(x, Tensor)]) as mode:

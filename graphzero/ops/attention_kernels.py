@@ -224,6 +224,7 @@ def _efficient_backward(
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     wanted = [True, True, True, False]
     grad, q_, k_, v_, out = map(aligned, (grad, q, k, v, out))
+    out = laid_out(out, out.shape[-1])  # the kernel reads it as its forward lays it out, whatever its strides say
     bias, logsumexp = aligned_bias(bias, q, k), padded_rows(logsumexp)
     found = kernel(grad, q_, k_, v_, bias, out, logsumexp, seed, offset, 0.0, wanted, causal, scale=scale)
     return _gradients(found[:3], q, k, v)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import executor_of
 from steps import Language, Train, adamw, batches, eager
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ class Scheduled(Train):
 
 
 def executor(graph: gz.Graph) -> Replayed:
-    found = graph._selection.last.part.executor(graph._source.world)  # type: ignore[union-attr]
+    found = executor_of(graph)
     assert isinstance(found, Replayed)
     return found
 

@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from inside import executor_of
 from optimizer_reference import Copies, D, Plain, Small, Train, batch, distance, eager_step
 from test_plan_measured import Storages
 from torch import nn
@@ -122,7 +123,7 @@ def test_a_checkpoint_from_before_the_first_call_brings_the_first_step_back():
 def test_a_call_that_fails_leaves_the_first_step_to_be_taken(monkeypatch):
     graph, model, optimizers, eager, others = pair()
     graph.compile(*batch(0))
-    executor = graph._selection.last.part.executor(graph._source.world)
+    executor = executor_of(graph)
     monkeypatch.setattr(executor, "run", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         graph(*batch(0))

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from inside import failing, program_of
 from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
 from torch import nn
 
@@ -83,7 +84,7 @@ def check_the_first_rank_says_which_products_onednn_computes():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             graph(*(x.float() for x in share(0)))
-    names = graph._selection.last.part.executor(graph._source.world).program.names.values()
+    names = program_of(graph).names.values()
     assert products.onednn_add in names  # only the first rank's view
     assert not caught or dist.get_rank() == 0
 
@@ -210,21 +211,13 @@ def check_first_mode_compares_only_the_program_in_later_calls():
 def _fails(graph, at, error, inputs, text=None):
     """A run ends with ``error`` in step number ``at`` of the program, after what that step does, or because the other
     rank, which stops there too, is heard of before."""
-    steps = graph._selection.last.part.executor(graph._source.world).program.steps
-    step = steps[at]
-
-    def fail(envs):
-        step(envs)
-        raise error
-
-    steps[at] = fail
-    raises((type(error), gz.RankError), text, lambda: graph(*inputs))
-    steps[at] = step
+    with failing(graph, at, error):
+        raises((type(error), gz.RankError), text, lambda: graph(*inputs))
 
 
 def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
     graph, _ = trained(2, steps=1)
-    program = graph._selection.last.part.executor(graph._source.world).program
+    program = program_of(graph)
     for at in range(program.first_write):  # with transfers under way in some
         _fails(graph, at, RuntimeError("odd"), share(9), "odd")
     graph(*share(1))
@@ -252,7 +245,7 @@ def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_it
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         graph(*share(step))
     same(graph.full_state_dict()["modules"]["model"], wanted.full_state_dict()["modules"]["model"])
-    program = graph._selection.last.part.executor(graph._source.world).program
+    program = program_of(graph)
     behind = [step.node for step in program.steps[program.first_write :] if isinstance(step, Barrier)]
     assert "backward" in map(value.phase_of, behind)
     saved = graph.full_state_dict()

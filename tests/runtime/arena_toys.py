@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inside import failing, program_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,13 +135,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def stopped(graph: gz.Graph, where: Callable[[list, int], int], *given: Tensor) -> None:
     """A call that ends within the step; where: (steps, number of the first that writes) -> number of the one instead
     of which it ends."""
-    program = graph._selection.last.part.executor(graph._source.world).program
+    program = program_of(graph)
     at = where(program.steps, program.first_write)
-    kept, program.steps[at] = program.steps[at], _stop
-    with pytest.raises(KeyboardInterrupt):
+    with failing(graph, at, KeyboardInterrupt(), done=False), pytest.raises(KeyboardInterrupt):
         graph(*given)
-    program.steps[at] = kept
-
-
-def _stop(envs):
-    raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import executor_of
 from torch import nn
 
 import graphzero as gz
@@ -192,7 +193,7 @@ class Layouts:
         self.orders = dense.Orders(graph.program.nodes)
         self.nodes = {node.name: node for node in graph.program.nodes}
         self.known, self.wrong = 0, []
-        graph._selection.last.part.executor(graph._source.world).meter = self
+        executor_of(graph).meter = self
 
     __enter__ = __exit__ = register = enter = meet = lambda self, *args: None
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import executor_of
 from tape import Tapes
 from torch import Tensor, nn
 
@@ -74,7 +75,7 @@ def batches(steps: int = STEPS, dtype: torch.dtype = torch.float32) -> list[tupl
 
 def executor(graph: gz.Graph) -> Replayed:
     assert graph._selection.last is not None
-    found = graph._selection.last.part.executor(graph._source.world)
+    found = executor_of(graph)
     assert isinstance(found, Replayed)
     return found
 
@@ -395,7 +396,7 @@ def test_a_check_is_read_after_each_replay_and_says_that_the_update_has_been_mad
     graph, (x, y) = Checked(nn.Linear(4, 3)), (torch.randn(8, 4), torch.randint(0, 3, (8,)))
     for _ in range(STEPS):
         graph(x, y)
-    executor = graph._selection.last.part.executor(graph._source.world)  # type: ignore[union-attr]
+    executor = executor_of(graph)
     assert isinstance(executor, Replayed)
     assert executor.recorded == 1
     with pytest.raises(gz.CheckError, match="x is large[\\s\\S]*its update has been made"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero.ir import calls, value
+from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.ops import UNIFORM_LIKE
@@ -110,14 +110,26 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
 
 
 def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
+    """Splits on axes of one rank cut nothing, and need not fit into the dims taken apart: they go, and come back."""
     like, key, number, _, total = node.args
     assert isinstance(like, fx.Node)
-    nd, shape = apart.nd(cutting(value.nd_of(node), graph.placement.hierarchy)), list(apart.shape)
+    nd, shape = cutting(value.nd_of(node), graph.placement.hierarchy), list(apart.shape)
+    read = tuple(sbp if sbp.is_partial else own for sbp, own in zip(value.nd_of(like), nd, strict=True))
+    of_like, drawn = (TensorType(value.tensor_type(x).dtype, apart.shape) for x in (like, node))
+    sizes, whole = local_sizes(graph, apart.shape, apart.nd(nd)), local_sizes(graph, total, nd)  # type: ignore[arg-type]
     with graph.graph.inserting_before(node):
-        dtypes = (value.tensor_type(x).dtype for x in (like, node))
-        of_like, drawn = (TensorType(dtype, apart.shape) for dtype in dtypes)
-        sizes = local_sizes(graph, apart.shape, nd)
-        view = graph.call(aten.view.default, (like, sizes), of_like, sbp=nd, like=node)
-        draw = graph.call(UNIFORM_LIKE, (view, key, number, [0] * len(shape), shape), drawn, sbp=nd, like=node)
+        like = _relabelled(graph, like, read, node)
+        view = graph.call(aten.view.default, (like, sizes), of_like, sbp=apart.nd(read), like=node)
+        args = (view, key, number, [0] * len(shape), shape)
+        draw = graph.call(UNIFORM_LIKE, args, drawn, sbp=apart.nd(nd), like=node)
     _localize_draw(graph, draw)
-    node.target, node.args = aten.view.default, (draw, local_sizes(graph, total, value.nd_of(node)))  # type: ignore
+    node.target, node.args = aten.view.default, (draw, whole)
+    if nd != value.nd_of(node):
+        with graph.graph.inserting_before(node):
+            together = graph.call(node.target, node.args, value.tensor_type(node), sbp=nd, like=node)
+        node.target, node.args = ops.relabel, (together,)
+
+
+def _relabelled(graph: StepGraph, x: fx.Node, nd: Nd, like: fx.Node) -> fx.Node:
+    same = nd == value.nd_of(x)
+    return x if same else graph.call(ops.relabel, (x,), value.tensor_type(x), sbp=nd, like=like)

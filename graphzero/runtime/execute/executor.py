@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
 from graphzero.runtime.execute.products import kernels_of
 from graphzero.runtime.execute.program import Program, compile_graph
-from graphzero.runtime.execute.steps import WHERE, Barrier, Env, Meter
+from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import Calls
 from graphzero.runtime.inductor.region_ops import RegionOp, join
 from graphzero.runtime.transport.notices import note_source
@@ -185,12 +184,13 @@ class Executor:
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)
         self.world.forget()
-        at = 0
+        at = -1
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
         no_autocast = _no_autocast(casting) if casting else nullcontext()
         with torch.no_grad(), _compat.below_autograd(), no_autocast:
             try:
                 self._host(envs, numbers)
+                at = 0
                 self.stopped = len(self.program.steps)
                 if meter is None:
                     for step in self.program.steps:
@@ -205,9 +205,9 @@ class Executor:
                         at += 1
                     meter.enter("", "")
             except BaseException as error:
-                self.stopped = at
+                self.stopped = max(at, 0)
                 if isinstance(error, Exception):
-                    self._explain(error, envs)
+                    self._explain(error, at, envs)
                 raise
         return self._results(envs)
 
@@ -251,10 +251,13 @@ class Executor:
 
     # ---- failures
 
-    def _explain(self, error: Exception, envs: list[Env]) -> None:
-        node, local = _where(error.__traceback__, self.program.names.get(WHERE, {}), envs)
-        if node is None:
+    def _explain(self, error: Exception, at: int, envs: list[Env]) -> None:
+        """Note what failed: a line of step ``at``, or, before the first, of what makes the host's numbers."""
+        step = self.program.host if at < 0 else next(iter(self.program.steps[at:]), None)
+        node = step.node_of(error.__traceback__) if step is not None else None
+        if step is None or node is None:
             return
+        local = step.local
         source = value.source_of(node) if node.op != "output" else ""
         note_source(error, source)
         rank = "" if local is None else f"rank {self.world.rank_ids[local]} of "
@@ -266,22 +269,6 @@ class Executor:
         )
         if hasattr(error, "add_note"):  # from Python 3.11
             error.add_note(note)
-
-
-def _where(
-    traceback: TracebackType | None, lines: Mapping[Any, Sequence[Any]], envs: list[Env]
-) -> tuple[fx.Node | None, int | None]:
-    """The node, and the local rank, that a traceback leads to."""
-    while traceback is not None:
-        frame = traceback.tb_frame
-        found = frame.f_locals.get("self")
-        if frame.f_code in lines:
-            local = next((i for i, e in enumerate(envs) if e is frame.f_locals.get("e")), None)
-            return lines[frame.f_code][traceback.tb_lineno], local
-        if isinstance(found, Barrier):
-            return found.node, None
-        traceback = traceback.tb_next
-    return None, None
 
 
 def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType, TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -24,7 +25,6 @@ from graphzero.ir.transfer import is_transfer
 
 Env = list[Any]
 GENERATED = "<graphzero program>"
-WHERE = "__nodes_by_line__"  # in the globals of generated code: code object -> node of each line
 
 
 class Meter(Protocol):
@@ -56,33 +56,48 @@ class Line:
 
 
 class Segment:
-    """What one rank does between two barriers."""
+    """What one rank does between two barriers.
+
+    local: the local rank that runs, or has run last.
+    """
 
     def __init__(self, lines: Sequence[Line], names: dict[str, Any]):
         self.lines, self.names = list(lines), names
+        self.local: int | None = None
+        self._nodes: dict[CodeType, list[fx.Node]] = {}  # generated function -> node of each of its lines
         self.plain = self._compile([(line.text, line.node) for line in lines], "e")
         self._metered: Callable[..., None] | None = None
 
     def __call__(self, envs: list[Env]) -> None:
-        for e in envs:
+        for self.local, e in enumerate(envs):
             self.plain(e)
 
     def metered(self, envs: list[Env], meter: Meter) -> None:
         """The same, told to ``meter`` line by line for the first local rank."""
         if self._metered is None:
             self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
-        with meter:
-            self._metered(envs[0], meter)
-        for e in envs[1:]:
-            self.plain(e)
+        for self.local, e in enumerate(envs):
+            if self.local:
+                self.plain(e)
+                continue
+            with meter:
+                self._metered(e, meter)
+
+    def node_of(self, traceback: TracebackType | None) -> fx.Node | None:
+        """The node whose line the traceback of an error leads to."""
+        while traceback is not None:
+            nodes = self._nodes.get(traceback.tb_frame.f_code)
+            if nodes is not None:
+                return nodes[max(traceback.tb_lineno - 2, 0)]  # line 1 is the head
+            traceback = traceback.tb_next
+        return None
 
     def _compile(self, lines: list[tuple[str, fx.Node]], arguments: str) -> Callable[..., None]:
         source = "\n".join([f"def segment({arguments}):", *(f"    {text}" for text, _ in lines)])
         made: dict[str, Any] = {}
         exec(compile(source, GENERATED, "exec"), self.names, made)
         function: Callable[..., None] = made["segment"]
-        nodes = [None, None, *(node for _, node in lines)]
-        self.names.setdefault(WHERE, {})[function.__code__] = nodes
+        self._nodes[function.__code__] = [node for _, node in lines]
         return function
 
 
@@ -99,6 +114,10 @@ class Barrier:
 
     node: fx.Node
     action: Callable[[list[Env]], None]
+    local = None  # all of them
+
+    def node_of(self, traceback: TracebackType | None) -> fx.Node | None:
+        return self.node
 
     def __call__(self, envs: list[Env]) -> None:
         self.action(envs)
