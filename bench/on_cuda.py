@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python bench/on_cuda.py                      # 124M in bf16, a row per system
     PYTHONPATH=. python bench/on_cuda.py --size 350M --batch 16 --context 1024 --steps 50 --save cuda.json
+    PYTHONPATH=. python bench/on_cuda.py --kernels 25         # and where each system's step goes
 
 Each row is a fresh process, whose figures are printed, and with ``--save`` kept, as soon as they are there.  One that
 fails, or takes more than ``--seconds``, is a row that says so; none begins after ``--minutes``.
@@ -126,8 +127,23 @@ class Captured:
         return self.loss.clone()
 
 
-def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cuda") -> dict[str, Any]:
-    """Milliseconds of the median step, and bytes."""
+def kernels(step: Callable[[], Any], most: int, steps: int = 5) -> list[str]:
+    """The kernels of the GPU that take most of a step: microseconds a step, calls a step, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = [entry for entry in profile.key_averages() if entry.self_device_time_total]
+    found.sort(key=lambda entry: -entry.self_device_time_total)
+    total = sum(entry.self_device_time_total for entry in found) / steps
+    lines = [f"{total:9.0f} us in all, {sum(entry.count for entry in found) / steps:.0f} kernels"]
+    return lines + [
+        f"{x.self_device_time_total / steps:9.1f} {x.count / steps:6.1f}  {x.key[:110]}" for x in found[:most]
+    ]
+
+
+def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cuda", listed: int = 0) -> dict[str, Any]:
+    """Milliseconds of the median step, and bytes; ``listed``: so many of its kernels too."""
     torch.manual_seed(0)
     model = GPT(shape).to(device=device, dtype=DTYPES[dtype])
     size = (shape.batch, shape.context + 1)
@@ -159,6 +175,8 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
     found["requested"] = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     if in_cuda_graph and system in OURS:
         found["how"] = next(line for line in repr(step).splitlines() if line.startswith("CUDA graph"))
+    if listed:
+        found["kernels"] = kernels(lambda: step(x, y), listed)
     return found
 
 
@@ -198,6 +216,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seconds", type=float, default=200.0, help="that one row may take")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no row begins")
+    parser.add_argument("--kernels", type=int, default=0, help="how many of the costliest kernels to list per system")
     parser.add_argument("--save", metavar="FILE", help="keep the figures of each row there, as JSON")
     parser.add_argument("--only", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -205,7 +224,7 @@ def main() -> None:
         sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/step_time.py")
     shape = replace(GPT2[options.size], batch=options.batch, context=options.context)
     if options.only:
-        print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps)))
+        print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps, listed=options.kernels)))
         return
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     title = f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}"
@@ -224,11 +243,13 @@ def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[st
             if left <= 0:
                 continue
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
+            sizes += ["--kernels", options.kernels]
             words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
             found = run(words, min(options.seconds, left))
             base = found.get("ms") if system == BASE else base
             label = f"{system}, {dtype}"
-            print(json.dumps({"row": label, **found}), flush=True)
+            lines = found.pop("kernels", [])
+            print("\n".join([json.dumps({"row": label, **found}), *lines]), flush=True)
             if options.save:
                 save(options.save, title, label, found)
             rows.append(row(label, found, base, shape.batch * shape.context))

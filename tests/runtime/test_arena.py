@@ -16,6 +16,7 @@ from graphzero.ir.storage import arena, dense
 sys.path.insert(0, str(Path(__file__).parent))
 from arena_toys import MODELS, Spoiled, Train, batch, equal, steps, stopped  # noqa: E402
 
+ONE = gz.placement("cpu", range(1))
 TWO = gz.placement("cpu", range(2), virtual=True)
 
 
@@ -72,7 +73,7 @@ class Wide(nn.Module):
 
 
 class Regression(gz.Graph):
-    def __init__(self, model, used=True, placement=None, stage=2):
+    def __init__(self, model, used=True, placement=ONE, stage=2):
         super().__init__(placement)
         self.model = model
         self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -17,7 +17,7 @@ import graphzero as gz
 
 class Doubles(gz.Graph):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(gz.placement("cpu", range(1)))
         self.layer = nn.Linear(64, 64)
 
     def build(self, x: torch.Tensor) -> torch.Tensor:

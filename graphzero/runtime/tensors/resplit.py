@@ -2,8 +2,9 @@
 
 Between CPU tensors by what the ranks of a placement talk through (``communicator``), so that a rank that stops on the
 way wakes the others as in a step; every rank of the placement calls it then, within ``agree.Together``.  On other
-devices, and where autograd follows, by torch: but for a dim that several axes cut and one of them in sections, whose
-pieces it puts together in another order than it cut them.  Those are gathered and joined here.
+devices, and where autograd follows, by torch: but for dims cut in sections.  Where several axes cut one, torch puts the
+pieces together in another order than it cut them, and some versions, 2.11 is one, refuse to cut one at all.  Those are
+gathered and joined here, also where autograd follows, if several axes cut the dim.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from graphzero.sbp.types import B, Nd
 def whole(x: DTensor, placement: Placement) -> Tensor:
     """All values of ``x`` as a plain tensor, which may be its own storage; every rank of ``placement`` calls it."""
     nd = nd_of_dtensor(x)
-    if not (_is_ours(x) or _nests_sections(nd)):
+    if not _is_ours(x, nd):
         return x.full_tensor().detach()
     return _moved(x, (B,) * len(nd), placement)
 
@@ -38,14 +39,19 @@ def resplit(x: DTensor, nd: Nd, placement: Placement) -> DTensor:
     now = nd_of_dtensor(x)
     if now == nd:
         return x
-    if not (_is_ours(x) or _nests_sections(now) or _nests_sections(nd)):
+    if not _is_ours(x, now, nd):
         return x.redistribute(placements=to_placements(nd))
     return wrap(_moved(x, nd, placement), x.device_mesh, nd, x.shape)
 
 
-def _is_ours(x: DTensor) -> bool:
-    is_followed = torch.is_grad_enabled() and x.requires_grad
-    return local_of(x).device.type == "cpu" and not has_fake_world() and not is_followed
+def _is_ours(x: DTensor, *nds: Nd) -> bool:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return any(map(_nests_sections, nds))
+    return local_of(x).device.type == "cpu" and not has_fake_world() or any(map(_has_sections, nds))
+
+
+def _has_sections(nd: Nd) -> bool:
+    return any(sbp.is_split and sbp.sections > 1 for sbp in nd)
 
 
 def _nests_sections(nd: Nd) -> bool:
