@@ -11,13 +11,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import onednn
 import torch
 import torch.distributed as dist
 from compare import TrainGraph
@@ -37,14 +35,13 @@ RATE = 1e-4  # small, so that rounding, which compilers change, does not grow wi
 class System:
     """stage: what is split between ranks, in ZeRO's numbers.  begin: a job -> its training step, on every rank.
 
-    during: what it runs in.  special: it is measured only where it is named.
+    special: it is measured only where it is named.
     """
 
     name: str
     stage: int
     begin: Callable[[Job], Step]
     needs: str = "torch"
-    during: Callable[[], AbstractContextManager[None]] = nullcontext
     special: bool = False
 
     @property
@@ -149,9 +146,6 @@ SYSTEMS = [
     System("FSDP2", 3, partial(hand_written, fsdp2)),
     System("FSDP2 + compile", 3, partial(hand_written, partial(fsdp2, compiled=True))),
     *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
-    *graphs("graphzero + oneDNN", range(4), special=True, matmul="onednn"),
-    System("DDP + oneDNN", 0, partial(hand_written, ddp), during=onednn.everywhere, special=True),
-    System("DDP + compile + oneDNN", 0, partial(hand_written, compiled_ddp), during=onednn.everywhere, special=True),
 ]
 
 

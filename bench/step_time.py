@@ -155,8 +155,7 @@ def work(
     running = {name: s.begin(job) for name, s in systems.items()}
     losses = {}
     for name, step in running.items():
-        with systems[name].during():
-            losses[name] = [mean(step(*batches[0]))]  # compiles
+        losses[name] = [mean(step(*batches[0]))]  # compiles
     seconds: dict[str, list[list[float]]] = defaultdict(list)
     cpu: dict[str, list[list[float]]] = defaultdict(list)
     for turn in range(rounds):
@@ -165,14 +164,13 @@ def work(
             dist.barrier()
             seconds[name].append([])
             cpu[name].append([])
-            with systems[name].during():
-                for i in range(steps):
-                    used, started = time.process_time(), time.perf_counter()
-                    loss = running[name](*batches[(turn * steps + i) % BATCHES])
-                    if i:
-                        seconds[name][-1].append(time.perf_counter() - started)
-                        cpu[name][-1].append(time.process_time() - used)
-                    losses[name].append(mean(loss))
+            for i in range(steps):
+                used, started = time.process_time(), time.perf_counter()
+                loss = running[name](*batches[(turn * steps + i) % BATCHES])
+                if i:
+                    seconds[name][-1].append(time.perf_counter() - started)
+                    cpu[name][-1].append(time.process_time() - used)
+                losses[name].append(mean(loss))
     return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
 
 

@@ -453,11 +453,6 @@ def functions() -> Any:
     return torch._VF
 
 
-def onednn_linear() -> Callable[..., Tensor] | None:
-    """oneDNN's ``x @ weight.t() + bias`` for dense float32 tensors, where this torch was built with oneDNN."""
-    return torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
-
-
 def overload_of_custom_op(op: Any) -> Any:
     """The overload behind a ``torch.library.custom_op``; anything else as it is."""
     return op._opoverload if isinstance(op, torch._library.custom_ops.CustomOpDef) else op

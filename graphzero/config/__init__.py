@@ -5,7 +5,7 @@ the runtime read ``config.settings``.
 """
 
 from graphzero.config.graph_config import GraphConfig
-from graphzero.config.settings import MATMULS, Settings
+from graphzero.config.settings import Settings
 from graphzero.config.zero import AUTO, ZeroSettings
 
-__all__ = ["AUTO", "MATMULS", "GraphConfig", "Settings", "ZeroSettings"]
+__all__ = ["AUTO", "GraphConfig", "Settings", "ZeroSettings"]

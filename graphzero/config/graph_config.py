@@ -132,15 +132,6 @@ class GraphConfig:
         """
         self._set(cuda_graph=mode)
 
-    def set_matmul(self, name: str) -> None:
-        """What computes float32 matrix products on a CPU: "default", torch's own kernels, "onednn" or "fastest".
-
-        Before the program first runs, the first rank tries both on each distinct product.  Those for which oneDNN
-        rounds more coarsely than torch stay with torch, and so do, under "fastest", those for which it is not faster;
-        a warning gives the figures.  "fastest" may choose differently from process to process, and so round.
-        """
-        self._set(matmul=name)
-
     def set_input(self, name: str, *, sbp: Sbp | tuple[Sbp, ...]) -> None:
         """Say how one input of build lies on the ranks, instead of split along dim 0.
 

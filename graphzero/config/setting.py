@@ -49,7 +49,7 @@ YES_OR_NO = Check(lambda x: isinstance(x, bool), "say True or False")
 class Setting:
     """What is known of a setting beside its values.
 
-    said: how a user sets it, with {} for the value, ``set_matmul({})``; by assignment if empty.
+    said: how a user sets it, with {} for the value, ``set_executor({})``; by assignment if empty.
     doc: what its value means; of one that a method sets, the method's text does.
     in_program: whether another value may make another program.
     """

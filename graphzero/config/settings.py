@@ -10,7 +10,6 @@ from graphzero.config.zero import ZeroSettings
 from graphzero.sbp.links import Link, Links
 
 EXECUTORS = ("eager", "inductor")
-MATMULS = ("default", "onednn", "fastest")
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +35,6 @@ class Settings(Checked):
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")
     cuda_graph: bool = setting(False, YES_OR_NO, "set_cuda_graph({})")
-    matmul: str = setting("default", one_of(*MATMULS), "set_matmul({})")
     check_inputs: str = setting(
         "always",
         one_of("always", "first", "values"),

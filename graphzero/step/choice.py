@@ -12,7 +12,6 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
-from graphzero.runtime.execute import products
 from graphzero.sbp.types import Nd
 
 
@@ -29,8 +28,7 @@ def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], 
     found = choose(graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget)
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return found
-    timed = () if settings.matmul == "default" else tuple(products.KERNELS)  # each makes its result where it likes
-    arena = arena_of(found.graph, settings.memory_budget, without=timed)
+    arena = arena_of(found.graph, settings.memory_budget)
     return found if arena is None else found.within(arena)
 
 

@@ -36,7 +36,7 @@ def make(step: Step, call: Call, captured: Captured | None, room: int | None = N
         leave_out_checks(graph)
     found = program_of(graph, settings, placed, room)
     gc.collect(YOUNG)
-    part = Part(found.graph, found.arena, settings.matmul, settings.executor, settings.cuda_graph)
+    part = Part(found.graph, found.arena, settings.executor, settings.cuda_graph)
     return Program(captured, part, found.history, found.plan)
 
 

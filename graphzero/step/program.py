@@ -35,12 +35,11 @@ FED = ("batch", "scalar", "hyper", "seed")
 class Part:
     """What runs from one end to the other: a graph, how it is executed, and where its large temporaries lie.
 
-    matmul, kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
+    kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
     """
 
     graph: StepGraph
     arena: Arena | None
-    matmul: str
     kind: str
     is_recorded: bool
     _executor: Executor | None = field(default=None, init=False)
@@ -48,7 +47,7 @@ class Part:
     def executor(self, world: World) -> Executor:
         """Made when it is first asked for, by all ranks together."""
         if self._executor is None:
-            how = self.matmul, self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
+            how = self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
             if self.is_recorded:
                 self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
             else:

@@ -2,7 +2,6 @@
 
 import copy
 import time
-import warnings
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.ir import value
-from graphzero.runtime.execute import products
-from graphzero.runtime.execute.products import Figures
 from graphzero.runtime.execute.steps import Barrier
 from graphzero.runtime.world import device_memory
 from graphzero.runtime.world.agree import BIND, CALL, PROGRAM
@@ -73,20 +70,6 @@ def check_a_profile_tells_waiting_for_a_late_rank_apart():
     times = gz.testing.profile_step(graph, *share(0))
     assert times.seconds[AROUND] > 0
     assert dist.get_rank() == 1 or times.seconds[AGREEING] > 0.1
-
-
-def check_the_first_rank_says_which_products_onednn_computes():
-    slower = 2.0 if dist.get_rank() == 0 else 0.5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "try_out", lambda p: Figures(p, (1.0, 0.5 if p.layouts == "nt" else slower), (0, 0)))
-        graph = Train(make(0).float())
-        graph.config.set_matmul("fastest")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            graph(*(x.float() for x in share(0)))
-    names = program_of(graph).names.values()
-    assert products.onednn_add in names  # only the first rank's view
-    assert not caught or dist.get_rank() == 0
 
 
 def check_a_failure_on_one_rank_raises_on_the_others():

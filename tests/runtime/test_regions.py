@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch import fx
 
 import graphzero as gz
 from graphzero import _compat
@@ -34,9 +33,9 @@ def graph_of(body: str) -> StepGraph:
     return parse(HEAD + body)
 
 
-def order(graph: StepGraph, outside: tuple[fx.Node, ...] = ()) -> list[str | list[str]]:
+def order(graph: StepGraph) -> list[str | list[str]]:
     """Names of ops in the order in which they are to run, those of a region in a list."""
-    items = form(graph, outside)
+    items = form(graph)
     return [[node.name for node in item.nodes] if isinstance(item, Region) else item.name for item in items]
 
 
@@ -83,7 +82,7 @@ def test_one_op_is_no_region_and_keeps_the_room_it_was_given():
   return b
 """)
     assert order(graph) == ["a", "k", "b"]
-    joined, _ = join(graph, ())
+    joined = join(graph)
     assert next(node for node in joined.nodes if node.name == "b").kwargs
 
 
@@ -99,11 +98,6 @@ def test_what_a_compiler_has_nothing_for_stays_a_line_of_its_own():
   return n
 """)
     assert order(graph) == [["a", "b"], "s", "t", ["c", "d"], "n"]
-
-
-def test_ops_that_are_given_as_outside_stay_outside():
-    outside = tuple(node for node in REDUCED.nodes if node.name in ("b", "d"))
-    assert order(REDUCED, outside) == [["a", "g"], "h", "b", "c", "w", "r", "d", "e"]
 
 
 def test_a_view_of_an_operand_that_leaves_is_no_result_of_a_region():

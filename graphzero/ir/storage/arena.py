@@ -11,9 +11,8 @@ step, or any value that a state or a result of ``build`` shares storage with, is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -40,14 +39,13 @@ class Arena:
     offsets: Mapping[Storage, int]
 
 
-def arena_of(graph: StepGraph, most: int | None = None, without: Collection[Any] = ()) -> Arena | None:
+def arena_of(graph: StepGraph, most: int | None = None) -> Arena | None:
     """The arena of a final program; None where nothing is to be had by one.
 
     most: bytes that a step may peak at, arena included; beside that, the peak rises by at most a part (``COST``).
-    without: ops whose results are not to be put anywhere.
     """
     at = liveness(graph)
-    chosen = eligible(at, without)
+    chosen = eligible(at)
     if not chosen:
         return None
     alone = int(at.total().max())
@@ -62,7 +60,7 @@ def arena_of(graph: StepGraph, most: int | None = None, without: Collection[Any]
     return None
 
 
-def eligible(at: Liveness, without: Collection[Any] = ()) -> list[Life]:
+def eligible(at: Liveness) -> list[Life]:
     """The lives that may be in an arena, as long as their memory must be left alone."""
     last = len(at.nodes) - 1
     large = [life for life in at.lives() if life.begin >= 0 and life.nbytes >= LEAST and life.end < last]
@@ -72,7 +70,7 @@ def eligible(at: Liveness, without: Collection[Any] = ()) -> list[Life]:
     return [
         replace(life, end=max(life.end, ends.get(life.storage, -1)))
         for life in large
-        if life.storage[0].target not in without and _can_be_told(at, life.storage[0], orders)
+        if _can_be_told(at, life.storage[0], orders)
     ]
 
 

@@ -24,7 +24,6 @@ from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
-from graphzero.runtime.execute.products import kernels_of
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import Calls
@@ -50,7 +49,6 @@ class Results:
 class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
-    ``matmul`` is what ``GraphConfig.set_matmul`` takes; unless it is "default", ranks make their executors together.
     ``kind`` is what ``GraphConfig.set_executor`` takes.  ``arena``: of this graph, for kind "eager" on a CPU.
     ``checking``: whether a run raises CheckError at a check that is not met.
     Not reentrant: communication slots belong to the executor, and arena and collectives under way to the world, in
@@ -70,18 +68,16 @@ class Executor:
     """
 
     def __init__(
-        self, graph: StepGraph, world: World, matmul: str = "default", kind: str = "eager", arena: Arena | None = None,
+        self, graph: StepGraph, world: World, kind: str = "eager", arena: Arena | None = None,
         checking: bool = False,
     ):  # fmt: skip
         examine(graph)
         written, compiler = graph, COMPILERS.get(kind)
         calls = compiler(world) if compiler is not None else None
-        chosen = kernels_of(graph, world, matmul)
         if calls is not None:
-            graph, of = join(graph, chosen)
-            chosen = {of[node]: kernel for node, kernel in chosen.items()}
+            graph = join(graph)
         self.graph, self.world, self.checking = graph, world, checking
-        self.program: Program = compile_graph(graph, world, chosen, calls, arena, checking)
+        self.program: Program = compile_graph(graph, world, calls, arena, checking)
         self.slots: dict[int, list[Tensor]] = {}
         self._slot_bytes = liveness(graph).slots
         for one in (written, graph):

@@ -6,7 +6,6 @@ written over when ``writes``, what travels ``transfers``; what the result consis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,25 +67,21 @@ class Program:
 
 
 def compile_graph(
-    graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None = None,
-    arena: Arena | None = None, checking: bool = False,
-) -> Program:  # fmt: skip
+    graph: StepGraph, world: World, calls: Calls | None = None, arena: Arena | None = None, checking: bool = False
+) -> Program:
     """Compile a lowered graph for the ranks that live in this process.
 
-    chosen: what to call for some nodes instead of the kernel of their op.  calls: what to call for regions, where the
-    graph has any.  arena: where results lie that do not find their own memory.  checking: whether checks raise.
+    calls: what to call for regions, where the graph has any.  arena: where results lie that do not find their own
+    memory.  checking: whether checks raise.
 
     Raises VerifyError for a box left in it.
     """
-    return _Compiler(graph, world, chosen, calls, arena, checking).compile()
+    return _Compiler(graph, world, calls, arena, checking).compile()
 
 
 class _Compiler:
-    def __init__(
-        self, graph: StepGraph, world: World, chosen: Mapping[fx.Node, Callable[..., Any]], calls: Calls | None,
-        arena: Arena | None, checking: bool,
-    ):  # fmt: skip
-        self.graph, self.world, self.chosen, self.calls, self.checking = graph, world, chosen, calls, checking
+    def __init__(self, graph: StepGraph, world: World, calls: Calls | None, arena: Arena | None, checking: bool):
+        self.graph, self.world, self.calls, self.checking = graph, world, calls, checking
         self.places = Places(graph)
         self.code = Code(world, self.places)
         self.writes = Writes(graph, self.places, self.code)
@@ -128,8 +123,9 @@ class _Compiler:
         elif (place := self.rooms.of(node)) is not None:
             self._into(node, place)
         else:
-            kernel = self.chosen.get(node) or kernels.kernel(target)
-            self.code.fill(node, self.code.call(kernel, node.args, kernels.keywords(node, self.world.device)))
+            self.code.fill(
+                node, self.code.call(kernels.kernel(target), node.args, kernels.keywords(node, self.world.device))
+            )
         if target is CHECK and self.checking:
             self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
 

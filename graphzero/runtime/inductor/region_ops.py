@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from operator import getitem
 from typing import Any
 
@@ -41,22 +40,19 @@ class RegionOp:
         return f"region of {len(nodes)} lines from '{nodes[0].name}' ({shown})" + (f", {source}" if source else "")
 
 
-def join(graph: StepGraph, outside: Collection[fx.Node]) -> tuple[StepGraph, dict[fx.Node, fx.Node]]:
-    """The program with regions for ops, and its node for each node of ``graph`` that is one there.
-
-    outside: ops that stay what they are.
-    """
+def join(graph: StepGraph) -> StepGraph:
+    """The program with regions for ops."""
     made = StepGraph(graph.name, graph.placement, fx.Graph(), graph.level)
     of: dict[fx.Node, fx.Node] = {}
     for node in graph.placeholders():
         of[node] = made.graph.node_copy(node)
-    for item in form(graph, outside):
+    for item in form(graph):
         if isinstance(item, Region):
             _add(made, item, of)
         else:
             of[item] = made.graph.node_copy(item, of.__getitem__)
     made.graph.output(fx.node.map_arg(graph.output.args[0], of.__getitem__))
-    return made, of
+    return made
 
 
 def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:

@@ -81,12 +81,9 @@ class Region:
     results: tuple[fx.Node, ...]
 
 
-def form(graph: StepGraph, outside: Collection[fx.Node] = ()) -> list[fx.Node | Region]:
-    """The ops of a program in the order in which they are to run, what is compiled together joined.
-
-    outside: ops that stay what they are, whatever they do.
-    """
-    left = set(outside)
+def form(graph: StepGraph) -> list[fx.Node | Region]:
+    """The ops of a program in the order in which they are to run, what is compiled together joined."""
+    left: set[fx.Node] = set()
     while True:
         former = _Former(graph, left)
         found = former.form()
