@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphzero.errors import ConfigError
 from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
@@ -135,7 +136,7 @@ def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> flo
         began = time.perf_counter()
         for _ in range(calls):
             start().wait()
-        _finish(world)
+        synchronize(world.device)
         found.append((time.perf_counter() - began) / calls)
     return median(found)
 
@@ -158,12 +159,7 @@ def _meet(world: World) -> None:
     token = torch.zeros(1, device=world.device)
     for name in world.placement.names:
         world.begin("all_reduce", [token], [token], name).wait()
-    _finish(world)
-
-
-def _finish(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    synchronize(world.device)
 
 
 def _predicted(link: Link, sample: Sample) -> float:

@@ -27,6 +27,7 @@ from graphzero.runtime.state.modules import Found, walk
 from graphzero.runtime.state.state import State
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.world.agree import tensor_text
+from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.sbp.types import Nd
 from graphzero.step.inputs import text_of
 
@@ -161,7 +162,7 @@ def _selects(leaf: Input) -> Any:
 
 
 def _modes() -> tuple[Any, ...]:
-    casts = tuple([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")])
+    casts = tuple([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICE_TYPES])
     return casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()
 
 

@@ -16,6 +16,7 @@ from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
 from graphzero.capture.trace.modes import Watch
 from graphzero.errors import CaptureError
+from graphzero.sbp.placement import DEVICE_TYPES
 
 _CLEARED = "build calls zero_grad() after backward(), which clears the gradients that the step is to be made with"
 _CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
@@ -107,7 +108,7 @@ class Gradients:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.watch.following([loss]))
-                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                for device in filter(torch.is_autocast_enabled, DEVICE_TYPES):
                     stack.enter_context(torch.autocast(device, enabled=False))
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 autograd(loss, gradient, retain_graph, **more)

@@ -24,6 +24,7 @@ from graphzero.errors import GraphZeroError
 from graphzero.ir.text.printer import NAMELESS
 from graphzero.ir.value import ROLE_KINDS, Role
 from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.sbp.types import Sbp, parse_sbp
 
 DEEPEST = 16  # brackets in one another
@@ -41,7 +42,6 @@ _PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _SPACES = re.compile(r"\s*")
 _WORDS: dict[str, Any] = {"True": True, "False": False, "None": None, "inf": float("inf"), "nan": float("nan")}
 _TORCH_KINDS = (torch.dtype, torch.layout, torch.memory_format)
-_DEVICES = ("cpu", "cuda")
 
 
 def read_sbp(word: str, fail: Callable[[str], Exception]) -> Sbp:
@@ -283,11 +283,12 @@ class Reader:
                 raise self.unreadable()
             index = self.value()
         if (
-            kind not in _DEVICES
+            kind not in DEVICE_TYPES
             or not self.take(")")
             or not (index is None or (type(index) is int and 0 <= index < 128))
         ):
-            raise self.fail(f"a device is device(type='cpu') or device(type='cuda', index=0), of {', '.join(_DEVICES)}")
+            kinds = ", ".join(DEVICE_TYPES)
+            raise self.fail(f"a device is device(type='cpu') or device(type='cuda', index=0), of {kinds}")
         return torch.device(kind) if index is None else torch.device(kind, index)
 
     def _cut(self, size: Any, kind: type[LocalSize] | type[LocalStart], begin: int) -> LocalSize | LocalStart:

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.agree import Ranks
 from graphzero.runtime.world.launch import has_fake_world
 
@@ -37,18 +36,12 @@ def room(ranks: Ranks) -> int:
     Every rank calls it.
     """
     placement = ranks.placement
-    mine = _gpu() if placement.device_type == "cuda" else _machine()
+    kind = ACCELERATORS.get(placement.device_type)
+    mine = _machine() if kind is None else Device(*kind.memory)
     together = placement.virtual or (has_fake_world() and placement.device_type == "cpu")
     everyone = [Device(*mine)] * placement.size if together else [Device(*one) for one in ranks.collect(tuple(mine))]
     names = [device.name for device in everyone]
     return min(int(d.nbytes * SHARE) // max(d.ranks, names.count(d.name)) for d in everyone)
-
-
-def _gpu() -> Device:
-    if not torch.cuda.is_available():
-        return Device("none", 0)
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Device(str(found.uuid), found.total_memory)
 
 
 def _machine() -> Device:

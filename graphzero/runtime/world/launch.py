@@ -8,13 +8,13 @@ from __future__ import annotations
 import atexit
 import os
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.alive import check_own_process
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
+from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
 
@@ -85,31 +85,32 @@ def ensure_world(device_type: str | None) -> None:
     if has_world():
         return
     kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
-    if kind == "cuda":
-        _take_gpu()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    accelerator = ACCELERATORS.get(kind)
+    if accelerator is not None:
+        _take_own(accelerator)
+    dist.init_process_group("gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}")
     atexit.register(tear_down, dist.group.WORLD)
 
 
-def _take_gpu() -> None:
+def _take_own(accelerator: Accelerator) -> None:
     """Make this rank's GPU the current one: NCCL wants one for each.  Raises PlacementError where there are fewer."""
+    kind, backend = accelerator.device_type, accelerator.backend.upper()
     local, ranks = (int(os.environ.get(name, least)) for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count
     if max(local + 1, ranks) > gpus:
         raise PlacementError(
-            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and NCCL wants one for each; start fewer "
-            "processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
-            'gz.placement("cuda", ranks, virtual=True)'
+            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and {backend} wants one for each; start "
+            "fewer processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
+            f'gz.placement("{kind}", ranks, virtual=True)'
         )
-    torch.cuda.set_device(local)
+    accelerator.module.set_device(local)
 
 
 before_tear_down(meshes.forget)
 
 
 def _device_type(ranks: int) -> str:
-    """ "cuda" when every rank of a machine has a GPU of its own."""
-    if not torch.cuda.is_available() or has_fake_world():
-        return "cpu"
+    """That of GPUs when every rank of a machine has one of its own."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return "cuda" if torch.cuda.device_count() >= here else "cpu"
+    enough = (kind for kind, its in ACCELERATORS.items() if its.is_available and its.count >= here)
+    return "cpu" if has_fake_world() else next(enough, "cpu")

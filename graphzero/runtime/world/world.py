@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.primitives import DONE, Handle, same_place
+from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.buffers import Buffers
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
@@ -126,23 +127,25 @@ class World(ABC):
 
 
 def device_of(placement: Placement) -> torch.device:
-    """The device of this process' ranks: on CUDA the current one, or, while nobody has used any, LOCAL_RANK's.
+    """The device of this process' ranks: of GPUs the current one, or, while nobody has used any, LOCAL_RANK's.
 
     Where there is no GPU it is the first one there would be: programs and plans need none.
     """
-    if placement.device_type == "cpu":
+    kind = ACCELERATORS.get(placement.device_type)
+    if kind is None:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not kind.is_available:
         return torch.device(placement.device_type, 0)
-    if not placement.virtual and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device(placement.device_type, torch.cuda.current_device())
+    if not placement.virtual and not kind.module.is_initialized():
+        kind.module.set_device(int(os.environ.get("LOCAL_RANK", "0")) % kind.count)
+    return torch.device(placement.device_type, kind.module.current_device())
 
 
 def check_device(placement: Placement) -> None:
     """Raise PlacementError where the devices of ``placement`` are not there."""
-    if placement.device_type == "cuda" and not torch.cuda.is_available():
+    kind = ACCELERATORS.get(placement.device_type)
+    if kind is not None and not kind.is_available:
         raise PlacementError(
             f"{placement!r} is on GPUs, but torch {torch.__version__} finds none; compile() works without, a call does "
-            'not. Place on the CPU: gz.placement("cpu", ...), or check the driver and that torch is built for CUDA'
+            f'not. Place on the CPU: gz.placement("cpu", ...), or check the driver and torch.{placement.device_type}'
         )

@@ -1,0 +1,52 @@
+"""Kinds of devices beside the CPU that ranks can be on.  A new one is an entry of ``ACCELERATORS``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphzero.sbp.placement import DEVICE_TYPES
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What torch's module for a kind of device, such as ``torch.cuda``, does not say itself.
+
+    backend: of torch.distributed, through which its ranks talk.
+    """
+
+    device_type: str
+    backend: str
+
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module(self.device_type)
+
+    @property
+    def is_available(self) -> bool:
+        return bool(self.module.is_available())
+
+    @property
+    def count(self) -> int:
+        """How many this process sees."""
+        return int(self.module.device_count())
+
+    @property
+    def memory(self) -> tuple[str, int]:
+        """Of the current device: a name that no other has, and its bytes; no bytes where there is none."""
+        if not self.is_available:
+            return "none", 0
+        found = self.module.get_device_properties(self.module.current_device())
+        return str(found.uuid), found.total_memory
+
+
+ACCELERATORS = {one.device_type: one for one in (Accelerator("cuda", "nccl"),)}
+assert {"cpu", *ACCELERATORS} == set(DEVICE_TYPES)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was told; a CPU has."""
+    if device.type in ACCELERATORS:
+        ACCELERATORS[device.type].module.synchronize(device)
