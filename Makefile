@@ -65,8 +65,8 @@ test-torch: .venv-torch-$(TORCH)/.ready
 	@touch $@
 
 # Step time, memory, first step, overhead and scaling beside DDP, FSDP2 and DeepSpeed on gloo ranks; writes the tables
-# and the plot of docs/.  Wants idle cores and three quarters of an hour; goes on where it was.  DeepSpeed is left out
-# where it does not install.  MODELS=toy only shows that all of it runs.
+# of bench/results and docs/, and the plot.  Wants idle cores and three quarters of an hour; goes on where it was.
+# DeepSpeed is left out where it does not install.  MODELS=toy only shows that all of it runs.
 MODELS ?= A B conv
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"

@@ -1,7 +1,7 @@
-"""All benchmarks beside other systems, one after the other; then the tables and the plot of the docs: ``make bench``.
+"""All benchmarks beside other systems, one after the other; then their tables and the plot: ``make bench``.
 
     python bench/everything.py                  # models A, B, conv on 2 ranks, A and B on 4, overhead, scaling
-    python bench/everything.py --models toy     # whether all of it runs; tables go to build/toy, not to docs
+    python bench/everything.py --models toy     # whether all of it runs; tables go to build/toy
 
 Wants idle cores.  Figures are kept in build/bench.json: what is there already, of the same command, is not measured
 again, so that an interrupted run goes on where it was; delete the file to begin anew, as after a change of the code.
@@ -64,7 +64,7 @@ def main() -> None:
         began = time.perf_counter()
         subprocess.run([sys.executable, str(HERE / one.words[0]), *one.words[1:], "--save", file], check=True)
         print(f"took {_minutes(time.perf_counter() - began)}", flush=True)
-    tables(file, folder / "docs" if is_toy else ROOT / "docs")
+    tables(file, folder if is_toy else ROOT)
 
 
 def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
@@ -110,10 +110,9 @@ def _part(script: str, part: str, seconds: int, model: str, ranks: int, *more: s
     return Part(f"{model}, {ranks} ranks", part, seconds, (script, "--model", model, "--ranks", str(ranks), *more))
 
 
-def tables(file: str, docs: Path) -> None:
-    words = [sys.executable, str(HERE / "tables.py"), file, "--docs", str(docs)]
-    subprocess.run(words, check=True)
-    print(f"\nwrote the tables and the plot to {docs}")
+def tables(file: str, to: Path) -> None:
+    subprocess.run([sys.executable, str(HERE / "tables.py"), file, "--to", str(to)], check=True)
+    print(f"\nwrote the tables and the plot below {to}")
 
 
 def _minutes(seconds: float) -> str:

@@ -1,11 +1,14 @@
-"""Writes what the other benchmarks saved into the pages, and draws the plot.
+"""Writes what the other benchmarks saved into the pages that hold the tables, and draws the plot.
 
     make bench                                      # all of it
     python bench/tables.py build/bench.json         # only the last step
 
-What a page gets stands between a line that names it and the next ``up to here``: in docs/benchmarks.md a table for each
-run and the machine, in docs/performance.md where a step's time goes and how collectives are best done.
+What a page gets stands between a line that names it and the next ``up to here``: in the files of bench/results a table
+for each run and the machine, in docs/performance.md where a step's time goes and how collectives are best done.
 docs/time_against_memory.svg shows a point for each system.  What was not measured stays as it is.
+
+docs/benchmarks.md, README.md and the prose of docs/performance.md repeat some figures and say what they mean.  These
+are written by hand: look at them after a run.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ from peers import BASE, SYSTEMS
 from scatter import Panel, Point, draw
 from step_time import Timed, apart, ms
 
-DOCS = HERE.parent / "docs"
+ROOT = HERE.parent
 PAGES = {
-    "benchmarks.md": ("machine", "times", "first step", "overhead", "scaling"),
-    "performance.md": ("profile", "ways"),
+    "bench/results/step_time.md": ("machine", "times"),
+    "bench/results/first_step.md": ("machine", "first step"),
+    "bench/results/overhead.md": ("machine", "overhead"),
+    "bench/results/scaling.md": ("machine", "scaling"),
+    "docs/performance.md": ("profile", "ways"),
 }
-KINDS = ("times", "first step", "overhead", "scaling", "profile", "ways")
+PLOT = "docs/time_against_memory.svg"
+BY_HAND = "Look at what is written by hand: docs/benchmarks.md, README.md, and the prose of docs/performance.md."
 END = "<!-- up to here -->\n"
 TIMES = ("", "fastest, ms", "median, ms", f"to {BASE}", "quartiles", "CPU, ms", f"to {BASE}")
 PEAKS = ("peak, MB", f"to {BASE}", *BESIDE)
@@ -38,21 +45,28 @@ PEAKS = ("peak, MB", f"to {BASE}", *BESIDE)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="what the benchmarks were given with --save")
-    parser.add_argument("--docs", metavar="FOLDER", type=Path, help="write the pages there, not to docs")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, help="write the pages there, not into the repository")
     options = parser.parse_args()
-    runs, to = saved(options.file), options.docs or DOCS
-    to.mkdir(parents=True, exist_ok=True)
-    texts = {what: "\n\n".join(parts(what, runs)) for what in KINDS}
-    texts["machine"] = machine()
+    runs, to = saved(options.file), options.to or ROOT
     for name, whats in PAGES.items():
-        page = (DOCS / name).read_text()
-        for what in whats:
-            page = filled(page, what, texts[what]) if texts[what] else page
-        (to / name).write_text(page)
+        texts = {what: text for what in whats if (text := "\n\n".join(parts(what, runs)))}
+        if texts and "machine" in whats:
+            texts["machine"] = machine()
+        page = (ROOT / name).read_text()
+        for what, text in texts.items():
+            page = filled(page, what, text)
+        _write(to / name, page)
     panels = [panel(name, run) for name, run in runs.items() if {"times", "peaks"} <= set(run)]
     few = [one for one in panels if one.title.split(", ")[-1] == panels[0].title.split(", ")[-1]]
     if few:
-        (to / "time_against_memory.svg").write_text(draw(few))
+        _write(to / PLOT, draw(few))
+    if to == ROOT:
+        print(BY_HAND)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def begin(what: str) -> str:

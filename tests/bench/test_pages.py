@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import everything
@@ -14,45 +16,91 @@ from peers import BASE
 FILE = ["bench/step_time.py", "--model", "A", "--save", "build/bench.json"]
 
 
+ROOT = Path(tables.__file__).resolve().parents[1]
+TIMES = "bench/results/step_time.md"
+
+
 @pytest.fixture
-def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose pages hold old figures."""
     for name, whats in tables.PAGES.items():
         text = "".join(f"{tables.begin(what)}old {what}\n{tables.END}prose on {what}\n" for what in whats)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# Title\n{text}")
-    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
     return tmp_path
 
 
-def write(docs: Path, monkeypatch: pytest.MonkeyPatch, run: str = "A, 2 ranks") -> str:
-    """Figures of one run, and the pages; the page of benchmarks."""
-    file = str(docs / "bench.json")
+def write(root: Path, monkeypatch: pytest.MonkeyPatch, *options: str, run: str = "A, 2 ranks") -> None:
+    """Figures of one run, and the pages."""
+    file = str(root / "bench.json")
     monkeypatch.setattr("sys.argv", FILE)
     each = ((BASE, 0.2), ("FSDP2", 0.3))
     steps = {name: {"rounds": [[s, s], [2 * s] * 2], "cpu": [[s], [s]], "losses": [2.0, 1.0]} for name, s in each}
     save(file, run, "times", {"about": "a GPT", **steps})
     save(file, run, "profile", "| where |")
     save(file, run, "peaks", {BASE: {"first": 9, "later": 2 * 10**6, "planned": None}})
-    monkeypatch.setattr("sys.argv", ["tables.py", file])
+    monkeypatch.setattr("sys.argv", ["tables.py", file, *options])
     tables.main()
-    return (docs / "benchmarks.md").read_text()
 
 
-def test_the_pages_get_the_figures_with_their_command_and_keep_the_rest(docs, monkeypatch):
-    page = write(docs, monkeypatch)
+def test_the_pages_get_the_figures_with_their_command_and_keep_the_rest(root, monkeypatch, capsys):
+    write(root, monkeypatch)
+    page = (root / TIMES).read_text()
     assert "old times" not in page and "old machine" not in page
-    assert "old scaling" in page and "prose on times" in page and page.startswith("# Title\n")
+    assert "prose on times" in page and page.startswith("# Title\n")
     assert "`python bench/step_time.py --model A`" in page
     (row,) = (line for line in page.splitlines() if line.startswith("| FSDP2"))
     assert [cell.strip() for cell in row.split("|")[2:8]] == ["300.0", "450.0", "1.50", "1.50 to 1.50", "300.0", "1.50"]
-    assert "| where |" in (docs / "performance.md").read_text()
-    assert "DDP + compile" in (docs / "time_against_memory.svg").read_text()
+    assert "| where |" in (root / "docs/performance.md").read_text()
+    assert "DDP + compile" in (root / "docs/time_against_memory.svg").read_text()
+    assert "docs/benchmarks.md" in capsys.readouterr().out  # whose figures nothing writes
+
+
+def test_a_page_whose_figures_were_not_measured_keeps_its_machine(root, monkeypatch):
+    write(root, monkeypatch)
+    page = (root / "bench/results/scaling.md").read_text()
+    assert "old scaling" in page and "old machine" in page
+
+
+def test_pages_go_to_another_folder_where_one_is_named(root, monkeypatch, tmp_path, capsys):
+    before = {name: (root / name).read_text() for name in tables.PAGES}
+    write(root, monkeypatch, "--to", str(tmp_path / "build" / "toy"))
+    assert {name: (root / name).read_text() for name in tables.PAGES} == before
+    assert "old times" not in (tmp_path / "build" / "toy" / TIMES).read_text()
+    assert (tmp_path / "build" / "toy" / tables.PLOT).exists() and not (root / tables.PLOT).exists()
+    assert not capsys.readouterr().out
+
+
+def test_a_run_of_toys_writes_beside_its_figures_and_a_full_one_into_the_repository(monkeypatch, capsys):
+    monkeypatch.setattr(everything.Part, "is_there", lambda self, file: True)
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda words, check: ran.append(words))
+    for models in (["toy"], ["A"]):
+        monkeypatch.setattr("sys.argv", ["everything.py", "--models", *models])
+        everything.main()
+    script, toy = str(ROOT / "bench" / "tables.py"), ROOT / "build" / "toy"
+    assert ran == [
+        [sys.executable, script, str(toy / "bench.json"), "--to", str(toy)],
+        [sys.executable, script, str(ROOT / "build" / "bench.json"), "--to", str(ROOT)],
+    ]
 
 
 def test_the_pages_of_the_project_have_a_place_for_every_table():
-    docs = Path(tables.__file__).resolve().parents[1] / "docs"
     for name, whats in tables.PAGES.items():
-        page = (docs / name).read_text()
+        page = (ROOT / name).read_text()
         assert all(tables.filled(page, what, "new").count("\nnew\n") == 1 for what in whats)
+
+
+def test_tables_begin_with_their_command_and_the_page_of_benchmarks_leads_to_all_of_them():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert "bench/tables.py writes" not in page and len(page.splitlines()) <= 200
+    for path in (ROOT / "bench" / "results").glob("*.md"):
+        assert f"(../bench/results/{path.name})" in page
+        title, command, _ = path.read_text().split("```", 2)
+        assert title.startswith("# ") and title.count("\n") == 2 and command.startswith("bash\n"), path
+        scripts = [word for word in command.split() if word.startswith("bench/")]
+        assert all((ROOT / script).exists() for script in scripts), path
 
 
 def test_what_was_measured_by_the_same_command_is_not_measured_again(tmp_path, monkeypatch):
