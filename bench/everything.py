@@ -84,9 +84,6 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
                 words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "4")
                 words += ("--systems", "graphzero", "DDP", BASE)
                 yield Part(f"{model}, {ranks} ranks, {what}", "times", 60, words)
-            words = ("step_time.py", "--model", model, "--ranks", str(ranks), "--mkl", "AVX2", "--rounds", "4")
-            words += ("--systems", "graphzero + oneDNN", "DDP + compile + oneDNN", "DDP", BASE)
-            yield Part(f"{model}, {ranks} ranks, MKL within AVX2", "times", 60, words)
     for count in sorted({ranks, 4}):
         yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))

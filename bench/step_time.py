@@ -84,13 +84,10 @@ def main() -> None:
         "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
     )
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
-    parser.add_argument("--mkl", metavar="ISA", help="what MKL keeps to, as its MKL_ENABLE_INSTRUCTIONS: AVX2")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
     if options.sockets:
         os.environ[SWITCH] = "0"
-    if options.mkl:
-        os.environ["MKL_ENABLE_INSTRUCTIONS"] = options.mkl
     rounds = options.rounds or (12 if options.full else 5)
     systems = chosen(options.systems, options.also)
     for system in systems:
@@ -101,7 +98,6 @@ def main() -> None:
         options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory
     )
     about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
-    about += f", MKL within {options.mkl}" if options.mkl else ""
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
@@ -110,7 +106,6 @@ def main() -> None:
             f"{options.model}, {options.ranks} ranks"
             + ", through sockets" * options.sockets
             + ", memory kept" * options.keep_memory
-            + (f", MKL within {options.mkl}" if options.mkl else "")
         )
         save(options.save, run, "times", times)
 
