@@ -35,7 +35,8 @@ from graphzero.runtime.world import launch
 from graphzero.runtime.world.agree import BIND, FULL, LOAD, SAVE, tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
-from graphzero.step.checks import check_attribute, check_clipping, check_optimizer, check_scheduler, missing_attribute
+from graphzero.step import checks
+from graphzero.step.checks import check_attribute, missing_attribute
 from graphzero.step.program import Program
 from graphzero.step.selection import Prepared, Selection
 from graphzero.step.source import Source
@@ -52,6 +53,10 @@ class Graph:
     name: what programs and messages call it; by default the class's name.
     Raises PlacementError for ranks that do not exist, ConfigError for settings that have no meaning.
     """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        checks.check_names(cls, Graph)
 
     def __init__(self, placement: Placement | DeviceMesh | None = None, name: str | None = None) -> None:
         self.name = name or type(self).__name__
@@ -98,9 +103,9 @@ class Graph:
         or one that takes a metric, and limits that are no positive numbers.
         """
         source = self._source
-        check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
-        check_scheduler(lr_sch, optim)
-        check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
+        checks.check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
+        checks.check_scheduler(lr_sch, optim)
+        checks.check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
         source.optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
         source.schedulers.append(lr_sch)
 
@@ -337,15 +342,15 @@ class Graph:
             )
 
     def __copy__(self) -> Graph:
-        return self._copied(object.__new__(type(self)), lambda held: held)
+        return self._copied(object.__new__(type(self)), copy.copy(self.config), lambda held: held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
         made = memo[id(self)] = object.__new__(type(self))
-        return self._copied(made, lambda held: copy.deepcopy(held, memo))
+        return self._copied(made, copy.deepcopy(self.config, memo), lambda held: copy.deepcopy(held, memo))
 
-    def _copied(self, made: Graph, copied: Callable[[Any], Any]) -> Graph:
-        """``made`` with ``copied`` settings and attributes.  It compiles programs of its own."""
-        made.name, made.placement, made.config = self.name, self.placement, copied(self.config)
+    def _copied(self, made: Graph, config: GraphConfig, copied: Callable[[Any], Any]) -> Graph:
+        """``made`` with settings of its own and ``copied`` attributes.  It compiles programs of its own."""
+        made.name, made.placement, made.config = self.name, self.placement, config
         made._begin()
         made._source.take_settings(self._source, copied)
         vars(made).update((name, copied(held)) for name, held in vars(self).items() if name not in vars(made))

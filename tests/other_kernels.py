@@ -5,6 +5,9 @@ and whole numbers do not.  Here the last bit of what such an op makes is a funct
 Graph's program computes and another one for all else.  So what is computed from the same numbers in the same way stays
 equal to the bit, whoever holds which piece, and a step is compared with plain PyTorch as on two unlike CPUs.  A test
 that fails compares what is not determined, such as a step of Adam along a gradient that is zero, or finds a fault.
+Some ask for the same bits of what here looks like two CPUs: of a fused kernel and its parts, of an executor's ops and
+torch's own call, of a replay, of two threads, or of traces that are not kept while a mode is on.  They are marked
+``same_kernels`` and skipped.
 """
 
 from __future__ import annotations

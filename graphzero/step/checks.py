@@ -43,6 +43,15 @@ def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> Non
         )
 
 
+def check_names(graph: type, base: type) -> None:
+    """Refuse a class whose own names would take the place of what ``base`` calls itself by."""
+    inner = {name for name in (*vars(base), *_INNER) if name.startswith("_") and not name.startswith("__")}
+    if taken := sorted(inner & vars(graph).keys()):
+        raise ConfigError(
+            f"{graph.__name__} defines {', '.join(taken)}, which every Graph has for itself; give yours another name"
+        )
+
+
 def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
     """Why a Graph has no such attribute."""
     if not constructed and (name in _OWN or (name.startswith("_") and not name.startswith("__"))):

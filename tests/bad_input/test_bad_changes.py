@@ -175,6 +175,27 @@ def test_a_copy_of_a_graph_trains_its_own_model():
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_settings_of_a_copy_are_its_own(how):
+    graph = make()
+    before = graph.config.fingerprint
+    twin = how(graph)
+    assert twin.config.fingerprint == before
+    twin.config.enable_zero(stage=3, shard_min_size=7)
+    assert graph.config.fingerprint == before != twin.config.fingerprint
+
+
+def test_names_that_a_graph_has_for_itself_are_not_taken():
+    with pytest.raises(gz.ConfigError, match="Odd defines _run, which every Graph has for itself"):
+
+        class Odd(gz.Graph):
+            def _run(self, x):
+                return x
+
+            def build(self, x):
+                return self._run(x)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_graph_goes_on_as_it_would(how):
     """With the state that it has reached, the settings, random draws and what ZeRO has moved; then each by itself."""
 

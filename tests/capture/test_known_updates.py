@@ -125,6 +125,7 @@ def test_an_optimizer_that_is_not_the_first_has_numbers_of_its_own() -> None:
     assert "optimizer1_lr_0" in found and "optimizer1" not in alone
 
 
+@pytest.mark.same_kernels
 @pytest.mark.parametrize("surroundings", ["default dtype", "autocast"])
 def test_what_torch_is_set_to_is_part_of_what_is_known(surroundings: str) -> None:
     step, before = step_of(muon, Sum((4, 8), dtype=torch.float32)), torch.get_default_dtype()
@@ -152,6 +153,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.same_kernels
 def test_an_equal_step_of_another_graph_is_traced_once(traced: list[str]) -> None:
     assert text(step_of(adam(), Sum(*TWO))) == text(step_of(adam(), Sum(*TWO)))
     assert traced == ["Adam"]
@@ -219,6 +221,7 @@ def test_under_a_mode_of_the_users_nothing_is_kept(traced: list[str]) -> None:
     assert len(traced) == 2 and not known_updates._known
 
 
+@pytest.mark.same_kernels
 def test_what_is_kept_holds_on_to_no_parameter_and_has_a_bound() -> None:
     model = Sum(*TWO)
     held = [weakref.ref(p) for p in model.parameters()]

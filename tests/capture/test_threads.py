@@ -47,6 +47,7 @@ def slow(self, x):
     return loss
 
 
+@pytest.mark.same_kernels
 @pytest.mark.parametrize("reads", ["calls", "states", "parameters"])
 def test_a_thread_that_uses_the_modules_gets_real_tensors_throughout(reads):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval()

@@ -75,6 +75,7 @@ def test_a_16_bit_model_steps_as_eager_to_the_bit(kind: Any, settings: dict[str,
     assert not differing(stepped(graph, batches()), eager(*made(kind, fused=True, **settings), batches()))
 
 
+@pytest.mark.same_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_so_does_a_model_of_another_type(dtype: torch.dtype) -> None:
     settings = {"fused": True, "weight_decay": 0.1, "dtype": dtype}
@@ -82,6 +83,7 @@ def test_so_does_a_model_of_another_type(dtype: torch.dtype) -> None:
     assert not differing(stepped(graph, batches(dtype)), eager(*made(torch.optim.Adam, **settings), batches(dtype)))
 
 
+@pytest.mark.same_kernels
 def test_masters_in_float32_beside_16_bit_parameters_step_each_in_their_own_type() -> None:
     def mixed() -> tuple[nn.Module, torch.optim.Optimizer]:
         model, _ = made(torch.optim.AdamW)

@@ -108,6 +108,7 @@ def test_updates_without_assign_are_written_at_the_end_even_when_they_swap() -> 
     assert a.tolist() == [3, 4] and b.tolist() == [1, 2]
 
 
+@pytest.mark.same_kernels
 def test_results_of_one_op_are_picked_and_lists_and_none_pass_as_arguments() -> None:
     executor = on_virtual_ranks("""
     graph step(dp=1) local

@@ -170,7 +170,7 @@ def test_regions_of_equal_blocks_share_one_function():
         f"  b{i} = add(a{i}, y) : f32[8, 4]  S(0)\n  t{i} = tanh(b{i}) : f32[8, 4]  S(0)\n"
         for i in range(3)
     )
-    joined, _ = join(graph_of(f"{body}  return t2\n"), ())
+    joined = join(graph_of(f"{body}  return t2\n"))
     calls = compiled.Calls(VirtualWorld(joined.placement))
     found = [calls.of(n.target, local) for n in joined.nodes if isinstance(n.target, RegionOp) for local in (0, 1)]
     assert len(found) == 6 and len(set(found)) == 1
@@ -229,12 +229,14 @@ def trained(graph: gz.Graph, stages: tuple[int, ...]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.same_kernels
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_joined_program_computes_the_same_to_the_bit_at_every_stage(op_by_op, ranks: int) -> None:
     wanted, found = (trained(Train(kind, 0, ranks), (0, 1, 2, 3)) for kind in ("eager", "inductor"))
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.same_kernels
 def test_so_it_does_on_two_axes(op_by_op) -> None:
     axes = {"shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
     wanted, found = (trained(Train(kind, 2, 4, **axes), (2, 3)) for kind in ("eager", "inductor"))

@@ -35,6 +35,7 @@ def test_each_of_many_threads_gets_the_result_of_its_own_call() -> None:
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.same_kernels
 def test_threads_may_train_and_evaluate_the_same_modules_with_two_graphs() -> None:
     class Trains(Doubles):
         def __init__(self, layer: nn.Module) -> None:

@@ -81,6 +81,7 @@ def test_what_is_no_plain_cross_entropy_stays_as_it_is(name: str) -> None:
     assert not lines(compiled(LEFT[name]).program, "cross_entropy_backward(")
 
 
+@pytest.mark.same_kernels
 @pytest.mark.parametrize("name", FUSED)
 def test_the_pass_keeps_the_step_to_the_bit_and_its_text_can_be_read(name: str) -> None:
     record = next(record for record in compiled(FUSED[name]).history if record.name == "fuse_cross_entropy")
@@ -131,6 +132,7 @@ update:
 """
 
 
+@pytest.mark.same_kernels
 def test_at_the_peak_there_is_one_tensor_of_the_logits_size() -> None:
     fused = lower(STEP)
     apart = lower(

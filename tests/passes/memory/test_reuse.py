@@ -279,6 +279,7 @@ forward:
         verify(parse(text(*flat, "n = neg(v, out=v) : f32[4, 4]  B")))
 
 
+@pytest.mark.same_kernels
 def test_a_write_into_a_state_is_its_new_value() -> None:
     graph = parse(
         LOCAL.format(", out=a", "c = neg(b) : f32[4]  B\n  d = add(b, m, out=m) : f32[4]  B", "; update(m=d)")
