@@ -210,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=GPT2, default="124M")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--vocabulary", type=int, default=50257, help="50304 is a multiple of 128")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)
@@ -222,12 +223,13 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(f"bench/on_cuda.py needs a GPU; torch {torch.__version__} finds none. On the CPU: bench/step_time.py")
-    shape = replace(GPT2[options.size], batch=options.batch, context=options.context)
+    sizes = {"vocabulary": options.vocabulary, "batch": options.batch, "context": options.context}
+    shape = replace(GPT2[options.size], **sizes)
     if options.only:
         print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps, listed=options.kernels)))
         return
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    title = f"GPT-2 {options.size}, {shape.batch} x {shape.context} tokens, {where}"
+    title = f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {shape.batch} x {shape.context} tokens, {where}"
     print(title, flush=True)
     rows = table(options, shape, title)
     print(f"\n{markdown(HEAD, rows)}")
@@ -243,7 +245,7 @@ def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[st
             if left <= 0:
                 continue
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
-            sizes += ["--kernels", options.kernels]
+            sizes += ["--vocabulary", shape.vocabulary, "--kernels", options.kernels]
             words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
             found = run(words, min(options.seconds, left))
             base = found.get("ms") if system == BASE else base

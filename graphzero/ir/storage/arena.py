@@ -7,6 +7,10 @@ size, each where it fits best (greedy by size: Pisarchyk and Lee, arXiv 2001.032
 Sizes are those of the fullest rank; every rank uses the same offsets.  An arena holds results of ops that can be told
 where to write, if these are known to lie row by row, and what arrives by collectives without a slot.  What leaves the
 step, or any value that a state or a result of ``build`` shares storage with, is elsewhere.
+
+What it earns: 0.92 of the time of a step and a tenth of its page faults or less, on GPTs of 7 and 25 M parameters.
+``gz.keep_freed_memory()`` earns the same, with the arena or without; but that is a switch of the whole process, which
+then gives nothing back, so it is the user's to throw (``python bench/earns.py``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ Which weight gradients wait, and until when, is searched for: at the worst momen
 tried at a few later places, with all that follows from it, and the best is taken, until nothing helps.  Bytes are
 counted as ``liveness`` does, without communication slots and transfers under way; what the program that comes out
 really needs, only its plan says.
+
+What it earns: 4 to 6 % of the planned peak of a GPT of 7 M parameters at stages 0 to 2, whose head is large; of models
+whose peak is elsewhere nothing, and then it is not among the passes (``python bench/earns.py``).
 """
 
 from __future__ import annotations

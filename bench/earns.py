@@ -1,0 +1,120 @@
+"""What a program also runs without, and what each such part earns: ``python bench/earns.py``.
+
+* ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
+* ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
+* the arena: the time of a step of one rank and its page faults, with the arena and without it, in a process as it is
+  and in one that keeps what is freed (``gz.keep_freed_memory()``).
+
+Times are medians of alternating rounds in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from _run import markdown, on_gloo, options_of
+from jobs import JOBS
+from peers import graph as graph_of
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pipeline
+from graphzero.plan.plan import memory_of
+from graphzero.testing import fake_world
+
+MODELS = ("A", "B", "conv")
+Key = TypeVar("Key")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    rounds = options_of(parser).rounds
+    peaks = [row for name in MODELS for row in order(name)]
+    print(markdown(["model", "stage", "MB as written", "MB with order", "ratio"], peaks), flush=True)
+    steps = [join_updates(width, layers, 5 * rounds) for width, layers in ((16, 100), (64, 50), (256, 12))]
+    print("\n" + markdown(["layers", "width", "us joined", "us apart", "ratio"], steps), flush=True)
+    rows = [on_gloo(1, arena, name, keeps, rounds) for name in MODELS[:2] for keeps in (False, True)]
+    head = ["model", "keeps freed memory", "ms with arena", "ms without", "ratio", "faults with", "faults without"]
+    print("\n" + markdown(head, rows))
+
+
+def order(name: str) -> list[list[Any]]:
+    rows = []
+    with fake_world(2, rank=0):
+        graph = graph_of(0, JOBS[name])
+        graph.compile(*JOBS[name].part(0, 0, 2))
+        captured = graph.history[0].before
+        for stage in range(4):
+            options = Options(stage=stage), Options(stage=stage, order=True)
+            plain, moved = (memory_of(Pipeline(default_passes(one))(captured.clone())).peak / 1e6 for one in options)
+            rows.append([name, stage, f"{plain:.1f}", f"{moved:.1f}", f"{moved / plain:.3f}"])
+    return rows
+
+
+class Small(gz.Graph):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__(gz.placement("cpu", range(1), virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def join_updates(width: int, layers: int, rounds: int) -> list[Any]:
+    graphs, x = {joined: Small(width, layers) for joined in (True, False)}, torch.randn(8, width)
+    apart = tuple(entry for entry in pipeline.PASSES if entry.kind is not JoinUpdates)
+    graphs[True](x)
+    with patch.object(pipeline, "PASSES", apart):
+        graphs[False](x)
+    found = timed({joined: lambda graph=graph: graph(x) for joined, graph in graphs.items()}, rounds)
+    joined, alone = found[True] * 1e6, found[False] * 1e6
+    return [layers, width, f"{joined:.0f}", f"{alone:.0f}", f"{joined / alone:.2f}"]
+
+
+def arena(rank: int, name: str, keeps: bool, rounds: int) -> list[Any]:
+    if keeps:
+        gz.keep_freed_memory()
+    batch, graphs, faults = JOBS[name].part(0, rank, 1), {}, {True: 0, False: 0}
+    for used in faults:
+        graphs[used] = graph_of(0, JOBS[name])
+        graphs[used].config.set_arena(used)
+
+    def call(used: bool) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        graphs[used](*batch)
+        faults[used] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    timed({used: lambda used=used: call(used) for used in faults}, 1)  # type: ignore[misc]
+    faults |= {True: 0, False: 0}
+    found = timed({used: lambda used=used: call(used) for used in faults}, rounds)  # type: ignore[misc]
+    inside, beside = found[True] * 1e3, found[False] * 1e3
+    times = [f"{inside:.1f}", f"{beside:.1f}", f"{inside / beside:.2f}"]
+    return [name, "yes" if keeps else "no", *times, *(faults[used] // (2 * rounds) for used in (True, False))]
+
+
+def timed(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, float]:
+    """Seconds of the median call of each, two in a row."""
+    seconds: dict[Key, list[float]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            for _ in range(2):
+                started = time.perf_counter()
+                call()
+                seconds[key].append(time.perf_counter() - started)
+    return {key: statistics.median(found) for key, found in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()
