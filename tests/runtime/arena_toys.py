@@ -137,5 +137,6 @@ def stopped(graph: gz.Graph, where: Callable[[list, int], int], *given: Tensor) 
     of which it ends."""
     program = program_of(graph)
     at = where(program.steps, program.first_write)
-    with failing(graph, at, KeyboardInterrupt(), done=False), pytest.raises(KeyboardInterrupt):
+    # The other rank, which stops there too, may be heard of before.
+    with failing(graph, at, KeyboardInterrupt(), done=False), pytest.raises((KeyboardInterrupt, gz.RankError)):
         graph(*given)
