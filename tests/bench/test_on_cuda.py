@@ -47,7 +47,14 @@ def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch
     monkeypatch.setattr(on_cuda, "in_fresh_process", fresh)
     shape, file = on_cuda.GPT2["124M"], tmp_path / "rows.json"
     options = SimpleNamespace(
-        size="124M", dtypes=["bf16"], steps=1, systems=on_cuda.SYSTEMS, seconds=9.0, minutes=1.0, save=str(file)
+        size="124M",
+        dtypes=["bf16"],
+        steps=1,
+        systems=on_cuda.SYSTEMS,
+        seconds=9.0,
+        minutes=1.0,
+        save=str(file),
+        kernels=0,
     )
     rows = on_cuda.table(options, shape, "title")
     assert len(rows) == len(on_cuda.SYSTEMS) == len(json.loads(file.read_text())["title"])

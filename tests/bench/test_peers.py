@@ -18,10 +18,10 @@ from peers import BASE, EARLY, SYSTEMS, System, chosen
 COMPILED = (BASE, "graphzero + inductor, stage 2")  # other stages: tests/runtime; what else compiles costs a minute
 PLAIN = [
     s.name
-    for s in chosen(None, [EARLY, "DDP + oneDNN"])
+    for s in chosen(None, [EARLY])
     if s.needs == "torch" and " + compile" not in s.name and " + inductor" not in s.name
 ]
-TORCH = [*PLAIN, "graphzero + oneDNN, stage 2", *(COMPILED if which("g++") else ())]
+TORCH = [*PLAIN, *(COMPILED if which("g++") else ())]
 DEEPSPEED = [s.name for s in SYSTEMS if s.needs == "deepspeed"]
 
 
