@@ -45,7 +45,7 @@ class Part:
     _executor: Executor | None = field(default=None, init=False)
 
     def executor(self, world: World) -> Executor:
-        """Made when it is first asked for, by all ranks together."""
+        """Made when it is first asked for."""
         if self._executor is None:
             how = self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
             if self.is_recorded:

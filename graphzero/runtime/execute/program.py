@@ -46,7 +46,7 @@ class Program:
     persistent, inputs: place of each placeholder by name; host_places: what ``host`` fills.
     outputs, aux: place, or a literal wrapped in a 1-tuple.
     rooms: where results are put in the arena, of which it needs ``arena_bytes``.
-    names: the globals of generated code; places: of every value by name.
+    places: of every value by name.
     """
 
     steps: list[Segment | Barrier]
@@ -62,7 +62,6 @@ class Program:
     aux: dict[str, Any]
     rooms: list[Room]
     arena_bytes: int
-    names: dict[str, Any]
     places: dict[str, int]
 
 
@@ -163,6 +162,5 @@ class _Compiler:
             aux={name: final[node] for name, node in graph.aux.items()},
             rooms=self.rooms.all,
             arena_bytes=self.rooms.nbytes,
-            names=code.names,
             places={node.name: place for node, place in places.of.items()},
         )

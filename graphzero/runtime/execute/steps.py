@@ -77,11 +77,11 @@ class Segment:
         if self._metered is None:
             self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
         for self.local, e in enumerate(envs):
-            if self.local:
+            if self.local == 0:
+                with meter:
+                    self._metered(e, meter)
+            else:
                 self.plain(e)
-                continue
-            with meter:
-                self._metered(e, meter)
 
     def node_of(self, traceback: TracebackType | None) -> fx.Node | None:
         """The node whose line the traceback of an error leads to."""
