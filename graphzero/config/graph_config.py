@@ -105,15 +105,20 @@ class GraphConfig:
                 "write `with torch.autocast(...)` around the forward part inside build, or call model.to(dtype)"
             )
 
-    def set_gradient_accumulation_steps(self, n: int) -> None:
-        """Cut each rank's share of the batch in ``n`` micro-batches.  Not in this version: only 1 is accepted."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ConfigError(f"set_gradient_accumulation_steps({n!r}): give the number of micro-batches, 1 or more")
-        if n > 1:
-            raise ConfigError(
-                f"set_gradient_accumulation_steps({n}): gradient accumulation comes in a later version; until then "
-                f"use more ranks, or write the loop inside build: x.chunk({n}), and loss / {n} for each backward"
-            )
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Cut each rank's share of the batch in ``steps`` micro-batches, which run one after the other.
+
+        The step stays that of the whole batch: losses, token means, masked means, clipping and the new parameters are
+        those of one micro-batch, but for rounding.  What hangs on the batch alone, such as the number of tokens, is
+        computed first, of all micro-batches.  Activations are those of one micro-batch, and gradients are added up: at
+        stages 0 and 1 whole, and reduced once; from stage 2 on each rank adds up its part, or all of it where a memory
+        budget has room for that.
+
+        Outputs that are split along the batch come back complete, in order.  What cannot be known before all
+        micro-batches are through and is read while they run, the statistics of a batch norm, is that of a micro-batch;
+        a warning names the lines.  Buffers that follow from it change with each micro-batch.
+        """
+        self._set(gradient_accumulation_steps=steps)
 
     def set_executor(self, name: str) -> None:
         """How programs run: "eager", op by op, the reference; or "inductor", compute between collectives compiled.

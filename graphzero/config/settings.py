@@ -31,6 +31,11 @@ class Settings(Checked):
         ),
         "set_memory_budget({})",
     )
+    gradient_accumulation_steps: int = setting(
+        1,
+        whole_number(1, "give the number of micro-batches, 1 or more"),
+        "set_gradient_accumulation_steps({})",
+    )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")

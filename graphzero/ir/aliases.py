@@ -63,8 +63,8 @@ _OF: Mapping[Kind, tuple[Any, ...]] = {
     Kind.PART: (
         aten.expand.default, aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.as_strided.default,
     ),
-    Kind.WRITTEN: (ops.assign,),
-    Kind.OTHER: (ops.box, ops.slice_shard, *UNMARKED[2:]),
+    Kind.WRITTEN: ops.WRITING,
+    Kind.OTHER: (ops.box, ops.slice_shard, ops.take, *UNMARKED[2:]),
     Kind.COPY: (aten.clone.default, aten._to_copy.default, aten.contiguous.default),
 }  # fmt: skip
 _KIND: Mapping[Any, Kind] = {op: kind for kind, some in _OF.items() for op in some}

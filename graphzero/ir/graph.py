@@ -22,7 +22,7 @@ from graphzero.errors import SbpError, VerifyError
 from graphzero.ir import ops, value
 from graphzero.ir.text.printer import print_graph
 from graphzero.ir.value import Role, TensorType, Type
-from graphzero.ops import PIN
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
@@ -146,6 +146,19 @@ class StepGraph:
         graph.output(results)
         return StepGraph(self.name, self.placement, graph, self.level, self.stated)
 
+    def with_axis(self, placement: Placement, axis: int) -> StepGraph:
+        """A copy of a captured graph for a placement with one axis more, number ``axis``, on which nothing is pinned."""
+        made = self.clone()
+        made.placement = placement
+        for node in made.nodes:
+            for key, new in (("sbp", None), ("pins", False)):
+                if found := node.meta.get(key):
+                    node.meta[key] = (*found[:axis], new, *found[axis:])
+            if node.target in (AS_LOCAL, AS_GLOBAL):
+                x, said, *rest = node.args
+                node.args = (x, [*said[:axis], SAME, *said[axis:]], *rest)  # type: ignore[index,misc]
+        return made
+
     def settle(self) -> None:
         """Be as a clone would be, so that what comes next does not depend on how the last pass went about its work.
 
@@ -191,6 +204,8 @@ class StepGraph:
         node.meta["sbp"] = sbp
         node.meta["phase"] = phase or (value.phase_of(like) if like is not None else "forward")
         node.meta["source"] = value.source_of(like) if like is not None else ""
+        if like is not None and value.repeats_of(like):
+            node.meta["repeat"] = value.repeats_of(like)
         return node
 
     def pin(self, target: Node | str, axis: str, sbp: Sbp) -> Node:

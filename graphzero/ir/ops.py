@@ -22,6 +22,13 @@ launch(collective, slot, *args)       begin a bucketed collective in communicati
                                       one, straight from its storage into the result's (see ``ir.transfer``)
 wait(h)                               its results
 assign(p, x)                          write x into the storage of placeholder p; every reader of p ran before
+micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 behind it
+take(x, dim, i, k)                    the i-th of k equal parts of this rank's x along dim, as a view
+accumulator(shape, dtype)             room for what micro-batches add up or hand out, not filled
+accumulate(a, x, i, k, how)           x added to what a holds, in its storage; for i = 0 x alone.  how: sum, max, min, or
+                                      mean, of k values
+put(a, x, dim, i, k)                  x as the i-th of k equal parts of a along dim, in its storage
+carry(a, x)                           x written over a, for the next micro-batch
 ===================================== ==================================================================
 
 The functions are only ever names of nodes; calling one is an error.
@@ -101,6 +108,30 @@ def assign(p: Any, x: Any) -> Any:
     _never("assign")
 
 
+def micro_batch(k: int) -> Any:
+    _never("micro_batch")
+
+
+def take(x: Any, dim: int, i: Any, k: int) -> Any:
+    _never("take")
+
+
+def accumulator(shape: Any, dtype: Any) -> Any:
+    _never("accumulator")
+
+
+def accumulate(a: Any, x: Any, i: Any, k: int, how: str = "sum") -> Any:
+    _never("accumulate")
+
+
+def put(a: Any, x: Any, dim: int, i: Any, k: int) -> Any:
+    _never("put")
+
+
+def carry(a: Any, x: Any) -> Any:
+    _never("carry")
+
+
 COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all)
 BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce)
 MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
@@ -108,5 +139,9 @@ MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, kee
 
 COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
 
-_ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign)
+IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, put, carry)  # of micro-batches
+WRITING: tuple[Callable[..., Any], ...] = (assign, accumulate, put, carry)  # into the storage of their first operand
+ACCUMULATIONS = ("sum", "max", "min", "mean")
+
+_ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign, micro_batch, *IN_TURN)
 BY_NAME: dict[str, Callable[..., Any]] = {op.__name__: op for op in _ALL}

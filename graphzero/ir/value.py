@@ -13,6 +13,7 @@ pins     per placement axis, whether the SBP is fixed by the user or by a pass
 role     ``Role`` or None: what a value is for the user's step
 phase    "input", "forward", "backward" or "update"
 source   "file:line in function" of the user's code, or ""
+repeat   of an op that runs once a micro-batch, how often it does; else it is not there
 ======== ==================================================================================
 """
 
@@ -123,7 +124,7 @@ class Role:
 
 
 PLACEHOLDER_KINDS = ("batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed")
-ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss")
+ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss", "accumulator")
 
 
 def type_of(node: fx.Node) -> Any:
@@ -174,6 +175,12 @@ def role_of(node: fx.Node) -> Role | None:
 
 def phase_of(node: fx.Node) -> str:
     return str(node.meta.get("phase", "forward"))
+
+
+def repeats_of(node: fx.Node) -> int:
+    """How often an op runs in a step where it stands among those that are repeated; 0 for any other."""
+    found: int = node.meta.get("repeat", 0)
+    return found
 
 
 def source_of(node: fx.Node) -> str:

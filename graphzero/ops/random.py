@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphzero.ops.library import ANYWHERE, LIBRARY
 
-LIBRARY.define("uniform_like(Tensor like, Tensor key, int op, int[] start, int[] total) -> Tensor")
+LIBRARY.define("uniform_like(Tensor like, Tensor key, int op, int[] start, int[] total, int[] part=[]) -> Tensor")
 LIBRARY.define("rank_key(Tensor key, int[] at) -> Tensor")
 UNIFORM_LIKE = torch.ops.graphzero.uniform_like.default
 RANK_KEY = torch.ops.graphzero.rank_key.default
@@ -40,10 +40,11 @@ def _rank_key(key: Tensor, at: list[int]) -> Tensor:
     return key
 
 
-def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> Tensor:
+def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int], part: tuple[int, ...] = ()) -> Tensor:
     """Uniform in [0, 1), float32, one number per element of ``like``.
 
-    ``start`` is the global index of ``like``'s first element, ``total`` the global shape.  The number is a
+    ``start`` is the global index of ``like``'s first element, ``total`` the global shape; ``part``, (dim, i), says that
+    ``like`` is the i-th of equal parts along dim of what begins at ``start``.  The number is a
     hash of (key, op, global row-major index): two rounds of multiply and xor-shift on int64, the finaliser
     of SplitMix64 with arithmetic shifts masked (Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", 2014), cut to 24 bits.
@@ -52,7 +53,8 @@ def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: l
     stride = 1
     for dim in reversed(range(like.dim())):
         length = like.shape[dim]
-        line = torch.arange(start[dim] * stride, (start[dim] + length) * stride, stride, device=like.device)
+        first = start[dim] + (part[1] * length if part and part[0] == dim else 0)
+        line = torch.arange(first * stride, (first + length) * stride, stride, device=like.device)
         index = index + line.view((length,) + (1,) * (like.dim() - 1 - dim))
         stride *= max(total[dim], 1)  # of an empty tensor no element is asked for
     bits = (index + 1) * _PRIME_A

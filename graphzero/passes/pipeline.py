@@ -22,6 +22,8 @@ from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.keep import Keep
 from graphzero.passes.memory.order import Order
 from graphzero.passes.memory.reuse import Reuse
+from graphzero.passes.micro.count_targets import CountTargets
+from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
@@ -49,6 +51,8 @@ class Options:
     keep_gathered: at stage 3, names and patterns of parameters that stay gathered from forward to backward; None leaves
         the pass out.
     order: whether what backward makes may wait, to lower the most bytes held at a time.
+    micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
+    whole_accumulators: see ``MicroBatches``.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
     optimise: whether passes are there that a program also runs without, only with more memory or time.
     """
@@ -61,6 +65,8 @@ class Options:
     links: Links = ()
     keep_gathered: tuple[str, ...] | None = None
     order: bool = False
+    micro_batches: int = 1
+    whole_accumulators: bool = False
     bucket_bytes: int | None = None
     optimise: bool = True
 
@@ -93,9 +99,11 @@ class Entry:
 PASSES: tuple[Entry, ...] = (
     Entry(Pin, "captured"),
     Entry(Zero, "captured", lambda options: options.stage > 0),
+    Entry(CountTargets, "captured", lambda options: options.micro_batches > 1),
     Entry(Expand, "captured"),
     Entry(Propagate, "captured"),
     Entry(InsertBoxing, "propagated"),
+    Entry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
     Entry(LowerBoxing, "boxed"),
     Entry(Localize, "lowered"),
     Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),

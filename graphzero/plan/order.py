@@ -21,7 +21,7 @@ def in_best_order(variants: Variants, options: Options) -> Candidate:
     The user's passes behind it, which may print or count, have no part in the choice, and so run once.
     """
     moved = replace(options, order=True)
-    if Order().saves(variants.before("order", options)) >= LEAST:
+    if options.micro_batches == 1 and Order().saves(variants.before("order", options)) >= LEAST:
         peak = int(liveness(variants.draft(options, own_until="order")).total().max())
         if variants.candidate(moved, own_until="order").peak <= (1 - LEAST) * peak:
             return variants.candidate(moved)

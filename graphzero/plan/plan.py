@@ -177,7 +177,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena:
     """
     examine(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
-    entries = list(_collectives(graph, links))
+    entries = _in_turn(graph, list(_collectives(graph, links)))
     return Plan(
         name=graph.name,
         placement=_place(graph),
@@ -198,7 +198,20 @@ def _place(graph: StepGraph) -> str:
 # ---- traffic
 
 
-def _collectives(graph: StepGraph, links: Links) -> Iterator[tuple[Collective, float, float]]:
+Entry = tuple[Collective, float, float]
+
+
+def _in_turn(graph: StepGraph, entries: list[Entry]) -> list[Entry]:
+    """One for each call, of one for each transfer: what is repeated is called again by each micro-batch."""
+    times = [value.repeats_of(node) for node in liveness(graph).layouts]
+    inside = [i for i, count in enumerate(times) if count]
+    if not inside:
+        return entries
+    first, behind = inside[0], inside[-1] + 1
+    return [*entries[:first], *entries[first:behind] * times[first], *entries[behind:]]
+
+
+def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
     """Each call with its padding in bytes and its true elements of parameters and gradients, sent by one rank."""
     at = liveness(graph)
     for node, found in at.layouts.items():
@@ -246,7 +259,7 @@ def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = N
     at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
     resident = dict.fromkeys(RESIDENT, 0) | at.resident(rank) | {"arena": arena.nbytes if arena is not None else 0}
     backward_end = at.phase_end.get("backward", -1)
-    grads = (life for life in at.lives(rank) if life.category == "gradients")
+    grads = (life for life in at.lives(rank) if life.category in ("gradients", "accumulators"))
     gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"

@@ -131,6 +131,36 @@ def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def accumulator(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[], Tensor]:
+    """Room for this rank's part of what micro-batches add up."""
+    type_ = value.tensor_type(node)
+    shape = shape_on(graph, type_, value.nd_of(node), world.rank_ids[local])
+    return lambda: torch.empty(shape, dtype=type_.dtype, device=world.device)
+
+
+def _take(x: Tensor, dim: int, i: int, k: int) -> Tensor:
+    length = x.shape[dim] // k
+    return x.narrow(dim, i * length, length)
+
+
+def _accumulate(a: Tensor, x: Tensor, i: int, k: int, how: str = "sum") -> Tensor:
+    if how == "mean":
+        return torch.div(x, k, out=a) if i == 0 else a.add_(x, alpha=1 / k)
+    if i == 0:
+        return a.copy_(x)
+    return a.add_(x) if how == "sum" else getattr(torch, f"{how}imum")(a, x, out=a)
+
+
+def _put(a: Tensor, x: Tensor, dim: int, i: int, k: int) -> Tensor:
+    _take(a, dim, i, k).copy_(x)
+    return a
+
+
+IN_TURN: Mapping[Any, Callable[..., Tensor]] = {
+    ops.take: _take, ops.accumulate: _accumulate, ops.put: _put, ops.carry: lambda a, x: a.copy_(x)
+}  # fmt: skip
+
+
 def local_move(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[Tensor], Tensor]:
     """``slice_shard``, ``keep_first`` or ``place_shard`` on one rank."""
     source = node.args[0]

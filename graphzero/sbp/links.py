@@ -16,6 +16,7 @@ from functools import cache
 from graphzero.errors import ConfigError
 from graphzero.sbp.boxing import move, wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import Sbp
 
 
@@ -83,6 +84,16 @@ class Costs:
         per_message, per_byte = self._weights[axis]
         count, share = _box(src, dst, self.hierarchy[axis])
         return per_message * count + per_byte * (share * nbytes)
+
+
+def costs_on(placement: Placement, links: Links) -> Costs:
+    """The prices on a placement.  Micro-batches cost what the data axis costs that they stand beside, so that ties
+    break alike on both.
+    """
+    at = placement.names.index(MICRO_BATCHES) if MICRO_BATCHES in placement.names else None
+    if links and at is not None and len(links) == len(placement.names) - 1:
+        links = (*links[:at], links[max(at - 1, 0)], *links[at:])
+    return Costs(placement.hierarchy, links)
 
 
 @cache

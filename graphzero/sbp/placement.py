@@ -18,6 +18,7 @@ from graphzero.errors import PlacementError
 from graphzero.sbp.meshes import ascend, mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
+MICRO_BATCHES = "mb"  # the axis whose members run one after the other on the same ranks: time, as an axis
 _DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
 
@@ -52,6 +53,26 @@ class Placement:
     def data_axes(self) -> tuple[str, ...]:
         """Names of the axes over which a batch is split: those that begin with ``dp``."""
         return tuple(name for name in self.names if name.startswith("dp"))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Names of the axes over which a batch is split, in space or in time: the data axes and ``mb``."""
+        return tuple(name for name in self.names if name.startswith("dp") or name == MICRO_BATCHES)
+
+    def with_micro_batches(self, count: int) -> Placement:
+        """The same ranks with an axis ``mb`` behind the last data axis, along which each rank stands ``count`` times.
+
+        Programs speak of it up to the pass ``micro_batches``; nothing runs on such a placement.
+        """
+        at = max((self.axis(name) + 1 for name in self.data_axes), default=0)
+        ranks = np.repeat(np.expand_dims(self.ranks, at), count, axis=at)
+        return Placement(self.device_type, ranks, (*self.names[:at], MICRO_BATCHES, *self.names[at:]), self.virtual)
+
+    def without_micro_batches(self) -> Placement:
+        """The ranks themselves."""
+        at = self.axis(MICRO_BATCHES)
+        ranks = np.ascontiguousarray(np.take(self.ranks, 0, axis=at))
+        return Placement(self.device_type, ranks, (*self.names[:at], *self.names[at + 1 :]), self.virtual)
 
     def axis(self, name: str) -> int:
         """Position of the axis called ``name``."""

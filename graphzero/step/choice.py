@@ -12,7 +12,8 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
-from graphzero.sbp.types import Nd
+from graphzero.sbp.placement import MICRO_BATCHES
+from graphzero.sbp.types import B, Nd, S
 
 
 def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None) -> Candidate:
@@ -25,11 +26,33 @@ def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], 
     stages = (stage,) if isinstance(stage, int) else STAGES
     read = {value.role_of(node) for node in graph.placeholders()}
     placed = {role: nd for role, nd in placed.items() if role in read}
+    if settings.gradient_accumulation_steps > 1:
+        graph, placed = in_micro_batches(graph, settings, placed)
     found = choose(graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget)
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return found
     arena = arena_of(found.graph, settings.memory_budget)
     return found if arena is None else found.within(arena)
+
+
+def in_micro_batches(
+    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd]
+) -> tuple[StepGraph, Mapping[Role, Nd]]:
+    """The step on a placement with an axis for its micro-batches, and how everything lies there.
+
+    An input that is split over the data axes is cut in micro-batches.  Where there are none, every one is that has
+    rows, but for those of which the user has said how they lie.
+    """
+    whole, at = graph.placement, graph.placement.with_micro_batches(settings.gradient_accumulation_steps)
+    axis, said = at.axis(MICRO_BATCHES), {name for name, _ in settings.inputs}
+    data = [whole.axis(name) for name in whole.data_axes]
+    rows = {value.role_of(node) for node in graph.placeholders("batch") if value.tensor_type(node).shape}
+
+    def on_time(role: Role, nd: Nd) -> Nd:
+        follows = any(nd[i] is S(0) for i in data) if data else role.of not in said
+        return (*nd[:axis], S(0) if role in rows and follows else B, *nd[axis:])
+
+    return graph.with_axis(at, axis), {role: on_time(role, nd) for role, nd in placed.items()}
 
 
 def budget_of(settings: Settings, room: int | None) -> Budget | None:
@@ -55,6 +78,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         shard_min_size=zero.shard_min_size,
         axis=zero.axes,
         optimizer_in_backward=settings.optimizer_in_backward,
+        micro_batches=settings.gradient_accumulation_steps,
         links=settings.links,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
         bucket_bytes=settings.bucket_bytes,

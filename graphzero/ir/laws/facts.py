@@ -263,12 +263,55 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return old
 
 
+def _in_turn(*kinds: str) -> Form:
+    """The form of an op on micro-batches.  kinds: of its arguments; it makes what the first one is."""
+
+    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        _need(graph.level != "captured" and not kwargs and len(args) == len(kinds), f"takes {len(kinds)} arguments")
+        given = dict(zip(kinds, args, strict=True))
+        first, many, number = _tensor(args[0]), given.get("k", 2), given.get("i", 0)
+        _need(type(many) is int and many > 1, f"has {many!r:.20} micro-batches")
+        known = 0 <= number < many if type(number) is int else _kind(number) == "int"
+        _need(known, f"is of micro-batch {number!r:.20} of {many}")
+        part, shape = first, list(first.shape)
+        if "dim" in given:
+            _check_dim(first, given["dim"])
+            _need(shape[given["dim"]] % many == 0, f"cuts {first} in {many} parts that are not even")
+            shape[given["dim"]] //= many
+            part = TensorType(first.dtype, tuple(shape))
+        if "x" in given:
+            x = _tensor(given["x"])
+            _need(x.shape == part.shape, f"has {x} for {part}")
+            _need(x.dtype == part.dtype or "how" in given, f"has {x} for {part}")
+        _need(given.get("how", "sum") in ops.ACCUMULATIONS, f"accumulates by {given.get('how')!r:.20}")
+        return first if "x" in given else part
+
+    return made
+
+
+def _accumulator(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    _need(graph.level != "captured" and not kwargs and len(args) == 2, "takes 2 arguments")
+    shape, dtype = args
+    good = isinstance(shape, (list, tuple)) and all(type(n) is int and n >= 0 for n in shape)
+    _need(good and isinstance(dtype, torch.dtype), "has no shape and dtype")
+    return TensorType(dtype, tuple(shape))
+
+
+def _micro_batch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    _need(graph.level != "captured" and not kwargs, "stands in a captured graph")
+    _need(len(args) == 1 and type(args[0]) is int and args[0] > 1, "has no number of micro-batches")
+    return ScalarType("int")
+
+
 _FORMS: dict[str, Form] = {
     "use": _same(), "box": _same(), "relabel": _same(),
     "slice_shard": _same("dim", "axis"), "place_shard": _same("dim", "axis"), "keep_first": _same("axis"),
     **{kind: _same(*one.arguments) for kind, one in COLLECTIVES.items()},
     **{f"bucket_{kind}": _bucket(*one.arguments) for kind, one in COLLECTIVES.items() if one.joins},
     "launch": _launch, "wait": _wait, "assign": _assign,
+    "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
+    "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),
+    "carry": _in_turn("a", "x"),
 }  # fmt: skip
 
 

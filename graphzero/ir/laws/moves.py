@@ -42,6 +42,17 @@ def check_moves(graph: StepGraph, where: str) -> None:
             _check_move(graph, node, where, value.nd_of(source), value.nd_of(node), node.target, node.args[1:])
         elif node.target in (*ops.BUCKETS, ops.launch):
             _check_bucket(graph, node, where)
+        elif node.target in ops.IN_TURN:
+            _check_in_turn(node, where)
+
+
+def _check_in_turn(node: fx.Node, where: str) -> None:
+    """Micro-batches follow each other on every rank: nothing goes to another rank, or lies otherwise."""
+    for operand in value.tensor_operands(node):
+        if value.nd_of(operand) != value.nd_of(node):
+            have, made = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
+            problem = f"'{node.name}' takes {have} to {made}, which {op_name(node.target)} does not"
+            raise violation(node, where, problem, "Box what it reads before it")
 
 
 def _check_bucket(graph: StepGraph, node: fx.Node, where: str) -> None:

@@ -73,6 +73,27 @@ class Liveness:
         return next((i for i in reversed(range(len(self.nodes))) if self.nodes[i].target is CHECK), -1)
 
     @cached_property
+    def repeated(self) -> range:
+        """The positions of what is repeated, once a micro-batch but the last; empty where nothing is."""
+        found = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
+        return range(found[0], found[-1] + 1) if found else range(0)
+
+    @cached_property
+    def section(self) -> dict[fx.Node, tuple[int, str]]:
+        """Of each node the part of the program, 0 up to what is repeated, 1 in it, 2 behind it, and the phase.
+
+        No op is moved from one section into another but within one part.
+        """
+        inside = self.repeated
+        part = {node: 2 if inside and i >= inside.stop else int(i in inside) for i, node in enumerate(self.nodes)}
+        return {node: (part[node], value.phase_of(node)) for node in self.nodes}
+
+    @cached_property
+    def section_end(self) -> dict[tuple[int, str], int]:
+        """Per section, the position of its last op."""
+        return {self.section[node]: i for i, node in enumerate(self.nodes) if node.op == "call_function"}
+
+    @cached_property
     def phase_end(self) -> dict[str, int]:
         """Per phase, the position of its last op."""
         return {value.phase_of(node): i for i, node in enumerate(self.nodes) if node.op == "call_function"}
@@ -92,9 +113,11 @@ class Liveness:
     def readers(self) -> dict[Storage, list[int]]:
         """The positions, in order, of what reads each storage: the wait too of a transfer that reads until then.
 
-        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.
+        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made before
+        and read in what is repeated is read until that ends.
         """
         found: dict[Storage, set[int]] = {}
+        inside = self.repeated
         for node, results in self.roots.items():
             readers = [user for user in node.users if _is_read(node, user)]
             waits = [m.end for user in readers if (m := self.transfers.get(user)) and m.reads_until_awaited]
@@ -102,6 +125,9 @@ class Liveness:
             for storage in results:
                 if storage is not None:
                     found.setdefault(storage, set()).update(positions)
+        for storage, positions in found.items() if inside else ():
+            if self.position[storage[0]] < inside.start and any(i in inside for i in positions):
+                positions.add(inside.stop - 1)
         return {storage: sorted(positions) for storage, positions in found.items()}
 
     def last_reader(self, storage: Storage, default: int = -1) -> int:
@@ -231,6 +257,8 @@ def _is_read(node: fx.Node, user: fx.Node) -> bool:
 def _first_category(storage: Storage) -> str:
     node = storage[0]
     role = value.role_of(node)
+    if role is not None and role.kind == "accumulator":
+        return "accumulators"
     if node.op == "placeholder":
         return RESIDENT.get(role.kind, "") if role is not None else ""
     return "temporaries"
@@ -238,7 +266,7 @@ def _first_category(storage: Storage) -> str:
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
     role = value.role_of(node)
-    if storage[0].op == "placeholder" or known == "gradients":
+    if storage[0].op == "placeholder" or known in ("gradients", "accumulators"):
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"

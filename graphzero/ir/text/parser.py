@@ -30,6 +30,7 @@ MOST_RANKS = 2**17  # of a placement that a text names
 MOST_AXES = 8
 _PLACES = f"a text places on up to {MOST_RANKS} ranks in up to {MOST_AXES} axes"
 MOST_BYTES = 2**50  # of one value
+_HEAD = re.compile(rf"({'|'.join(PHASES)})(?: x([1-9][0-9]{{0,5}}))?:")
 
 
 class ParseError(GraphZeroError, ValueError):
@@ -68,19 +69,19 @@ class _Parser:
     def graph(self) -> StepGraph:
         name, self.place, level = self._header()
         self.result = StepGraph(name, self.place, fx.Graph(), level, stated=True)
-        phase = "input"
+        phase, repeat = "input", 0
         for number in range(self.number + 1, len(self.lines)):
             self.number = number
             line = self.lines[self.number].strip()
-            if line.endswith(":") and line[:-1] in PHASES:
-                if line == "input:" and phase != "input":
+            if head := _HEAD.fullmatch(line):
+                if head[1] == "input" and (phase != "input" or head[2]):
                     raise self.fail("inputs stand first, above every op")
-                phase = line[:-1]
+                phase, repeat = head[1], int(head[2] or 0)
             elif re.match(r"return(\W|$)", line):
                 self._return(" ".join(part.strip() for part in self.lines[self.number :] if not _is_blank(part)))
                 return self.result
             elif not _is_blank(line):
-                self._value(line, phase)
+                self._value(line, phase, repeat)
         raise self.fail("a graph ends in a line `return ...`")
 
     def _reader(self, text: str) -> Reader:
@@ -136,7 +137,7 @@ class _Parser:
 
     # ---- a line
 
-    def _value(self, line: str, phase: str) -> None:
+    def _value(self, line: str, phase: str, repeat: int) -> None:
         reader = self._reader(line)
         name = reader.word()
         if not name or not reader.take("="):
@@ -150,6 +151,8 @@ class _Parser:
             raise self._no_line()
         tail, has_role = reader.until(";")
         node.meta["phase"], node.meta["source"] = phase, ""
+        if repeat:
+            node.meta["repeat"] = repeat
         node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail)
         if has_role:
             node.meta["role"] = reader.role()

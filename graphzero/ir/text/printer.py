@@ -4,7 +4,8 @@
 
       y = mm(x, wf) : f32[8, 4]  S(0)  ; loss()
 
-name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  Arguments are
+name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  What is under ``forward x3:``
+and ``backward x3:`` runs three times, one after the other: once a micro-batch but the last.  Arguments are
 Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
 Source lines are not part of the text.
 """
@@ -50,11 +51,11 @@ def print_graph(graph: Printable, align: bool = True) -> str:
     lines = [_header(graph)]
     rows: list[Any] = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
     widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
-    phase = "input"
+    part = ("input", 0)
     for node, name, text, type_, rest in rows:
-        if node.op != "placeholder" and value.phase_of(node) != phase:
-            phase = value.phase_of(node)
-            lines.append(f"{phase}:")
+        if node.op != "placeholder" and (value.phase_of(node), value.repeats_of(node)) != part:
+            part = value.phase_of(node), value.repeats_of(node)
+            lines.append(f"{part[0]} x{part[1]}:" if part[1] else f"{part[0]}:")
         line = f"  {name:<{widths[0]}} = {text:<{widths[1]}} : {type_:<{widths[2]}}  {rest}"
         lines.append(line.rstrip())
     return "\n".join([*lines, _return(graph)]) + "\n"

@@ -19,7 +19,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.ends import Ends, output_sbp
-from graphzero.sbp.links import Costs, Links
+from graphzero.sbp.links import Costs, Links, costs_on
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -64,7 +64,7 @@ class InsertBoxing(BuiltinPass):
     links: Links = field(default=(), repr=False)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        boxes = _Boxes(graph, Costs(graph.placement.hierarchy, self.links))
+        boxes = _Boxes(graph, costs_on(graph.placement, self.links))
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in ANNOTATIONS:
                 source = node.args[0]

@@ -100,18 +100,19 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
 
     Where a dim is cut in sections, a draw for it is one over the dims that it falls into: their indices are the same.
     """
-    like, key, number, _, total = node.args
+    like, key, number, _, total, *part = node.args
     apart = unfold(total, cutting(value.nd_of(node), graph.placement.hierarchy))  # type: ignore[arg-type]
     if len(apart.shape) > len(total):  # type: ignore[arg-type]
         _draw_apart(graph, node, apart)
         return
     start: Any = [found or 0 for found in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
-    node.args = (like, key, number, start, total)
+    node.args = (like, key, number, start, total, *part)
 
 
 def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
     """Splits on axes of one rank cut nothing, and need not fit into the dims taken apart: they go, and come back."""
-    like, key, number, _, total = node.args
+    like, key, number, _, total, *part = node.args
+    assert not part, "what is cut in sections is not drawn in micro-batches"
     assert isinstance(like, fx.Node)
     nd, shape = cutting(value.nd_of(node), graph.placement.hierarchy), list(apart.shape)
     read = tuple(sbp if sbp.is_partial else own for sbp, own in zip(value.nd_of(like), nd, strict=True))

@@ -18,6 +18,7 @@ from graphzero.errors import ConfigError
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_view
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
 from graphzero.passes.base import BuiltinPass
 
 _WILD = set("*?[")
@@ -97,6 +98,7 @@ def gathered_again(graph: StepGraph) -> dict[str, list[tuple[fx.Node, fx.Node]]]
     first: dict[tuple[Any, ...], fx.Node] = {}
     gathered: set[fx.Node] = set()
     found: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    section = liveness(graph).section
     for node in graph.nodes:
         role = value.role_of(node)
         if node.op == "placeholder" and role is not None and role.kind == "param":
@@ -105,7 +107,7 @@ def gathered_again(graph: StepGraph) -> dict[str, list[tuple[fx.Node, fx.Node]]]
         if source is None or source not in path:
             continue
         path[node] = path[source]
-        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
+        key = (section[node][0], node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
         if value.phase_of(node) == "forward":
             first.setdefault(key, node)
         like[node] = first.get(key, node)

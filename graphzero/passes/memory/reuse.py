@@ -201,7 +201,7 @@ class _Storages:
 
 
 def _shows_all(node: fx.Node) -> bool:
-    return is_name(node.target) or is_reshape(node.target)
+    return is_name(node.target) or is_reshape(node.target) or node.target is ops.accumulate
 
 
 def _picks(node: fx.Node, storage: Storage) -> bool:

@@ -18,7 +18,7 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.place.ends import Ends
-from graphzero.sbp.links import Costs, Links
+from graphzero.sbp.links import Costs, Links, costs_on
 from graphzero.sbp.local import alike, nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
@@ -33,7 +33,7 @@ class _Sweep:
     links: Links
 
     def __call__(self, graph: StepGraph) -> list[AxisPropagation]:
-        costs = Costs(graph.placement.hierarchy, self.links)
+        costs = costs_on(graph.placement, self.links)
         axes: list[AxisPropagation] = []
         for i in range(len(graph.placement.names)):
             axes.append(AxisPropagation(graph, i, axes, costs))
@@ -89,7 +89,7 @@ class AxisPropagation:
         self.ends = Ends(graph)
         self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
         self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
-        self.is_data = graph.placement.names[axis] in graph.placement.data_axes
+        self.is_data = graph.placement.names[axis] in graph.placement.batch_axes
 
     def sweep(self) -> None:
         """Walk forward; where something is gathered, once more, knowing what later readers gather anyway."""

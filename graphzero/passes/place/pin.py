@@ -115,7 +115,7 @@ class Pin(BuiltinPass):
 
 
 def _default(graph: StepGraph, node: fx.Node, role: Role, axis: str) -> Sbp:
-    split = role.kind == "batch" and axis in graph.placement.data_axes and value.tensor_type(node).shape
+    split = role.kind == "batch" and axis in graph.placement.batch_axes and value.tensor_type(node).shape
     return S(0) if split else B
 
 
@@ -126,7 +126,7 @@ def _pin_use(graph: StepGraph, node: fx.Node) -> None:
     for i, axis in enumerate(graph.placement.names):
         if pins and pins[i]:
             continue
-        whole = axis in graph.placement.data_axes and value.phase_of(node) != "update"
+        whole = axis in graph.placement.batch_axes and value.phase_of(node) != "update"
         graph.pin(node, axis, B if whole else value.nd_of(param)[i])
 
 

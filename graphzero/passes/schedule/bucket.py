@@ -28,6 +28,7 @@ from graphzero.ir.transfer import Transfer, delivered, transfer_of
 from graphzero.passes.base import BuiltinPass
 
 JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
+WAITING = (*JOINED, ops.accumulate)  # may come later than what they read
 SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
 ALONE = 256 * 2**10  # bytes from which a value on a CPU travels by itself
 
@@ -91,13 +92,14 @@ def _levels(graph: StepGraph) -> list[list[fx.Node]]:
 
 
 def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:
-    position = liveness(graph).position
+    at = liveness(graph)
+    position = at.position
     open_: dict[Any, list[fx.Node]] = {}
     closed: list[list[fx.Node]] = []
     for node in sorted(nodes, key=position.__getitem__):
         moves = transfer_of(node)
         assert moves is not None
-        key = _key(graph, moves)
+        key = _key(graph, moves, at.section[node])
         members = open_.get(key)
         if _goes_alone(graph, moves):
             closed.append([node])
@@ -133,19 +135,21 @@ def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], l
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who needs the result where it stands: a collective that carries it on along another axis can wait."""
+    """Who needs the result where it stands: a collective that carries it on along another axis can wait, and what adds
+    it up over micro-batches.
+    """
     for user in node.users:
-        if user.target in JOINED:
+        if user.target in WAITING:
             yield from _readers(user)
         else:
             yield user
 
 
-def _key(graph: StepGraph, moves: Transfer) -> tuple[Any, ...]:
+def _key(graph: StepGraph, moves: Transfer, section: tuple[int, str]) -> tuple[Any, ...]:
     """What transfers have in common that may join."""
     node, (source,) = moves.node, moves.members
     what = moves.kind, moves.axis, moves.completes(graph), value.tensor_type(node).dtype
-    return (*what, value.phase_of(node), made_by(source), is_early(node))
+    return (*what, section, made_by(source), is_early(node))
 
 
 def made_by(node: fx.Node) -> fx.Node | None:
@@ -179,8 +183,8 @@ def _join(graph: StepGraph, members: list[fx.Node], position: dict[fx.Node, int]
 
 
 def _carried_on(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The collectives that carry results on along other axes, one after the other."""
+    """The collectives that carry results on along other axes, and what adds them up, one after the other."""
     for node in nodes:
-        further = [user for user in node.users if user.target in JOINED]
+        further = [user for user in node.users if user.target in WAITING]
         yield from further
         yield from _carried_on(further)

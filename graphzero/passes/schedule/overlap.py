@@ -136,9 +136,10 @@ def _check(pass_: Overlap | OverlapUpdate) -> None:
 def _overlap(graph: StepGraph, nbytes: int | None, has: Callable[[str], bool]) -> StepGraph:
     limit = default_limit(graph) if nbytes is None else nbytes
     groups: dict[Any, list[Transfer]] = defaultdict(list)
-    for moves in liveness(graph).transfers.values():
+    at = liveness(graph)
+    for moves in at.transfers.values():
         if moves.slot == NO_SLOT_YET and has(value.phase_of(moves.end)):
-            kind = _kind(moves), value.phase_of(moves.end), _depth(moves), is_early(moves.node)
+            kind = _kind(moves), at.section[moves.end], _depth(moves), is_early(moves.node)
             groups[kind].append(moves)
     for (_, _, depth, early), members in sorted(groups.items(), key=lambda item: item[0][2]):
         if depth and not early:
@@ -202,12 +203,12 @@ def _carry_on_late(graph: StepGraph, transfers: list[Transfer]) -> None:
     starts: dict[Any, list[fx.Node]] = defaultdict(list)  # of what stands where that begins, in order
     for moves in at.transfers.values():
         if moves.is_launch:
-            starts[_kind(moves), value.phase_of(moves.node), _depth(moves)].append(moves.node)
+            starts[_kind(moves), at.section[moves.node], _depth(moves)].append(moves.node)
     for moves in transfers:
         before = _continued(moves)
         assert before is not None
         way = _way_on(moves)
-        alike = starts[_kind(before), value.phase_of(before.node), _depth(before)]
+        alike = starts[_kind(before), at.section[before.node], _depth(before)]
         inside = set(way)
         limits = [user for node in way for user in node.users if user not in inside]
         limits += [_behind_phase(at, moves), *alike[alike.index(before.node) + 1 :][:1]]
@@ -233,17 +234,18 @@ def _await_late(graph: StepGraph, transfers: list[Transfer], limit: int) -> None
     )  # carrying on late may have changed their order
     for i, moves in enumerate(transfers):
         picks = list(moves.end.users)
-        readers = [user for pick in picks for user in pick.users]
+        added = [user for pick in picks for user in pick.users if user.target is ops.accumulate]
+        readers = [user for node in (*picks, *added) for user in node.users if user not in added]
         limits = [min(readers, key=position.__getitem__)] if readers else []
         limits += [_behind_phase(at, moves)]
         launched = zip(transfers[i + 1 :], accumulate(map(_nbytes, transfers[i + 1 :])), strict=True)
         limits += [later.node for later, nbytes in list(launched)[1:] if nbytes > limit][:1]
         stop = min(limits, key=position.__getitem__)
         stop.prepend(moves.end)
-        for pick in sorted(picks, key=position.__getitem__):
-            stop.prepend(pick)
+        for node in (*sorted(picks, key=position.__getitem__), *added):
+            stop.prepend(node)
 
 
 def _behind_phase(at: Liveness, moves: Transfer) -> fx.Node:
     """The first node behind the last of a transfer's phase."""
-    return at.nodes[at.phase_end[value.phase_of(moves.node)] + 1]
+    return at.nodes[at.section_end[at.section[moves.node]] + 1]

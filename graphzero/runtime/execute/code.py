@@ -9,7 +9,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.runtime.execute.environment import Places
-from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment
+from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment, Step, Turn
 from graphzero.runtime.world.world import World
 from graphzero.sbp.local import LocalSize, LocalStart
 
@@ -25,7 +25,7 @@ class Code:
     def __init__(self, world: World, places: Places) -> None:
         self.world, self.places = world, places
         self.locals = range(len(world.local_ranks))
-        self.steps: list[Segment | Barrier] = []
+        self.steps: list[Step] = []
         self.names: dict[str, Any] = {}
         self.constants: list[dict[int, Any]] = [{} for _ in self.locals]
         self.host_places: list[int] = []
@@ -75,6 +75,12 @@ class Code:
         """Here all local ranks do ``action`` together."""
         self.cut()
         self.steps.append(Barrier(node, action))
+
+    def repeat(self, since: int, node: fx.Node, times: int) -> None:
+        """What has been written since step number ``since`` runs so many times, and is told each time which it is."""
+        self.cut()
+        once, place = self.steps[since:], self.places.of[node]
+        self.steps[since:] = [step for i in range(times) for step in (Turn(node, place, i), *once)]
 
     def segment(self, lines: list[Line]) -> Segment:
         return Segment(lines, self.names)

@@ -23,7 +23,7 @@ class Places:
     """of: node -> its place.  results: the places of an op with several results that only getitem reads.
 
     persistent, inputs: place of each placeholder by name, of those that stay between runs and those given anew.
-    size: places so far; whoever needs another one says ``new()``.
+    repeated: what runs once a micro-batch but the last.  size: places so far; whoever needs another one says ``new()``.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -36,6 +36,10 @@ class Places:
         for node in graph.nodes:
             if node.op != "output":
                 self._put(node)
+        at = liveness(graph)
+        self.repeated = at.nodes[at.repeated.start : at.repeated.stop]
+        before = {self.of[node] for node in at.nodes[: at.repeated.start]}
+        self._own = {place for node in self.repeated for place in (self.of[node], *self.results.get(node, ()))} - before
 
     def new(self) -> int:
         self.size += 1
@@ -58,7 +62,7 @@ class Places:
             role = value.role_of(node)
             stays = role is not None and role.kind in PERSISTENT
             (self.persistent if stays else self.inputs)[node.name] = self.of[node]
-        elif is_name(node.target) or node.target is ops.assign:
+        elif is_name(node.target) or node.target in ops.WRITING:
             self.of[node] = self.of[source]  # type: ignore[index]
         elif room is not None:
             self.of[node] = self.of[room]
@@ -91,8 +95,13 @@ class Places:
         emptied: dict[fx.Node, list[int]] = {}
         for place, node in last.items():
             if place not in kept and not (node in self.results and place == self.of[node]):
-                emptied.setdefault(node, []).append(place)
+                emptied.setdefault(self._behind(node, place), []).append(place)
         return emptied
+
+    def _behind(self, node: fx.Node, place: int) -> fx.Node:
+        """Behind which node a place is emptied whose last reader is ``node``: what is repeated reads it once more."""
+        again = value.repeats_of(node) and place not in self._own
+        return self.repeated[-1] if again else node
 
 
 def _is_only_picked(node: fx.Node) -> bool:

@@ -6,13 +6,14 @@ written over when ``writes``, what travels ``transfers``; what the result consis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from graphzero.errors import VerifyError
-from graphzero.ir import ops
+from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_name
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
@@ -26,7 +27,7 @@ from graphzero.runtime.execute.code import Code
 from graphzero.runtime.execute.collectives import Transfers
 from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.packing import Exchange
-from graphzero.runtime.execute.steps import Barrier, Segment
+from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
 from graphzero.runtime.inductor.compiled import Calls
 from graphzero.runtime.inductor.region_ops import RegionOp
@@ -49,7 +50,7 @@ class Program:
     places: of every value by name.
     """
 
-    steps: list[Segment | Barrier]
+    steps: list[Step]
     first_write: int
     host: Segment | None
     host_places: list[int]
@@ -88,21 +89,30 @@ class _Compiler:
         self.transfers = Transfers(graph, world, self.places, self.code, self.writes, self.rooms)
 
     def compile(self) -> Program:
-        emptied = self.places.emptied_after()
+        emptied, repeated = self.places.emptied_after(), self.places.repeated
         for node in self.graph.nodes:
+            if repeated and node is repeated[0]:
+                self.code.cut()
+                since = len(self.code.steps)
             if isinstance(node.target, RegionOp):
                 self._region(node, node.target, emptied.pop(node, []))
             elif node.op == "call_function":
                 self._node(node)
+            if repeated and node is repeated[-1]:
+                self.code.repeat(since, self._number(repeated), value.repeats_of(node))
             for place in emptied.get(node, ()):
                 self.code.empty(place, node)
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()
 
+    def _number(self, repeated: Sequence[fx.Node]) -> fx.Node:
+        """What says which micro-batch runs."""
+        return next(node for node in repeated if node.target is ops.micro_batch)
+
     def _node(self, node: fx.Node) -> None:
         target: Any = node.target
-        if is_name(target) or self.places.is_picked(node):
+        if is_name(target) or self.places.is_picked(node) or target is ops.micro_batch:
             return
         if target is ops.box:
             raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")
@@ -115,6 +125,11 @@ class _Compiler:
         elif target in LOCAL_MOVES:
             moves = [kernels.local_move(self.graph, node, self.world, local) for local in self.code.locals]
             self.code.fill(node, f"{self.code.per_rank(moves)}({self.code.text(node.args[0])})")
+        elif target is ops.accumulator:
+            rooms = [kernels.accumulator(self.graph, node, self.world, local) for local in self.code.locals]
+            self.code.fill(node, f"{self.code.per_rank(rooms)}()")
+        elif target in ops.IN_TURN:
+            self.code.fill(node, self.code.call(kernels.IN_TURN[target], node.args, {}))
         elif (room := inplace.out_of(node)) is not None:
             self.writes.over_one(node, room)
         elif target in inplace.OVER_OPERANDS and node in self.places.results:
