@@ -22,6 +22,7 @@ from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.laws.facts import check_stated
 from graphzero.ir.laws.moves import check_moves
 from graphzero.ir.laws.storage import check_storage
+from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.laws.violation import nd_text, violation
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import TensorType
@@ -44,6 +45,7 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
     where = f"after pass {after}: " if after else ""
     level = LEVELS.index(graph.level)
     _check_order(graph, where)
+    _check_repeated(graph, where)
     _check_updates(graph, where)
     examine(graph, where)
     if level >= LEVELS.index("propagated"):
@@ -85,6 +87,25 @@ def _check_order(graph: StepGraph, where: str) -> None:
                 f"{where}'{node.name}' = {op_name(node.target)}(...) has no type\n  "
                 "Make nodes by graph.call(target, args, type), or set node.meta['type']"
             )
+
+
+def _check_repeated(graph: StepGraph, where: str) -> None:
+    """What is repeated stands together, and is read behind where it writes over what stood before it, and only there."""
+    inside = liveness(graph).repeated
+    if not inside:
+        return
+    at = liveness(graph)
+    counts = {value.repeats_of(at.nodes[i]) for i in inside}
+    for i in inside:
+        node = at.nodes[i]
+        if value.repeats_of(node) == 0 or len(counts) > 1 or node.op != "call_function":
+            problem = f"'{node.name}' stands between ops that are repeated, and is not, or not as often"
+            raise violation(node, where, problem, "Add ops with like= an op that they stand beside, or behind these")
+        leaves = any(at.position[user] >= inside.stop for user in node.users)
+        storages = [storage for storage in at.roots[node] if storage is not None]
+        if leaves and any(at.position[storage[0]] >= inside.start for storage in storages):
+            problem = f"'{node.name}' is made anew each time, and read when all is through"
+            raise violation(node, where, problem, "Hand it on in an accumulator: accumulate, put, or carry")
 
 
 def _check_updates(graph: StepGraph, where: str) -> None:
@@ -155,7 +176,7 @@ def _facts(graph: StepGraph, node: fx.Node, boxed: bool) -> list[Any]:
 
 def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None:
     if node.op == "call_function" and calls.is_op(node):
-        axes = range(len(graph.placement.names))
+        axes = [i for i, ranks in enumerate(graph.placement.hierarchy) if ranks > 1 or not boxed]  # one rank has it all
         for part in calls.parts_of(node):
             runs = {axis: _check_op(graph, node, axis, where, boxed, part) for axis in axes}
             if boxed and len(runs) > 1 and (why := calls.misfit(graph, node, runs, part)):

@@ -98,9 +98,13 @@ class Places:
                 emptied.setdefault(self._behind(node, place), []).append(place)
         return emptied
 
+    def is_repeated(self, place: int) -> bool:
+        """Whether a place is filled by each micro-batch anew."""
+        return place in self._own
+
     def _behind(self, node: fx.Node, place: int) -> fx.Node:
         """Behind which node a place is emptied whose last reader is ``node``: what is repeated reads it once more."""
-        again = value.repeats_of(node) and place not in self._own
+        again = value.repeats_of(node) and not self.is_repeated(place)
         return self.repeated[-1] if again else node
 
 

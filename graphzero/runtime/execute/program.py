@@ -95,16 +95,26 @@ class _Compiler:
                 self.code.cut()
                 since = len(self.code.steps)
             if isinstance(node.target, RegionOp):
-                self._region(node, node.target, emptied.pop(node, []))
+                freed = emptied.pop(node, [])
+                emptied[node] = [place for place in freed if not self._may_hand_over(node, place)]
+                self._region(node, node.target, [place for place in freed if place not in emptied[node]])
             elif node.op == "call_function":
                 self._node(node)
+            done = emptied.get(node, ())
             if repeated and node is repeated[-1]:
+                for place in filter(self.places.is_repeated, done):
+                    self.code.empty(place, node)
                 self.code.repeat(since, self._number(repeated), value.repeats_of(node))
-            for place in emptied.get(node, ()):
+                done = [place for place in done if not self.places.is_repeated(place)]
+            for place in done:
                 self.code.empty(place, node)
         self.writes.end(self.graph.output)
         self.code.cut()
         return self._program()
+
+    def _may_hand_over(self, node: fx.Node, place: int) -> bool:
+        """Whether a place that nobody reads behind ``node`` is empty when that runs again."""
+        return not value.repeats_of(node) or self.places.is_repeated(place)
 
     def _number(self, repeated: Sequence[fx.Node]) -> fx.Node:
         """What says which micro-batch runs."""

@@ -171,13 +171,19 @@ class _Former:
         self._longest = max(sum(map(work, graph.nodes)) / LAG, LEAST)
 
     def form(self) -> list[fx.Node | Region]:
-        before = orders(self.at, self._takes)
+        before, part = orders(self.at, self._takes), 0
         for node in self.graph.nodes:
+            if self.at.section[node][0] != part:  # what is repeated begins, or ends
+                self._close_all()
+                part = self.at.section[node][0]
             if node.op == "call_function":
                 self._place(node, before.get(node, ()))
+        self._close_all()
+        return self._done
+
+    def _close_all(self) -> None:
         while self._open.nodes or self._open.behind:
             self._close()
-        return self._done
 
     def _takes(self, node: fx.Node) -> bool:
         if node in self.outside or not compiles(node, self.graph.placement.device_type):
