@@ -25,12 +25,14 @@ class Job:
 
     make: a fresh model; its parameters depend on torch's seed alone.
     batch: (step, samples) -> the whole batch of a step; share: samples a rank.
+    micro_batches: in which every rank computes its share.
     """
 
     what: str
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
     share: int
+    micro_batches: int = 1
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -42,7 +44,8 @@ class Job:
 
     def describe(self, ranks: int) -> str:
         parameters = sum(p.numel() for p in self.model().parameters())
-        return f"{self.what}, {parameters / 1e6:.1f} M parameters; {ranks} gloo ranks, one thread each"
+        parts = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return f"{self.what}{parts}, {parameters / 1e6:.1f} M parameters; {ranks} gloo ranks, one thread each"
 
 
 class Residual(nn.Module):

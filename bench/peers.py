@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -58,6 +59,7 @@ def graph(stage: int, job: Job, **settings: Any) -> TrainGraph:
     """settings: what the methods ``set_...`` of its configuration are given, by their names."""
     model = job.model()
     made = TrainGraph(model, adamw(model), None, stage)
+    made.config.set_gradient_accumulation_steps(job.micro_batches)
     for name, value in settings.items():
         getattr(made.config, f"set_{name}")(value)
     return made
@@ -70,19 +72,33 @@ def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: 
 
 
 def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw) -> Step:
-    """The loop that one writes around a wrapped model."""
-    model = job.model()
+    """The loop that one writes around a wrapped model; ranks meet for the last micro-batch's gradients."""
+    model, count = job.model(), job.micro_batches
     wrapped = wrap(model)
     optimizer = optimizer_of(model)
 
     def step(*batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = wrapped(*batch)
-        loss.backward()
+        total = torch.zeros(())
+        for i, part in enumerate(zip(*(x.chunk(count) for x in batch), strict=True)):
+            with apart(wrapped, i < count - 1):
+                loss: Tensor = wrapped(*part) / count
+                loss.backward()
+            total += loss.detach()
         optimizer.step()
-        return loss.detach()
+        return total
 
     return step
+
+
+@contextmanager
+def apart(model: Any, mode: bool) -> Iterator[None]:
+    """Whether ranks keep their gradients to themselves, as DDP's and FSDP2's documentation says it."""
+    inner = getattr(model, "_orig_mod", model)
+    if hasattr(inner, "set_requires_gradient_sync"):
+        inner.set_requires_gradient_sync(not mode)
+    with inner.no_sync() if mode and hasattr(inner, "no_sync") else nullcontext():
+        yield
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -124,14 +140,19 @@ def deepspeed(stage: int, job: Job) -> Step:
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
         zero |= {"stage3_prefetch_bucket_size": elements}
     model = job.model()
-    config = {"train_micro_batch_size_per_gpu": job.share, "gradient_clipping": 0.0, "zero_optimization": zero}
+    count = job.micro_batches
+    config = {"train_micro_batch_size_per_gpu": job.share // count, "gradient_accumulation_steps": count}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": zero}
     engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 
     def step(*batch: Tensor) -> Tensor:
-        loss: Tensor = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        total = torch.zeros(())
+        for part in zip(*(x.chunk(count) for x in batch), strict=True):
+            loss: Tensor = engine(*part)
+            engine.backward(loss)  # which divides it by their number
+            engine.step()
+            total += loss.detach() / count
+        return total
 
     return step
 

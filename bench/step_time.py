@@ -3,6 +3,7 @@
     python bench/step_time.py               # a GPT of 7.4 M parameters
     python bench/step_time.py --model B     # one of 24 M; conv is a convolutional network
     python bench/step_time.py --full        # more rounds
+    python bench/step_time.py --micro-batches 4
 
 All train the same model on the same data in the same processes, with AdamW, fused for the peers.  Rounds alternate, in
 another order each, so that whatever else the machine does meets all of them; a round's first step does not count.
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in which every rank computes its share")
     parser.add_argument(
         "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
     )
@@ -95,15 +97,17 @@ def main() -> None:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
     found = on_gloo(
-        options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory
+        options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory,
+        options.micro_batches,
     )
-    about = JOBS[options.model].describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
+    about = replace(JOBS[options.model], micro_batches=options.micro_batches).describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
         run = (
             f"{options.model}, {options.ranks} ranks"
+            + f", {options.micro_batches} micro-batches" * (options.micro_batches > 1)
             + ", through sockets" * options.sockets
             + ", memory kept" * options.keep_memory
         )
@@ -135,8 +139,9 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
 
 
 def work(
-    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False
-) -> dict[str, Timed]:
+    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False,
+    micro_batches: int = 1,
+) -> dict[str, Timed]:  # fmt: skip
     """Every rank: alternate rounds of all systems.
 
     share: samples a rank, where not as many as the job says.  keep: the process keeps memory that is freed.
@@ -144,7 +149,7 @@ def work(
     if keep:
         gz.keep_freed_memory()
     ranks = dist.get_world_size()
-    job = replace(JOBS[model], share=share or JOBS[model].share)
+    job = replace(JOBS[model], share=share or JOBS[model].share, micro_batches=micro_batches)
     batches = [job.part(step, rank, ranks) for step in range(BATCHES)]
     systems = {s.name: s for s in chosen(names)}
     running = {name: s.begin(job) for name, s in systems.items()}

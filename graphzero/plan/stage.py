@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Options, Pass
 from graphzero.passes.schedule.step_early import describe_early
+from graphzero.plan.accumulators import with_accumulators
 from graphzero.plan.budget import Budget, does_not_fit
 from graphzero.plan.gathers import Gathers
 from graphzero.plan.order import in_best_order
@@ -59,9 +60,13 @@ def choose(
 
 def _at_stage(variants: Variants, options: Options, budget: Budget | None) -> Candidate:
     """The best program of a stage that fits, or the one of least memory."""
-    if options.stage == 3 and options.keep_gathered is not None:
-        return Gathers(variants, options).best(budget)
-    return in_best_order(variants, options)
+
+    def best(options: Options) -> Candidate:
+        if options.stage == 3 and options.keep_gathered is not None:
+            return Gathers(variants, options).best(budget)
+        return in_best_order(variants, options)
+
+    return with_accumulators(best, options, budget)
 
 
 def _resident(one: Candidate) -> int:

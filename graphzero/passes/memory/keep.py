@@ -87,10 +87,11 @@ class Keep(BuiltinPass):
                 raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
 
 
-def gathered_again(graph: StepGraph) -> dict[str, list[tuple[fx.Node, fx.Node]]]:
+def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list[tuple[fx.Node, fx.Node]]]:
     """Path of a parameter -> (what forward makes of it, what backward makes again), gathers before what reads them.
 
-    Of a lowered graph before ``bucket``.  Only what is gathered or follows from that is listed, in the order in which
+    Of a lowered graph before ``bucket``.  by_another: what another micro-batch makes again is listed too, which is not
+    this pass's to keep but ``MicroBatches``'.  Only what is gathered or follows from that is listed, in the order in which
     backward makes it.
     """
     path: dict[fx.Node, str] = {}  # of parameters and of all that is a move, a view or a cast of one
@@ -107,13 +108,13 @@ def gathered_again(graph: StepGraph) -> dict[str, list[tuple[fx.Node, fx.Node]]]
         if source is None or source not in path:
             continue
         path[node] = path[source]
-        key = (section[node][0], node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
+        key = (0 if by_another else section[node][0], node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
         if value.phase_of(node) == "forward":
             first.setdefault(key, node)
         like[node] = first.get(key, node)
         if node.target in ops.COLLECTIVES or source in gathered:
             gathered.add(node)
-            if value.phase_of(node) == "backward" and like[node] is not node:
+            if (by_another or value.phase_of(node) == "backward") and like[node] is not node:
                 found[path[node]].append((like[node], node))
     return dict(found)
 

@@ -143,7 +143,9 @@ class _Writer:
         if have.is_split:
             self._check_plain(source)
             return _Joined(source, self._plain(wanted, have.dim), dim=have.dim)
-        return _Joined(source, wanted if self._reduces_each(box) else held, have.reduction)
+        if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
+            held = tuple(want if want.is_split else had for had, want in zip(held, wanted, strict=True))
+        return _Joined(source, held, have.reduction)
 
     def _plain(self, nd: Nd, dim: int) -> Nd:
         """``nd`` without splits of ``dim`` on the axes inside of ``mb``: those cut each micro-batch."""
