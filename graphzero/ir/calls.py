@@ -106,7 +106,7 @@ def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], par
         return "would cut a dim over several axes at other values in one operand or result than in another"
     pieces = max(prod(hierarchy[i] for i, s in enumerate(nds[k]) if s.is_split and s.dim == dim) for k, dim in shared)
     for axis, signature in chosen.items():
-        if signature not in signatures_of(graph, node, axis, on_axes[axis], pieces, part):
+        if signature.splits & shared and signature not in signatures_of(graph, node, axis, on_axes[axis], pieces, part):
             return "would leave some rank nothing of a dim that several axes cut, which the op cannot take"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError
@@ -12,7 +13,7 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
-from graphzero.sbp.placement import MICRO_BATCHES
+from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
 
 
@@ -52,7 +53,26 @@ def in_micro_batches(
         follows = any(nd[i] is S(0) for i in data) if data else role.of not in said
         return (*nd[:axis], S(0) if role in rows and follows else B, *nd[axis:])
 
-    return graph.with_axis(at, axis), {role: on_time(role, nd) for role, nd in placed.items()}
+    made, found = graph.with_axis(at, axis), {role: on_time(role, nd) for role, nd in placed.items()}
+    for node in graph.placeholders("batch"):
+        role = value.role_of(node)
+        if role in found and found[role][axis].is_split:
+            _check_rows(role.of, value.tensor_type(node).shape, found[role], at, axis)
+    return made, found
+
+
+def _check_rows(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement, axis: int) -> None:
+    """Raise ConfigError for an input of which not every micro-batch of every rank gets as many rows."""
+    count = placement.hierarchy[axis]
+    cuts = zip(nd, placement.hierarchy, strict=True)
+    ranks = prod(n for i, (sbp, n) in enumerate(cuts) if i != axis and sbp.is_split and sbp.dim == 0)
+    if shape[0] % (ranks * count):
+        each = f"{shape[0] // ranks} rows" if shape[0] % ranks == 0 else f"no equal share of {shape[0]} rows"
+        raise ConfigError(
+            f"set_gradient_accumulation_steps({count}): input {name} of shape {list(shape)} gives each rank {each}, "
+            f"which {count} micro-batches do not divide\n  Choose a number that divides it, or a batch of a multiple of "
+            f"{ranks * count} rows; an input that has no rows of the batch is said so: config.set_input({name!r}, sbp=...)"
+        )
 
 
 def budget_of(settings: Settings, room: int | None) -> Budget | None:

@@ -29,6 +29,8 @@ SAMPLES: dict[str, list[Any]] = {
     "axis": [(), ("dp",), ("dp_replicate", "dp_shard")],
     "optimizer_in_backward": [True],
     "links": [(Link(1e-05, 1e9),), (Link(0.0, 3.5), Link(2.5, 1e20))],
+    "micro_batches": [1, 4],
+    "whole_accumulators": [False, True],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "order": [True],
     "bucket_bytes": [1, 2**40],
@@ -84,7 +86,7 @@ def test_the_whole_list_goes_on_from_the_level_of_the_graph() -> None:
 LEVELS_FROM = {level: list(dict.fromkeys(LEVEL.values()))[i:] for i, level in enumerate(dict.fromkeys(LEVEL.values()))}
 
 WRONG = [
-    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, expand, propagate"),
+    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, count_targets, expand"),
     ("pin,", 5, "expected the name of a pass"),
     ("pin,,zero", 5, "expected the name of a pass"),
     ("pin zero", 5, "expected ',' and a pass"),
@@ -118,7 +120,7 @@ WRONG = [
     ("propagate{links=({latency=1})}", 19, "Link needs bandwidth"),
     ("propagate{links=({latency=1 bandwidth=fast})}", 39, "expected a number"),
     ("propagate{links=({latency=1 bandwidth=0})}", 19, "nothing would ever arrive"),
-    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, expand, pro"),
+    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, count_targets, exp"),
     ("pin,propagate,zero", 15, "zero takes a captured graph, and here it is propagated"),
     ("default,pin", 9, "pin takes a captured graph, and here it is local"),
     ("zero{stage=__import__('os')}", 12, "expected a whole number"),

@@ -46,7 +46,7 @@ class MicroBatches(BuiltinPass):
         ranks have added up is reduced once.
     whole_accumulators: whether it is reduced once from stage 2 on too: fewer bytes sent, more held.
     keep_gathered: names and patterns of the parameters that are gathered once, before the first micro-batch.
-    Raises ConfigError for a batch that does not divide, and for an op that needs all rows of the batch at once.
+    Raises ConfigError for an op that needs all rows of the batch at once.
 
     Requires: boxes wherever a value is read in another SBP than it has, on the axis ``mb`` too.
     Ensures: there is no axis ``mb``; what is repeated stands together, and hands on what it writes over alone.
@@ -66,6 +66,28 @@ class MicroBatches(BuiltinPass):
           return y, s_b
         ->
         graph step(dp=2) boxed
+          x            = batch()                                : f32[12, 4]  S(0)!
+          w            = param()                                : f32[4, 2]   B!
+        forward:
+          s_sum        = accumulator([], torch.float32)         : f32[]       P
+          y_sum        = accumulator([12, 2], torch.float32)    : f32[12, 2]  S(0)
+        forward x2:
+          mb           = micro_batch(3)                         : int
+          u_mb         = use(w)                                 : f32[4, 2]   B!
+          take         = take(x, 0, mb, 3)                      : f32[4, 4]   S(0)
+          y_mb         = mm(take, u_mb)                         : f32[4, 2]   S(0)
+          put          = put(y_sum, y_mb, 0, mb, 3)             : f32[12, 2]  S(0)
+          s_mb         = sum.dim_IntList(y_mb, [0, 1])          : f32[]       P
+          accumulate   = accumulate(s_sum, s_mb, mb, 3, 'sum')  : f32[]       P
+        forward:
+          u            = use(w)                                 : f32[4, 2]   B!
+          take_1       = take(x, 0, 2, 3)                       : f32[4, 4]   S(0)
+          y            = mm(take_1, u)                          : f32[4, 2]   S(0)
+          put_1        = put(put, y, 0, 2, 3)                   : f32[12, 2]  S(0)
+          s            = sum.dim_IntList(y, [0, 1])             : f32[]       P
+          accumulate_1 = accumulate(accumulate, s, 2, 3, 'sum') : f32[]       P
+          box          = box(accumulate_1)                      : f32[]       B
+          return put_1, box
     """
 
     stage: int = 0
@@ -142,10 +164,15 @@ class _Writer:
             raise self._all_at_once(source, f"is {have} over the micro-batches, and is to be {made}")
         if have.is_split:
             self._check_plain(source)
-            return _Joined(source, self._plain(wanted, have.dim), dim=have.dim)
+            return _Joined(source, self._side_by_side(held, wanted, have.dim), dim=have.dim)
         if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
             held = tuple(want if want.is_split else had for had, want in zip(held, wanted, strict=True))
         return _Joined(source, held, have.reduction)
+
+    def _side_by_side(self, held: Nd, wanted: Nd, dim: int) -> Nd:
+        """How pieces of ``dim`` are held to be put together: as the axes outside of ``mb`` have cut it."""
+        outside = [h if h.is_split and h.dim == dim else w for h, w in zip(held, wanted, strict=True)][: self.axis]
+        return (*outside, *self._plain(wanted, dim)[self.axis :])
 
     def _plain(self, nd: Nd, dim: int) -> Nd:
         """``nd`` without splits of ``dim`` on the axes inside of ``mb``: those cut each micro-batch."""
@@ -182,7 +209,6 @@ class _Writer:
 
     def write(self) -> None:
         old, graph = self.graph.graph, self.graph
-        self._check_batch()
         graph.graph = fx.Graph()
         placeholders = [node for node in old.nodes if node.op == "placeholder"]
         for node in placeholders:
@@ -375,7 +401,7 @@ class _Writer:
             done[node] = self.kept[node]
         elif node in self.parts.completed and node in self.parts.given:
             done[node] = self._cut_out(self._whole(node), node, part)
-        elif node.target is ops.box and self.parts.sbp(node) is not self.parts.sbp(self.parts.source(node)):
+        elif node.target is ops.box and self.parts.cut(node) != self.parts.cut(self.parts.source(node)):
             done[node] = self._moved(node, part)
         elif node.target in SHAPED and node.args[0] in self.parts.late:
             done[node] = self._filled(node, part)
@@ -484,25 +510,6 @@ class _Writer:
         self.carried[buffer] = self._call(ops.carry, (self.done[EACH][buffer], made), buffer, self._others(buffer), EACH)
 
     # ---- what cannot be
-
-    def _check_batch(self) -> None:
-        hierarchy = self.graph.placement.hierarchy
-        for node in self.graph.placeholders("batch"):
-            if not value.is_tensor(node) or not self.parts.differs(node):
-                continue
-            nd, dim, share = value.nd_of(node), self.parts.sbp(node).dim, value.tensor_type(node).shape
-            ranks = 1
-            for i, sbp in enumerate(nd):
-                if i != self.axis and sbp.is_split and sbp.dim == dim:
-                    ranks *= hierarchy[i]
-            if share[dim] % (ranks * self.count):
-                each = f"{share[dim] // ranks} rows" if share[dim] % ranks == 0 else f"{share[dim]} rows for {ranks} ranks"
-                of = value.role_of(node)
-                raise ConfigError(
-                    f"set_gradient_accumulation_steps({self.count}): input {of.of if of else node.name!r} of shape {list(share)} "
-                    f"gives each rank {each}, which {self.count} micro-batches do not divide\n  "
-                    f"Choose a number that divides it, or a batch of a multiple of {ranks * self.count} rows"
-                )
 
     def _check_plain(self, node: fx.Node) -> None:
         if self.parts.sbp(node).sections > 1:

@@ -21,7 +21,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.sbp.types import Sbp
+from graphzero.sbp.types import B, Sbp
 
 aten = torch.ops.aten
 # Ops that read the shape of their operand alone, with the number that they fill it with.
@@ -66,6 +66,15 @@ class Parts:
     def sbp(self, node: fx.Node) -> Sbp:
         return value.nd_of(node)[self.axis]
 
+    def cut(self, node: fx.Node) -> tuple[Sbp, tuple[Sbp, ...]]:
+        """The SBP on ``mb``, and how the axes outside of it have cut the dim that it splits.
+
+        Two values have the same rows in a micro-batch only where both are the same.
+        """
+        nd, mine = value.nd_of(node), self.sbp(node)
+        outside = nd[: self.axis] if mine.is_split else ()
+        return mine, tuple(sbp if sbp.is_split and sbp.dim == mine.dim else B for sbp in outside)
+
     def differs(self, node: fx.Node) -> bool:
         """Whether each micro-batch has its own, a piece or a part of a sum."""
         return any(not sbp.is_broadcast for sbp in self.sbps(node))
@@ -84,8 +93,8 @@ class Parts:
     def _completes(self, node: fx.Node) -> bool:
         if node.target is not ops.box:
             return False
-        have, made = self.sbp(self.source(node)), self.sbp(node)
-        return not have.is_broadcast and made is not have
+        have, made = self.cut(self.source(node)), self.cut(node)
+        return not have[0].is_broadcast and made != have
 
     def _late(self) -> set[fx.Node]:
         """What reads, at one remove or more, what only all micro-batches together make."""

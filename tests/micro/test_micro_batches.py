@@ -1,0 +1,283 @@
+"""A step in micro-batches is the step of the whole batch."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from jobs_in_parts import (
+    WIDE, Images, Train, Words, masked, pictures, plain, same, sentences, smooth, tokens, trained, weighted,
+)  # fmt: skip
+from torch import nn
+from torch.nn import functional as F
+
+import graphzero as gz
+from graphzero.ir import ops, value
+from graphzero.ir.laws.verify import verify
+
+B, S = gz.sbp.B, gz.sbp.S
+
+
+@pytest.mark.parametrize("loss", [tokens, weighted, smooth, masked])
+def test_token_means_over_ragged_rows_are_those_of_plain_torch(loss):
+    wanted = plain(Words, loss, sentences())
+    for stage, parts in itertools.product((0, 1, 2, 3), (1, 2, 4, 8)):
+        same(trained(Train(Words, loss, parts, stage), sentences()), wanted)
+
+
+def test_a_mean_of_means_is_something_else():
+    """What a loop over micro-batches gives that divides each loss by its own tokens."""
+    (x, t), *_ = sentences()
+    torch.manual_seed(0)
+    model = Words().to(WIDE)
+    means = torch.stack([tokens(model(a), b) for a, b in zip(x.chunk(4), t.chunk(4), strict=True)])
+    right = plain(Words, tokens, sentences(1))["loss 0"]
+    assert abs(means.mean() - right) > 1e-3
+    same(trained(Train(Words, tokens, 4, 2, ranks=1), sentences(1)), {"loss 0": right})
+
+
+def test_dropout_masks_do_not_depend_on_the_number_of_micro_batches():
+    def run(parts, ranks):
+        torch.manual_seed(7)
+        return trained(Train(lambda: Words(0.3), tokens, parts, 2, ranks), sentences())
+
+    wanted = run(1, 1)
+    for parts, ranks in ((2, 1), (4, 2), (2, 4), (8, 2)):
+        same(run(parts, ranks), wanted, 1e-7)
+
+
+def test_batch_norm_is_that_of_a_micro_batch_and_carries_its_buffers_as_a_loop_does():
+    ranks, parts = 2, 4
+    for stage in (0, 2, 3):
+        graph = Train(Images, F.cross_entropy, parts, stage, ranks)
+        with pytest.warns(UserWarning, match=r"statistics of a micro-batch.*jobs_in_parts.py:\d+ in forward"):
+            found = trained(graph, pictures())
+        same(found, by_hand(ranks, parts))
+        assert found["model norm.num_batches_tracked"] == 3 * parts
+
+
+def by_hand(ranks, parts):
+    torch.manual_seed(0)
+    model = Images().to(WIDE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = {}
+    for step, (x, t) in enumerate(pictures()):
+        optimizer.zero_grad()
+        rows = torch.arange(len(x)).view(ranks, parts, -1)
+        total = torch.zeros((), dtype=WIDE)
+        for part in range(parts):
+            mine = rows[:, part].flatten()  # each rank's micro-batch
+            loss = F.cross_entropy(model(x[mine]), t[mine]) / parts
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found[f"loss {step}"] = total
+    return found | {f"model {name}": x for name, x in model.state_dict().items()}
+
+
+def test_norms_within_a_sample_need_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = plain(lambda: Images(nn.GroupNorm(2, 6)), F.cross_entropy, pictures())
+        same(trained(Train(lambda: Images(nn.GroupNorm(2, 6)), F.cross_entropy, 4, 3), pictures()), wanted)
+
+
+def split_over_tp(model, place, names):
+    def on_tp(sbp):
+        return tuple(sbp if name == "tp" else B for name in names)
+
+    gz.to_global(model.layer.linear1, placement=place, sbp={"weight": on_tp(S(0)), "bias": on_tp(S(0))})
+    gz.to_global(model.layer.linear2, placement=place, sbp={"weight": on_tp(S(1)), "bias": on_tp(B)})
+    gz.to_global(model.head, placement=place, sbp={"weight": on_tp(S(0)), "bias": on_tp(S(0))})
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp"), ("tp",), ("dp_replicate", "dp_shard")])
+def test_axes_of_all_kinds_stand_beside_micro_batches(names):
+    wanted = plain(Words, tokens, sentences())
+    ranks = np.arange(4).reshape(2, 2) if len(names) == 2 else np.arange(2)
+    for stage in (0, 1, 2, 3) if "dp" in names else (0,):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = Train(Words, tokens, 4, stage, ranks, names)
+        if "tp" in names:
+            split_over_tp(graph.model, graph.placement, names)
+        else:
+            graph.config.enable_zero(stage=3, axis="dp_shard")
+        same(trained(graph, sentences()), wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizer_may_step_while_the_last_micro_batch_runs(stage):
+    graph = Train(Words, tokens, 4, stage, clip=None)
+    graph.config.set_optimizer_in_backward()
+    same(trained(graph, sentences()), plain(Words, tokens, sentences(), clip=None))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Muon])
+def test_any_optimizer_steps_once(optimizer):
+    def matrices():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
+
+    wanted = plain(matrices, tokens, sentences(), optimizer)
+    same(trained(Train(matrices, tokens, 2, 2, optimizer=optimizer), sentences()), wanted, 1e-7)
+
+
+def test_a_compiled_step_is_the_same():
+    graph = Train(Words, tokens, 4, 2)
+    graph.config.set_executor("inductor")
+    same(trained(graph, sentences()), plain(Words, tokens, sentences()), 1e-7)
+
+
+class Evaluate(gz.Graph):
+    def __init__(self, model, parts, stage=0):
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        self.model = model
+        if stage:
+            self.config.enable_zero(stage=stage)
+        self.config.set_gradient_accumulation_steps(parts)
+
+    def build(self, x, t):
+        y = self.model(x)
+        return {"scores": y, "columns": y.movedim(0, -1), "hits": (y.argmax(-1) == t).sum(), "mean": y.mean()}
+
+
+def test_an_evaluation_puts_its_outputs_together():
+    torch.manual_seed(0)
+    model = Words().to(WIDE).eval()
+    (x, t), *_ = sentences()
+    y = model(x)
+    for stage, parts in ((0, 2), (3, 8)):
+        found = Evaluate(model, parts, stage)(x, t)
+        torch.testing.assert_close(found["scores"], y.detach())
+        torch.testing.assert_close(found["columns"], y.detach().movedim(0, -1))
+        assert found["hits"] == (y.argmax(-1) == t).sum()
+        torch.testing.assert_close(found["mean"], y.mean().detach())
+
+
+def test_inputs_that_are_not_cut_are_the_same_for_every_micro_batch():
+    class Weighted(gz.Graph):
+        def __init__(self, parts):
+            super().__init__(gz.placement("cpu", range(2), virtual=True))
+            torch.manual_seed(0)
+            self.model = nn.Linear(4, 3).to(WIDE)
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+            self.config.set_input("weight", sbp=B)
+            self.config.set_gradient_accumulation_steps(parts)
+
+        def build(self, x, t, weight, scale):
+            loss = F.cross_entropy(self.model(x) * scale, t, weight=weight)
+            loss.backward()
+            return loss
+
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(12, 4, generator=generator, dtype=WIDE), torch.randint(0, 3, (12,), generator=generator)
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=WIDE)
+    losses = [[graph(x, t, weight, 2.0) for _ in range(3)] for graph in (Weighted(1), Weighted(3), Weighted(6))]
+    for some in losses[1:]:
+        torch.testing.assert_close(torch.stack(some), torch.stack(losses[0]))
+
+
+def test_a_program_says_what_is_repeated_and_reads_back():
+    graph = Train(Words, tokens, 4, 2)
+    graph(*sentences()[0])
+    text = str(graph.program)
+    assert "forward x3:" in text and "backward x3:" in text and "mb=" not in text.splitlines()[0]
+    assert str(gz.parse(text)) == text
+    assert all(str(gz.parse(str(record.after))) == str(record.after) for record in graph.history)
+    assert {value.repeats_of(node) for node in graph.program.nodes} == {0, 3}
+
+
+def test_what_hangs_on_the_batch_alone_is_computed_before_and_reduced_once():
+    with gz.testing.fake_world(2):
+        graph = Train(Words, tokens, 4, 0, real=True)
+        x, t = sentences()[0]
+        graph.compile(x[:8], t[:8])
+        sums = [c for c in graph.plan.collectives if c.what_for == "other"]
+        assert len(sums) == 2 and graph.program.gradients()  # of the tokens, before; of the loss, behind
+
+
+def test_another_number_of_micro_batches_is_another_program_of_the_same_run():
+    graph = Train(Words, tokens, 1, 2)
+    wanted = plain(Words, tokens, sentences(4))
+    found = {}
+    for i, (parts, batch) in enumerate(zip((1, 4, 2, 1), sentences(4), strict=True)):
+        graph.config.set_gradient_accumulation_steps(parts)
+        y, loss = graph(*batch)
+        found |= {f"scores {i}": y, f"loss {i}": loss}
+    found |= {f"model {name}": x for name, x in graph.full_state_dict()["modules"]["model"].items()}
+    same(found, {name: x for name, x in wanted.items() if name in found})
+
+
+def test_a_check_is_of_all_micro_batches_and_stops_the_step_before_anything_changes():
+    class Checked(gz.Graph):
+        def __init__(self):
+            super().__init__(gz.placement("cpu", range(2), virtual=True))
+            self.model = Images().to(WIDE)
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+            self.config.set_gradient_accumulation_steps(4)
+
+        def build(self, x, t):
+            y = self.model(x)
+            assert y.isfinite().all(), "not finite"
+            loss = F.cross_entropy(y, t)
+            loss.backward()
+            return loss
+
+    graph, (x, t) = Checked(), pictures()[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph(x, t)
+    before = {name: value.clone() for name, value in graph.model.state_dict().items()}
+    x[5] = float("nan")
+    with pytest.raises(gz.CheckError, match="not finite"):
+        graph(x, t)
+    assert all(torch.equal(before[name], now) for name, now in graph.model.state_dict().items())
+
+
+# ---- what cannot be
+
+
+def test_a_share_that_does_not_divide_is_refused_with_its_numbers():
+    graph = Train(Words, tokens, 3)
+    with pytest.raises(gz.ConfigError, match=r"input x of shape \[16, 6\] gives each rank 8 rows.*3 micro-batches") as e:
+        graph(*sentences()[0])
+    assert "multiple of 6" in str(e.value)
+
+
+def test_an_op_that_needs_all_rows_at_once_is_refused_at_its_line():
+    def contrast(y, t):
+        rows = F.normalize(y.flatten(1), dim=1)
+        return F.cross_entropy(rows @ rows.t(), torch.arange(len(t)))
+
+    with pytest.raises(gz.ConfigError, match="whole batch would have to be there at once") as e:
+        Train(Words, contrast, 2)(*sentences()[0])
+    assert "test_micro_batches.py" in str(e.value)
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.0, True, "4", None])
+def test_a_number_that_is_none_is_refused(given):
+    with pytest.raises(gz.ConfigError, match="give the number of micro-batches, 1 or more"):
+        Train(Words, tokens).config.set_gradient_accumulation_steps(given)
+
+
+def test_a_value_that_is_made_anew_may_not_be_read_behind():
+    graph = Train(Words, tokens, 4, 0)
+    graph.compile(*sentences()[0])
+    program = graph.history[-1].after
+    inside = next(n for n in program.nodes if value.repeats_of(n) and n.target not in (*ops.IN_TURN, ops.micro_batch) and value.is_tensor(n))
+    program.set_output((*program.outputs[1:], inside), program.aux, program.updates)
+    with pytest.raises(gz.VerifyError, match="made anew each time"):
+        verify(program)
+
+
+def test_what_is_repeated_stands_together():
+    graph = Train(Words, tokens, 4, 0)
+    graph.compile(*sentences()[0])
+    program = graph.history[-1].after
+    inside = [n for n in program.nodes if value.repeats_of(n)]
+    inside[len(inside) // 2].meta["repeat"] = 2
+    with pytest.raises(gz.VerifyError, match="not as often"):
+        verify(program)
