@@ -1,0 +1,43 @@
+"""What two gloo processes check of steps in micro-batches."""
+
+import torch
+import torch.distributed as dist
+from jobs_in_parts import Train, Words, plain, sentences, tokens
+from torch.distributed.tensor import DTensor
+
+import graphzero as gz
+
+
+def shares(steps=3):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [tuple(x.chunk(ranks)[rank] for x in batch) for batch in sentences(steps)]
+
+
+def trained_here(parts, stage, **settings):
+    graph = Train(Words, tokens, parts, stage, real=True)
+    for name, given in settings.items():
+        getattr(graph.config, f"set_{name}")(given)
+    losses = [graph(*batch)[1] for batch in shares()]
+    return graph, losses, graph.full_state_dict()["modules"]["model"]
+
+
+def check_steps_are_those_of_plain_torch_on_the_whole_batch():
+    wanted = plain(Words, tokens, sentences())
+    for stage, settings in ((0, {}), (1, {}), (2, {}), (3, {}), (2, {"memory_budget": 2**30}), (3, {"memory_budget": 2**30})):
+        graph, losses, full = trained_here(4, stage, **settings)
+        for i, loss in enumerate(losses):
+            torch.testing.assert_close(loss, wanted[f"loss {i}"])
+        for name, x in full.items():
+            torch.testing.assert_close(x, wanted[f"model {name}"], rtol=1e-9, atol=1e-9)
+        sent = gz.testing.trace_step(graph, *shares(1)[0])
+        planned = [(one.kind, one.axis, one.bytes) for one in graph.plan.collectives]
+        assert [(one.kind, one.axis, one.nbytes) for one in sent] == planned
+        if stage == 3:
+            assert isinstance(graph.model.head.weight, DTensor)
+
+
+def check_outputs_are_this_ranks_share_in_order():
+    graph = Train(Words, tokens, 4, 2, real=True)
+    whole = plain(Words, tokens, sentences(1))["scores 0"]
+    scores, _ = graph(*shares(1)[0])
+    torch.testing.assert_close(scores, whole.chunk(2)[dist.get_rank()])
