@@ -183,6 +183,7 @@ class Case:
     seed: int
     wild: bool = False  # whether SBPs may be drawn that a value cannot have
     kind: str | None = None  # of model; drawn if not given
+    parts: int = 1  # micro-batches
     words: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -263,6 +264,7 @@ class Case:
             gz.to_global(model.get_parameter(name), placement=place, sbp=nd)
         for name, nd in ({"weight": self.inputs["weight"]} if alone else self.inputs).items():
             graph.config.set_input(name, sbp=nd)
+        graph.config.set_gradient_accumulation_steps(1 if alone else self.parts)
         return graph
 
     def _fresh(self) -> nn.Module:

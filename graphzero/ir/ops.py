@@ -27,6 +27,7 @@ take(x, dim, i, k)                    the i-th of k equal parts of this rank's x
 accumulator(shape, dtype)             room for what micro-batches add up or hand out, not filled
 accumulate(a, x, i, k, how)           x added to what a holds, in its storage; for i = 0 x alone.  how: sum, max, min, or
                                       mean, of k values
+accumulate_mm(a, x, y, i, k)          the matrix product of x and y added to what a holds, in its storage; likewise
 put(a, x, dim, i, k)                  x as the i-th of k equal parts of a along dim, in its storage
 carry(a, x)                           x written over a, for the next micro-batch
 ===================================== ==================================================================
@@ -124,6 +125,10 @@ def accumulate(a: Any, x: Any, i: Any, k: int, how: str = "sum") -> Any:
     _never("accumulate")
 
 
+def accumulate_mm(a: Any, x: Any, y: Any, i: Any, k: int) -> Any:
+    _never("accumulate_mm")
+
+
 def put(a: Any, x: Any, dim: int, i: Any, k: int) -> Any:
     _never("put")
 
@@ -139,8 +144,8 @@ MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, kee
 
 COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
 
-IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, put, carry)  # of micro-batches
-WRITING: tuple[Callable[..., Any], ...] = (assign, accumulate, put, carry)  # into the storage of their first operand
+IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, accumulate_mm, put, carry)  # micro-batches
+WRITING: tuple[Callable[..., Any], ...] = (assign, accumulate, accumulate_mm, put, carry)  # into the storage of their first operand
 ACCUMULATIONS = ("sum", "max", "min", "mean")
 
 _ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign, micro_batch, *IN_TURN)

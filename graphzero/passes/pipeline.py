@@ -14,6 +14,7 @@ from graphzero.passes.base import BuiltinPass, Group, Pass, pass_name, snake_cas
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
 from graphzero.passes.fuse.fuse_adam import FuseAdam
 from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
@@ -107,6 +108,7 @@ PASSES: tuple[Entry, ...] = (
     Entry(LowerBoxing, "boxed"),
     Entry(Localize, "lowered"),
     Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
+    Entry(FuseAccumulate, "local", lambda options: options.optimise and options.micro_batches > 1, "fuse"),
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     Entry(Keep, "local", lambda options: options.stage == 3 and options.keep_gathered is not None),

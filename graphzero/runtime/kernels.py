@@ -151,14 +151,22 @@ def _accumulate(a: Tensor, x: Tensor, i: int, k: int, how: str = "sum") -> Tenso
     return a.add_(x) if how == "sum" else getattr(torch, f"{how}imum")(a, x, out=a)
 
 
+def _accumulate_mm(a: Tensor, x: Tensor, y: Tensor, i: int, k: int) -> Tensor:
+    return torch.mm(x, y, out=a) if i == 0 else a.addmm_(x, y)
+
+
 def _put(a: Tensor, x: Tensor, dim: int, i: int, k: int) -> Tensor:
     _take(a, dim, i, k).copy_(x)
     return a
 
 
 IN_TURN: Mapping[Any, Callable[..., Tensor]] = {
-    ops.take: _take, ops.accumulate: _accumulate, ops.put: _put, ops.carry: lambda a, x: a.copy_(x)
-}  # fmt: skip
+    ops.take: _take,
+    ops.accumulate: _accumulate,
+    ops.accumulate_mm: _accumulate_mm,
+    ops.put: _put,
+    ops.carry: lambda a, x: a.copy_(x),
+}
 
 
 def local_move(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[Tensor], Tensor]:

@@ -41,6 +41,9 @@ update:
 """
 
 
+PARTS = ("count_targets", "micro_batches", "fuse_accumulate")  # which only micro-batches need
+
+
 def refused(pass_: Pass, problem: str, graph: str = RELU) -> None:
     with pytest.raises(VerifyError, match=problem):
         Pipeline([pass_])(parse(graph))
@@ -60,7 +63,7 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     last = pipeline(graph)
     records = pipeline.history
     assert tuple(record.name for record in records) == tuple(
-        name for name in NAMES if name not in ("count_targets", "micro_batches", "order", "step_early")
+        name for name in NAMES if name not in (*PARTS, "order", "step_early")
     )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
@@ -208,7 +211,7 @@ def test_a_pass_is_there_under_its_condition() -> None:
         (Options(stage=3), {"keep"}),
         (Options(stage=3, optimise=False), {"keep", *map(pass_name, Fuse().passes), "reuse", "join_updates"}),
     ):
-        missing |= {"order", "step_early", "count_targets", "micro_batches"}
+        missing |= {"order", "step_early", *PARTS}
         assert names(default_passes(options)) == [name for name in NAMES if name not in missing]
 
 

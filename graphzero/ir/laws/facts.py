@@ -289,6 +289,15 @@ def _in_turn(*kinds: str) -> Form:
     return made
 
 
+def _accumulate_mm(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    _need(len(args) == 5, "takes 5 arguments")
+    x, y = _tensor(args[1]), _tensor(args[2])
+    product = len(x.shape) == len(y.shape) == 2 and x.shape[1] == y.shape[0] and x.dtype == y.dtype
+    made = TensorType(x.dtype, (x.shape[0], y.shape[1])) if product else None
+    _need(made == _tensor(args[0]), f"adds the product of {x} and {y} to {_tensor(args[0])}")
+    return _in_turn("a", "i", "k")(graph, [args[0], *args[3:]], kwargs)
+
+
 def _accumulator(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     _need(graph.level != "captured" and not kwargs and len(args) == 2, "takes 2 arguments")
     shape, dtype = args
@@ -311,6 +320,7 @@ _FORMS: dict[str, Form] = {
     "launch": _launch, "wait": _wait, "assign": _assign,
     "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
     "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),
+    "accumulate_mm": _accumulate_mm,
     "carry": _in_turn("a", "x"),
 }  # fmt: skip
 

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.laws.violation import nd_text, violation
+from graphzero.ir.text.printer import op_name
 from graphzero.ir.transfer import transfer_of
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.local import alike, sections_at
+from graphzero.sbp.registry import signatures
 from graphzero.sbp.route import is_possible
+from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 
 # Of what a move makes on its axis: the arguments behind the value, and the kinds of SBP between which it goes.
@@ -43,15 +47,31 @@ def check_moves(graph: StepGraph, where: str) -> None:
         elif node.target in (*ops.BUCKETS, ops.launch):
             _check_bucket(graph, node, where)
         elif node.target in ops.IN_TURN:
-            _check_in_turn(node, where)
+            _check_in_turn(graph, node, where)
 
 
-def _check_in_turn(node: fx.Node, where: str) -> None:
+def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
     """Micro-batches follow each other on every rank: nothing goes to another rank, or lies otherwise."""
-    for operand in value.tensor_operands(node):
+    product = node.target is ops.accumulate_mm
+    if product:
+        _check_product(graph, node, where)
+    for operand in value.tensor_operands(node)[: 1 if product else None]:
         if value.nd_of(operand) != value.nd_of(node):
             have, made = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
             problem = f"'{node.name}' takes {have} to {made}, which {op_name(node.target)} does not"
+            raise violation(node, where, problem, "Box what it reads before it")
+
+
+def _check_product(graph: StepGraph, node: fx.Node, where: str) -> None:
+    """What is added up is a product as ``mm`` makes it."""
+    factors, made = value.tensor_operands(node)[1:], value.tensor_type(node)
+    metas = [value.tensor_type(x).meta for x in factors]
+    for axis, ranks in enumerate(graph.placement.hierarchy):
+        stands = Signature(tuple(value.nd_of(x)[axis] for x in factors), (value.nd_of(node)[axis],))
+        sections = {sbp.sections for sbp in (*stands.inputs, *stands.outputs)} - {1}
+        allowed = signatures(torch.ops.aten.mm.default, metas, {}, [made.meta], ranks=ranks, sections=sections)
+        if ranks > 1 and stands not in allowed:
+            problem = f"'{node.name}' adds up a product {stands}, which would not compute the same"
             raise violation(node, where, problem, "Box what it reads before it")
 
 

@@ -201,7 +201,7 @@ class _Storages:
 
 
 def _shows_all(node: fx.Node) -> bool:
-    return is_name(node.target) or is_reshape(node.target) or node.target is ops.accumulate
+    return is_name(node.target) or is_reshape(node.target) or node.target in (ops.accumulate, ops.accumulate_mm)
 
 
 def _picks(node: fx.Node, storage: Storage) -> bool:

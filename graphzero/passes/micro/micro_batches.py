@@ -27,7 +27,7 @@ from graphzero.passes.memory.keep import Keep
 from graphzero.passes.micro.parts import SHAPED, Parts
 from graphzero.sbp import registry
 from graphzero.sbp.placement import MICRO_BATCHES
-from graphzero.sbp.types import B, Nd
+from graphzero.sbp.types import B, Nd, S, Sbp
 
 aten = torch.ops.aten
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
@@ -161,22 +161,28 @@ class _Writer:
         source, made = self.parts.source(box), self.parts.sbp(box)
         have, held, wanted = self.parts.sbp(source), self._others(source), self._others(box)
         if not made.is_broadcast:
-            raise self._all_at_once(source, f"is {have} over the micro-batches, and is to be {made}")
+            raise self._all_at_once(source, self._mismatch(source, box))
         if have.is_split:
             self._check_plain(source)
             return _Joined(source, self._side_by_side(held, wanted, have.dim), dim=have.dim)
         if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
-            held = tuple(want if want.is_split else had for had, want in zip(held, wanted, strict=True))
+            held = tuple(had if had.is_partial and not want.is_split else want for had, want in zip(held, wanted, strict=True))
         return _Joined(source, held, have.reduction)
 
     def _side_by_side(self, held: Nd, wanted: Nd, dim: int) -> Nd:
         """How pieces of ``dim`` are held to be put together: as the axes outside of ``mb`` have cut it."""
-        outside = [h if h.is_split and h.dim == dim else w for h, w in zip(held, wanted, strict=True)][: self.axis]
-        return (*outside, *self._plain(wanted, dim)[self.axis :])
+        def kept(had: Sbp, want: Sbp) -> Sbp:
+            return had if had.is_split and had.dim == dim and had.sections == 1 else want
+
+        outside = [kept(had, want) for had, want in zip(held, wanted, strict=True)][: self.axis]
+        return self._plain((*outside, *wanted[self.axis :]), dim)
 
     def _plain(self, nd: Nd, dim: int) -> Nd:
-        """``nd`` without splits of ``dim`` on the axes inside of ``mb``: those cut each micro-batch."""
-        return tuple(B if i >= self.axis and s.is_split and s.dim == dim else s for i, s in enumerate(nd))
+        """``nd`` without splits of ``dim`` on the axes inside of ``mb``, or in sections: those cut each micro-batch."""
+        def inside(i: int, sbp: Sbp) -> bool:
+            return sbp.is_split and sbp.dim == dim and (i >= self.axis or sbp.sections > 1)
+
+        return tuple(B if inside(i, sbp) else sbp for i, sbp in enumerate(nd))
 
     def _reduces_each(self, box: fx.Node) -> bool:
         role = value.role_of(box)
@@ -188,10 +194,17 @@ class _Writer:
         is_mean = isinstance(type_, TensorType) and type_.dtype.is_floating_point
         return _Joined(node, self._others(node), "mean" if is_mean else "max")
 
-    def _others(self, node: fx.Node) -> Nd:
-        """The SBP on the other axes."""
-        nd = value.nd_of(node)
-        return (*nd[: self.axis], *nd[self.axis + 1 :])
+    def _others(self, node: fx.Node, part: str = "") -> Nd:
+        """The SBP on the other axes, of the whole batch or of a micro-batch."""
+        return self._without(value.nd_of(node), part)
+
+    def _without(self, nd: Nd, part: str = "") -> Nd:
+        """``nd`` without ``mb``.  A dim that another axis cuts in a section for each row has fewer in a micro-batch."""
+        mine = nd[self.axis]
+        found = (*nd[: self.axis], *nd[self.axis + 1 :])
+        if part not in (EACH, LAST) or not mine.is_split:
+            return found
+        return tuple(S(s.dim, s.sections // self.count) if _is_finer(s, mine) else s for s in found)
 
     # ---- buffers
 
@@ -234,14 +247,14 @@ class _Writer:
     def _meta(self, node: fx.Node, part: str = "") -> dict[str, Any]:
         """What is known of a value, without ``mb``; in a micro-batch with its sizes."""
         def nd(given: Any) -> Any:
-            return None if given is None else (*given[: self.axis], *given[self.axis + 1 :])
+            return None if given is None else self._without(given, part)
 
         meta = dict(node.meta)
         found, type_ = meta.get("sbp"), meta.get("type")
         if found is not None:
             meta["sbp"] = tuple(map(nd, found)) if isinstance(type_, tuple) else nd(found)
         if meta.get("pins"):
-            meta["pins"] = nd(meta["pins"])
+            meta["pins"] = (*meta["pins"][: self.axis], *meta["pins"][self.axis + 1 :])
         if part in (EACH, LAST) and found is not None:
             pairs = zip(type_, found, strict=True) if isinstance(type_, tuple) else [(type_, found)]
             types = tuple(self._part_of(t, s) for t, s in pairs)
@@ -428,7 +441,7 @@ class _Writer:
             shape[sbp.dim] //= self.count
             type_ = TensorType(value.tensor_type(held).dtype, tuple(shape))
             made = self._call(ops.take, (held, sbp.dim, self.number, self.count), node, value.nd_of(held), part, type_)
-            self.taken[key] = self._boxed(made, node, others, part)
+            self.taken[key] = self._boxed(made, node, self._others(node, part), part)
         return self.taken[key]
 
     def _moved(self, box: fx.Node, part: str) -> fx.Node:
@@ -437,15 +450,15 @@ class _Writer:
         have, made, held = self.parts.sbp(source), self.parts.sbp(box), self._read(source, box, part)
         if box in self.parts.estimated:
             if not have.is_partial or not made.is_broadcast:
-                raise self._all_at_once(source, f"is {have} over the micro-batches, and is to be {made}")
+                raise self._all_at_once(source, self._mismatch(source, box))
             if have.reduction == "sum":
                 held = self._call(aten.mul.Tensor, (held, self.count), source, value.nd_of(held), part)
-            return self._boxed(held, box, self._others(box), part)
+            return self._boxed(held, box, self._others(box, part), part)
         if made.is_split:
             return self._cut_out(held, box, part)
         if made.reduction == "sum":
             held = self._call(aten.div.Tensor, (held, self.count), source, value.nd_of(held), part)
-        return self._boxed(held, box, self._others(box), part)
+        return self._boxed(held, box, self._others(box, part), part)
 
     def _boxed(self, x: fx.Node, like: fx.Node, nd: Nd, part: str = "") -> fx.Node:
         if value.nd_of(x) == nd:
@@ -455,7 +468,7 @@ class _Writer:
     def _filled(self, node: fx.Node, part: str) -> fx.Node:
         type_ = value.tensor_type(node)
         args = (self._sizes(type_.shape, (self.parts.sbp(node),)), SHAPED[node.target])
-        made = self._call(aten.full.default, args, node, self._others(node), part, name=node.name)
+        made = self._call(aten.full.default, args, node, self._others(node, part), part, name=node.name)
         made.kwargs = {"dtype": type_.dtype}
         made.meta["type"] = self._part_of(type_, value.nd_of(node))
         return made
@@ -511,6 +524,16 @@ class _Writer:
 
     # ---- what cannot be
 
+    def _mismatch(self, source: fx.Node, box: fx.Node) -> str:
+        have, made = self.parts.sbp(source), self.parts.sbp(box)
+        if have is not made:
+            return f"is {have} over the micro-batches, and is to be {made}"
+        nds = self._others(source), self._others(box)
+        names = [name for name in self.graph.placement.names if name != MICRO_BATCHES]
+        axes = [name for name, a, b in zip(names, *nds, strict=True) if a is not b]
+        cuts = " and ".join(f"({', '.join(map(str, nd))})" for nd in nds)
+        return f"has its rows cut as {cuts}, so that {', '.join(axes)} would mix the rows of micro-batches,"
+
     def _check_plain(self, node: fx.Node) -> None:
         if self.parts.sbp(node).sections > 1:
             raise self._all_at_once(node, f"is cut as {self.parts.sbp(node)} over the micro-batches, in pieces of each row")
@@ -538,6 +561,11 @@ class _Writer:
         for node in list(reversed(self.graph.graph.nodes))[: -start or None]:
             if node.op == "call_function" and not node.users and node.target is not ops.micro_batch:
                 self.graph.graph.erase_node(node)
+
+
+def _is_finer(sbp: Sbp, mine: Sbp) -> bool:
+    """Whether a split is of the pieces that another one of the dim makes, in more sections than it has."""
+    return sbp.is_split and sbp.dim == mine.dim and sbp.sections > mine.sections
 
 
 def _phase(like: fx.Node) -> str:

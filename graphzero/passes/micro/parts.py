@@ -73,7 +73,11 @@ class Parts:
         """
         nd, mine = value.nd_of(node), self.sbp(node)
         outside = nd[: self.axis] if mine.is_split else ()
-        return mine, tuple(sbp if sbp.is_split and sbp.dim == mine.dim else B for sbp in outside)
+
+        def cuts(sbp: Sbp) -> bool:
+            return sbp.is_split and sbp.dim == mine.dim and sbp.sections <= mine.sections
+
+        return mine, tuple(sbp if cuts(sbp) else B for sbp in outside)
 
     def differs(self, node: fx.Node) -> bool:
         """Whether each micro-batch has its own, a piece or a part of a sum."""
