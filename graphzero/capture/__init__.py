@@ -10,7 +10,7 @@ from graphzero.capture.optimizer.hyper import of_group as hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.placing.local_regions import region_runs
 from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
-from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, StateSpec, Step
+from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, Precision, Scaling, StateSpec, Step
 from graphzero.capture.trace.reads import Written, frozen
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "Input",
     "Inputs",
     "OptimizerSpec",
+    "Precision",
+    "Scaling",
     "StateSpec",
     "Step",
     "Written",

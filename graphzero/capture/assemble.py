@@ -13,11 +13,13 @@ from graphzero.capture.join import Join, ancestors, separable
 from graphzero.capture.optimizer import optimizer as stepping
 from graphzero.capture.optimizer.clip import clip
 from graphzero.capture.optimizer.hyper import hyper_name, of_group
+from graphzero.capture.optimizer.loss_scale import NAME, Scale
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.placing.local_regions import finish_regions
 from graphzero.capture.placing.pins import mark
+from graphzero.capture.precision import check_masters
 from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finish import finish, origin
@@ -28,7 +30,7 @@ from graphzero.capture.trace.threads import one_at_a_time
 from graphzero.capture.trace.trace import Slot, Traced, trace_build
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
-from graphzero.ir.value import Role, phase_of
+from graphzero.ir.value import Role, TensorType, phase_of, tensor_type
 
 aten = torch.ops.aten
 
@@ -64,10 +66,14 @@ class _Capture:
         self.ended: dict[str, fx.Node] = {}
         self.unused: list[str] = []
         self.environments: list[tuple[Any, dict[str, Role]]] = []
+        self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
+        self.scale: Scale | None = None
+        self.overflow: fx.Node | None = None
 
     def run(self) -> Captured:
         check_modules(self.root.named_modules())
         check_parameters(self.params)
+        check_masters(self.step, self.params)
         for i, spec in enumerate(self.step.optimizers):
             stepping.check(spec)
             self._check_owned(i)
@@ -82,8 +88,10 @@ class _Capture:
         self._add_placeholders(traced, members)
         copies = self._add_build(traced)
         grads = self._gradients(traced, copies)
+        self._begin_scale()
         for i, (found, update) in enumerate(zip(members, updates, strict=True)):
             self._add_update(i, found, update, grads)
+        self._end_scale()
         return self._finish(traced, copies)
 
     # ---- before tracing the optimizers
@@ -221,23 +229,63 @@ class _Capture:
     def _gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
         """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
         found: dict[str, fx.Node] = {}
+        wide = dict(zip(traced.with_wide, traced.results["wide"], strict=True))
         for path, old, new in zip(traced.with_grad, traced.results["ended"], traced.results["final"], strict=True):
             self.ended[path] = copies[old]
             if new is None:
                 continue
+            if path in wide and origin(new) is origin(wide[path]):  # as build left it: the update does it once more
+                self.narrow.add(path)
+                found[path] = self._kept(path, copies[old])
+                continue
             found[path] = copies[new]
             if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
-                type_ = copies[old].meta["type"]
-                found[path] = self.ended[path] = self.join.emit(
-                    aten.alias.default, (copies[old],), type_, phase="backward", fake=old.meta["val"]
-                )
-                found[path].meta["keep"] = True
+                found[path] = self._kept(path, copies[old])
         return found
+
+    def _kept(self, path: str, grad: fx.Node) -> fx.Node:
+        type_ = grad.meta["type"]
+        made = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
+        made.meta["keep"] = True
+        self.ended[path] = made
+        return made
+
+    # ---- mixed precision
+
+    def _begin_scale(self) -> None:
+        """Unless no loss is scaled: whether there was an overflow, in any gradient that an optimizer reads."""
+        precision, held = self.step.precision, self.join.placeholders
+        if precision is None or precision.scaling is None or not self.ended:
+            return
+        roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
+        self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
+        self.overflow = self.scale.overflow(self.ended.values())
+        self.aux["skipped"] = self.overflow
+
+    def _end_scale(self) -> None:
+        if self.scale is not None and self.overflow is not None:
+            for name, new in self.scale.after(self.overflow).items():
+                self._update(Role("buffer", f"{NAME}.{name}"), new)
+
+    def _widen(self, path: str, grad: fx.Node) -> fx.Node:
+        """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""
+        dtype = self.params[path].dtype
+        if self.scale is not None:
+            grad = self._cast(grad, torch.float32)
+            grad = self.join.emit(aten.mul.Tensor, (grad, self.scale.inverse()), tensor_type(grad))
+        return self._cast(grad, dtype)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        type_ = TensorType(dtype, tensor_type(node).shape)
+        if tensor_type(node).dtype == dtype:
+            return node
+        return self.join.emit(aten._to_copy.default, (node,), type_, kwargs={"dtype": dtype})
 
     def _add_update(self, index: int, members: list[Member], update: Update | None, grads: dict[str, fx.Node]) -> None:
         if update is None:
             return
         own = {member.path: grads[member.path] for member in members if member.path in grads}
+        own = {path: self._widen(path, grad) if path in self.narrow else grad for path, grad in own.items()}
         own, norm = clip(self.join.emit, self.step.optimizers[index], own)
         if norm is not None:
             self.aux[f"grad_norm.{index}"] = norm
@@ -268,8 +316,7 @@ class _Capture:
             return grads[path]
         if kind == "state":
             return by_name[places[path, key].placeholder]
-        param = self.join.placeholders[Role("param", path)]
-        return self.updates.get(param.name, param)
+        return self._held(self.join.placeholders[Role("param", path)])
 
     def _add_result(
         self, member: Member, key: str, node: fx.Node, places: dict[Any, StateSpec], by_name: dict[str, fx.Node]
@@ -277,6 +324,8 @@ class _Capture:
         param = self.join.placeholders[Role("param", member.path)]
         name = places[member.path, key].placeholder if key else param.name
         if node is not by_name[name]:
+            if self.scale is not None and self.overflow is not None:
+                node = self.scale.kept(self.overflow, by_name[name] if key else self._held(param), node)
             before = self.updates.setdefault(name, node)
             if not key:
                 self.updates[name] = node
@@ -285,6 +334,10 @@ class _Capture:
                     f"the parameters of one group change their common state {key!r} differently",
                     "give these parameters a parameter group each",
                 )
+
+    def _held(self, param: fx.Node) -> fx.Node:
+        """A parameter as it enters the update."""
+        return self.updates.get(param.name, param)
 
     # ---- the end
 

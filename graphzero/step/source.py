@@ -48,7 +48,8 @@ class Source:
     @property
     def step(self) -> Step:
         """What capture writes down."""
-        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers)
+        precision = self.config.settings.amp.precision
+        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers, precision)
 
     def reader(self) -> Reader:
         """Of build's arguments.  Raises ConfigError for a build that cannot be called."""
