@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -267,8 +268,10 @@ class _Capture:
             for name, new in self.scale.after(self.overflow).items():
                 self._update(Role("buffer", f"{NAME}.{name}"), new)
 
-    def _widen(self, path: str, grad: fx.Node) -> fx.Node:
+    def _widened(self, path: str, grad: fx.Node) -> fx.Node:
         """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""
+        if path not in self.narrow:
+            return grad
         dtype = self.params[path].dtype
         if self.scale is not None:
             grad = self._cast(grad, torch.float32)
@@ -285,8 +288,10 @@ class _Capture:
         if update is None:
             return
         own = {member.path: grads[member.path] for member in members if member.path in grads}
-        own = {path: self._widen(path, grad) if path in self.narrow else grad for path, grad in own.items()}
-        own, norm = clip(self.join.emit, self.step.optimizers[index], own)
+        clipped, norm = self._clipping(index, own)
+        begun = len(self.join.graph.nodes)
+        own = {path: clipped(self._widened(path, grad)) for path, grad in own.items()}
+        late = list(self.join.graph.nodes)[begun:] if self.narrow else []
         if norm is not None:
             self.aux[f"grad_norm.{index}"] = norm
         places = {(spec.param, spec.key): spec for spec in self.states if spec.optimizer == index}
@@ -307,6 +312,16 @@ class _Capture:
             results = self.join.stamp(update, model, given, needed[model.path])
             for key, node in results.items():
                 self._add_result(member, key, node, places, by_name)
+        _sink(self.join.graph, late)
+
+    def _clipping(self, index: int, grads: dict[str, fx.Node]) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
+        """See ``clip``.  The norm is that of unscaled gradients: where all are scaled alike, it is unscaled itself."""
+        emit, spec = self.join.emit, self.step.optimizers[index]
+        if self.scale is None or spec.clip_grad_norm is None:
+            return clip(emit, spec, grads, grads, None)
+        if self.narrow.issuperset(grads):
+            return clip(emit, spec, grads, grads, self.scale.inverse())
+        return clip(emit, spec, grads, {path: self._widened(path, grad) for path, grad in grads.items()}, None)
 
     def _input(
         self, kind: str, path: str, key: str, grads: dict[str, fx.Node], places: dict[Any, StateSpec],
@@ -372,3 +387,13 @@ class _Capture:
             self.entry,
             traced.attributes,
         )
+
+
+def _sink(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Put each of ``nodes`` right before its first reader, so that few of them are held at a time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed(list(nodes)):
+        first = min(node.users, key=position.__getitem__, default=None)
+        if first is not None:
+            first.prepend(node)
+            position[node] = position[first]

@@ -54,6 +54,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         placed=placed,
         shard_min_size=zero.shard_min_size,
         axis=zero.axes,
+        masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
         links=settings.links,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
