@@ -69,7 +69,7 @@ class _Capture:
         self.environments: list[tuple[Any, dict[str, Role]]] = []
         self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
         self.scale: Scale | None = None
-        self.overflow: fx.Node | None = None
+        self.non_finite: fx.Node | None = None
 
     def run(self) -> Captured:
         check_modules(self.root.named_modules())
@@ -254,17 +254,23 @@ class _Capture:
     # ---- mixed precision
 
     def _begin_scale(self) -> None:
-        """Unless no loss is scaled: whether there was an overflow, in any gradient that an optimizer reads."""
+        """Unless no loss is scaled: how many elements of gradients are not finite."""
         precision, held = self.step.precision, self.join.placeholders
         if precision is None or precision.scaling is None or not self.ended:
             return
         roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
         self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
-        self.overflow = self.scale.overflow(self.ended.values())
-        self.aux["skipped"] = self.overflow
+        self.non_finite = self.scale.count(self.ended.values())
+
+    @property
+    def overflow(self) -> fx.Node:
+        """Whether there are any.  Asked for behind the first norm, whose sum over ranks then goes with theirs."""
+        assert self.scale is not None and self.non_finite is not None
+        return self.scale.overflow(self.non_finite)
 
     def _end_scale(self) -> None:
-        if self.scale is not None and self.overflow is not None:
+        if self.scale is not None:
+            self.aux["skipped"] = self.overflow
             for name, new in self.scale.after(self.overflow).items():
                 self._update(Role("buffer", f"{NAME}.{name}"), new)
 
@@ -339,7 +345,7 @@ class _Capture:
         param = self.join.placeholders[Role("param", member.path)]
         name = places[member.path, key].placeholder if key else param.name
         if node is not by_name[name]:
-            if self.scale is not None and self.overflow is not None:
+            if self.scale is not None:
                 node = self.scale.kept(self.overflow, by_name[name] if key else self._held(param), node)
             before = self.updates.setdefault(name, node)
             if not key:

@@ -49,8 +49,8 @@ class Scale:
         inverse = self.emit(aten.reciprocal.default, (scale,), wide)
         return self.emit(aten._to_copy.default, (inverse,), _FLOAT, kwargs={"dtype": torch.float32})
 
-    def overflow(self, grads: Iterable[fx.Node]) -> fx.Node:
-        """Whether any element of the gradients is not finite: their count is one number, a partial sum if they are."""
+    def count(self, grads: Iterable[fx.Node]) -> fx.Node:
+        """How many elements of the gradients are not finite: one number, of split gradients a partial sum."""
         total: fx.Node | None = None
         for grad in grads:
             shape = tensor_type(grad).shape
@@ -61,7 +61,10 @@ class Scale:
             count = self.emit(aten.sum.dim_IntList, (bad, dims), _FLOAT, kwargs={"dtype": torch.float32})
             total = count if total is None else self.emit(aten.add.Tensor, (total, count), _FLOAT)
         assert total is not None
-        return self.emit(aten.gt.Scalar, (total, 0), _BOOL)
+        return total
+
+    def overflow(self, count: fx.Node) -> fx.Node:
+        return self.emit(aten.gt.Scalar, (count, 0), _BOOL)
 
     def kept(self, overflow: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
         """``new``, or ``old`` where there was an overflow."""
