@@ -20,7 +20,7 @@ from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.placing.local_regions import finish_regions
 from graphzero.capture.placing.pins import mark
-from graphzero.capture.precision import check_masters
+from graphzero.capture.precision import check_born, check_masters
 from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finish import finish, origin
@@ -258,6 +258,7 @@ class _Capture:
         precision, held = self.step.precision, self.join.placeholders
         if precision is None or precision.scaling is None or not self.ended:
             return
+        check_born(self.step, self.states)
         roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
         self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
         self.non_finite = self.scale.count(self.ended.values())

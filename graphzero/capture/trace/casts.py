@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from graphzero.capture.problems import withdraw
 from graphzero.errors import CaptureError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _LAYER_NORMS = frozenset({F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm})
 _BATCH_NORMS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
 _VIEWS: Any = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)  # attributes that are read in forward
@@ -26,6 +27,15 @@ _ABOUT = frozenset(
         Tensor.__repr__, Tensor.untyped_storage, Tensor.data_ptr, Tensor.element_size, Tensor.backward,
     }
 )  # fmt: skip
+
+
+_APART = "graphzero_reads_masters"
+
+
+def of_masters(func: Function) -> Function:
+    """Mark a function of ours that torch is given, and that reads the parameters themselves."""
+    setattr(func, _APART, True)
+    return func
 
 
 class Casts:
@@ -64,7 +74,7 @@ class Casts:
             return run(*wide[0], **wide[1])
 
     def _reads(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        if not self.masters or func in _ABOUT or (_is_attribute(func) and func not in _READ):
+        if not self.masters or func in _ABOUT or hasattr(func, _APART) or (_is_attribute(func) and func not in _READ):
             return False
         if self.begun and not torch.is_grad_enabled():
             return False

@@ -14,7 +14,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
-from graphzero.capture.trace.casts import Casts, is_master
+from graphzero.capture.trace.casts import Casts, is_master, of_masters
 from graphzero.capture.trace.modes import Watch
 from graphzero.errors import CaptureError
 from graphzero.sbp.placement import DEVICE_TYPES
@@ -99,6 +99,7 @@ class Gradients:
     def _begins(self, autograd: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
         """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
 
+        @of_masters
         def begin(losses: Any, *args: Any, **kwargs: Any) -> None:
             if self.watch.running:  # a checkpointed region, or torch calling itself
                 autograd(losses, *args, **kwargs)
@@ -204,6 +205,7 @@ class Gradients:
         """``torch.autograd.grad``, which may be what stands in place of backward()."""
         ours = {id(param) for param in params.values()}
 
+        @of_masters
         def ask(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             of_params = any(id(x) in ours for x in _listed(inputs))
             if self.watch.running or self._asking or self.losses or not of_params:
