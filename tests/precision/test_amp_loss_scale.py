@@ -27,8 +27,9 @@ def fed(model, step, overflow, row=slice(None)):
     return x, y
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "name, stage", [("all finite", 1), ("all overflow", 2), ("mixed", 0), ("mixed", 2), ("mixed", 3)]
+)
 def test_the_scale_is_that_of_grad_scaler(name, stage):
     model, twin = mlp(), mlp()
     graph = Train(model, stage, virtual(2), F16, **SCALING)
@@ -59,7 +60,7 @@ def check_same(before, after):
             check_same(held, after[key])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_an_overflow_in_the_share_of_one_rank_skips_the_step_on_all(stage):
     model = mlp()
     graph = Train(model, stage, virtual(4), F16, **SCALING)
@@ -143,8 +144,7 @@ def test_two_backwards_add_up_to_one_step():
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("stages", [(2, 3), (3, 0)])
-def test_the_scale_is_saved_and_goes_on_where_it_was(stages):
+def test_the_scale_is_saved_and_goes_on_where_it_was_at_another_stage_and_size(stages=(2, 3)):
     model = mlp()
     graph = Train(model, stages[0], virtual(2), F16, **SCALING)
     for step, overflow in enumerate([0, 1, 0]):

@@ -133,7 +133,7 @@ class Gradients:
             wide = wide * self._scale.double().reciprocal().float()
         wide = wide.to(p.dtype)
         wide = wide.clone() if wide is made else wide
-        p.grad = self.wide[name] = wide
+        p.grad, self.wide[name] = wide, wide.clone()  # build may write to the one
         self._left[name] = grad, wide, wide._version
         return made
 
