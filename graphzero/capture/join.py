@@ -104,7 +104,7 @@ class Join:
         self, target: Any, args: Any, type_: Any, *, kwargs: dict[str, Any] | None = None, phase: str = "update",
         fake: Any = None, again: bool = False,
     ) -> fx.Node:  # fmt: skip
-        """A node of the update; what was computed before is not computed again, but where it is to be made ``again``."""
+        """A node of the update; what was computed before is not computed again, unless it is to be."""
         kwargs = kwargs or {}
         key = node_key(target, args, kwargs)
         if key not in self.equal or phase != "update" or again:

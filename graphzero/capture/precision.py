@@ -1,4 +1,4 @@
-"""What a step must be for mixed precision: it has masters to step, and with loss scaling, states to leave as they are."""
+"""What a step must be for mixed precision: it has masters to step, and, where the loss is scaled, states to keep."""
 
 from __future__ import annotations
 

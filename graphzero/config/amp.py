@@ -1,4 +1,4 @@
-"""What a user says of mixed precision: which 16-bit dtype, in which dtype gradients are reduced, how losses are scaled."""
+"""What a user says of mixed precision: the 16-bit dtype, the one that gradients are reduced in, how a loss is scaled."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ class AmpSettings(Checked):
             self.hysteresis,
             float(self.min_scale),
         )
-        return Precision(
-            self.dtype, self.reduce_dtype or self.dtype, scaling if self.dtype is torch.float16 else None
-        )
+        return Precision(self.dtype, self.reduce_dtype or self.dtype, scaling if self.dtype is torch.float16 else None)
 
     def __str__(self) -> str:
         return self.description or "off"

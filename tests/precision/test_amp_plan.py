@@ -39,9 +39,7 @@ def test_half_of_the_bytes_are_sent(stage):
 
 def test_reductions_in_float32_are_asked_for_and_cost_twice_as_much():
     narrow, wide_ = wide(2, 4), wide(2, 4, reduce_dtype=torch.float32)
-    sent = [
-        sum(c.bytes for c in graph.plan.collectives if c.what_for == "gradients") for graph in (narrow, wide_)
-    ]
+    sent = [sum(c.bytes for c in graph.plan.collectives if c.what_for == "gradients") for graph in (narrow, wide_)]
     assert sent[1] == 2 * sent[0]
     kinds = {str(graph.program.gradients()["model.body.0.weight"].meta["type"].dtype) for graph in (narrow, wide_)}
     assert kinds == {"torch.bfloat16", "torch.float32"}

@@ -18,9 +18,7 @@ from graphzero.capture.problems import withdraw
 from graphzero.errors import CaptureError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_LAYER_NORMS = frozenset(
-    {F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm}
-)
+_LAYER_NORMS = frozenset({F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm})
 _BATCH_NORMS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
 _VIEWS: Any = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)  # attributes that are read in forward
 _ABOUT = frozenset(

@@ -183,7 +183,7 @@ class BuildTrace:
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
         self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
         precision = self.step.precision
-        self.casts = Casts(precision and precision.dtype, params)
+        self.casts = Casts(precision.dtype if precision is not None else None, params)
         self.gradients.begin(self.casts, named_buffers.get(SCALE))
         user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:

@@ -58,8 +58,6 @@ class Narrow(BuiltinPass):
                     casts[value.tensor_type(user).dtype].append(user)
             for same in casts.values():
                 _cast_first(graph, use, same)
-            if casts and not use.users:
-                graph.graph.erase_node(use)
         return graph
 
 
@@ -74,12 +72,16 @@ def _cast_first(graph: StepGraph, use: fx.Node, casts: list[fx.Node]) -> None:
     param, cast = use.args[0], casts[0]
     assert isinstance(param, fx.Node)
     role = value.role_of(param)
-    type_, name = value.tensor_type(cast), use.name
+    type_ = value.tensor_type(cast)
     with graph.graph.inserting_before(use):
         made = graph.call(_CAST, (param,), type_, kwargs=dict(cast.kwargs), like=use, name=f"{param.name}_narrow")
         made.meta["role"] = Role("param", role.of) if role is not None else None
-        read = graph.call(ops.use, (made,), type_, sbp=value.sbp_of(use), like=use, name=name)
-    read.meta["pins"] = value.pins_of(use)
+        read = use
+        if set(use.users) != set(casts):
+            read = graph.call(ops.use, (made,), type_, sbp=value.sbp_of(use), like=use, name=use.name)
+            read.meta["pins"] = value.pins_of(use)
     for one in casts:
         one.replace_all_uses_with(read)
         graph.graph.erase_node(one)
+    read.args = (made,)
+    read.meta["type"] = type_
