@@ -1,4 +1,4 @@
-"""What a user says of mixed precision: the 16-bit dtype, the one that gradients are reduced in, how a loss is scaled."""
+"""What a user says of mixed precision: the 16-bit dtype, that of reductions, and how a loss is scaled."""
 
 from __future__ import annotations
 
