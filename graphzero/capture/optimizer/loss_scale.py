@@ -35,6 +35,21 @@ class LossScale(nn.Module):
         self.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32))
         self.register_buffer("hysteresis", torch.tensor(scaling.hysteresis, dtype=torch.int32))
 
+    def step(self, scaling: Scaling, overflow: bool) -> None:
+        """Go on by one step: what the graph does, in plain Python."""
+        if overflow:
+            self.growth_tracker.zero_()
+            self.hysteresis.sub_(1).clamp_(min=0)
+            if not self.hysteresis:
+                self.scale.mul_(scaling.backoff).clamp_(min=scaling.least)
+            return
+        self.growth_tracker.add_(1)
+        if self.growth_tracker >= scaling.interval:
+            self.growth_tracker.zero_()
+            self.hysteresis.fill_(scaling.hysteresis)
+            grown = self.scale * scaling.growth
+            self.scale.copy_(torch.where(grown.isfinite(), grown, self.scale))
+
 
 class Scale:
     """What the update makes of it.  held: the three buffers by name, as they enter the step."""
