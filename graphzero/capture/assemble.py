@@ -89,7 +89,7 @@ class _Capture:
         self._add_placeholders(traced, members)
         copies = self._add_build(traced)
         grads = self._gradients(traced, copies)
-        self._begin_scale()
+        self._begin_scale([self.ended[member.path] for found in members for member in found])
         for i, (found, update) in enumerate(zip(members, updates, strict=True)):
             self._add_update(i, found, update, grads)
         self._end_scale()
@@ -253,15 +253,15 @@ class _Capture:
 
     # ---- mixed precision
 
-    def _begin_scale(self) -> None:
+    def _begin_scale(self, grads: list[fx.Node]) -> None:
         """Unless no loss is scaled: how many elements of gradients are not finite."""
         precision, held = self.step.precision, self.join.placeholders
-        if precision is None or precision.scaling is None or not self.ended:
+        if precision is None or precision.scaling is None or not grads:
             return
         check_born(self.step, self.states)
         roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
         self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
-        self.non_finite = self.scale.count(self.ended.values())
+        self.non_finite = self.scale.count(grads)
 
     @property
     def overflow(self) -> fx.Node:

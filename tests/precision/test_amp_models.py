@@ -211,3 +211,26 @@ def test_the_optimizer_steps_in_backward_or_waits_for_the_count_of_overflows():
         graph.config.set_optimizer_in_backward()
         plan = graph.compile(*batch).plan
         assert (": 0 of" not in plan.decisions[-1]) is stepped
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_check_is_against_plain_pytorch_with_the_same_casts(dtype):
+    graph = Train(mlp(), 2, virtual(2), dtype, clip=1.0, init_scale=2.0**10)
+    report = gz.check(graph, *batch_of(graph.model, 0))
+    assert report and report.stages[0].differences["outputs"] == 0, str(report)
+
+
+def test_the_first_stage_that_fits_is_found_with_masters_too():
+    batch = rows()
+    peaks = [Train(mlp(), stage, virtual(2)).compile(*batch).plan.memory.peak for stage in (1, 2, 3)]
+    graph = Train(mlp(), 0, virtual(2))
+    graph.config.enable_zero(stage="auto")
+    graph.config.set_memory_budget(max(peaks))
+    assert graph.compile(*batch).plan.memory.peak <= max(peaks)
+
+
+def test_a_parameter_that_no_optimizer_steps_does_not_skip_a_step():
+    model = Loss(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)))
+    graph = Train(model, 2, virtual(2), F16, optimizer=lambda m: adamw(m.body[2]))
+    graph(*rows())
+    assert not graph.skipped and "body.0.weight" not in str(graph.program.gradients())
