@@ -53,7 +53,7 @@ def eager_step(start: Start) -> dict[str, Any]:
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
         with others_wait(root), _compat.reparametrize(root, dict(held)), torch.enable_grad(), _precise(start):
-            with _StandIns(stand_ins, _casts(start, params)):
+            with _StandIns(stand_ins, _casts(start, params)) as mode, _compat.autograd_under(mode):
                 result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
         for i, leaf in enumerate(pytree.tree_leaves(result)):

@@ -7,6 +7,7 @@ import torch
 from precision_toys import BF16, F16, Plain, Train, adamw, batch_of, mlp, virtual
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import graphzero as gz
 
@@ -234,3 +235,17 @@ def test_a_parameter_that_no_optimizer_steps_does_not_skip_a_step():
     graph = Train(model, 2, virtual(2), F16, optimizer=lambda m: adamw(m.body[2]))
     graph(*rows())
     assert not graph.skipped and "body.0.weight" not in str(graph.program.gradients())
+
+
+def test_what_a_checkpoint_recomputes_reads_the_same_casts():
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+    graph = Train(Loss(seeded(Recomputed)()), 3, virtual(2))
+    report = gz.check(graph, *rows())
+    assert report and report.stages[0].differences["gradients"] == 0, str(report)
