@@ -11,11 +11,11 @@ def share(batch):
 
 
 def check_steps_are_those_of_virtual_ranks_at_every_stage():
-    for dtype, stages in ((BF16, (0, 1, 3)), (F16, (2,))):
+    for dtype, stages in ((BF16, (1, 3)), (F16, (2,))):
         for stage in stages:
             told = {"stage": stage, "dtype": dtype, "clip": 1.0, "init_scale": 2.0**10}
             graph, twin = Train(mlp(), **told), Train(mlp(), placement=virtual(2), **told)
-            for step in range(4):
+            for step in range(3):
                 batch = batch_of(twin.model, step)
                 assert torch.equal(graph(*share(batch)), twin(*batch))
             full = graph.full_state_dict()

@@ -29,14 +29,13 @@ def check(expected, make, dtype, stage, ranks):
 
 @pytest.mark.parametrize(
     "dtype, ranks, stage",
-    [(BF16, 1, 0), (BF16, 1, 3), (BF16, 2, 1), (BF16, 2, 2), *((BF16, 4, stage) for stage in range(4)),
-     (F16, 1, 0), (F16, 2, 1), (F16, 4, 2), (F16, 4, 3)],
+    [(BF16, 1, 0), (BF16, 2, 1), (BF16, 4, 2), (BF16, 4, 3), (F16, 1, 0), (F16, 2, 1), (F16, 4, 2), (F16, 2, 3)],
 )  # fmt: skip
 def test_an_mlp_learns_as_in_plain_pytorch_at_every_stage(expected, dtype, ranks, stage):
     check(expected, mlp, dtype, stage, ranks)
 
 
-@pytest.mark.parametrize("dtype, stage", [(BF16, 0), (BF16, 2), (BF16, 3), (F16, 1)])
+@pytest.mark.parametrize("dtype, stage", [(BF16, 0), (BF16, 3), (F16, 1)])
 def test_a_gpt_with_a_tied_head_learns_as_in_plain_pytorch_at_every_stage(expected, dtype, stage):
     check(expected, gpt, dtype, stage, ranks=2)
 
