@@ -37,6 +37,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 from graphzero.step import checks
 from graphzero.step.checks import check_attribute, missing_attribute
+from graphzero.step.loss_scale import moved_in, moved_out
 from graphzero.step.program import Program
 from graphzero.step.selection import Prepared, Selection
 from graphzero.step.source import Source
@@ -74,6 +75,7 @@ class Graph:
         """The parts that are this Graph's alone: what it consists of, and what is compiled of that."""
         self._source = Source(self, self.placement, self.config)
         self._selection = Selection(self._source)
+        self._skipped: list[Tensor] = []  # of the last training call, if it may have been
         self._grad_norms: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -195,6 +197,7 @@ class Graph:
             norms = {name: norm.detach().clone() for name, norm in norms.items()}
             self._grad_norms.clear()
             self._grad_norms.update(norms)
+            self._skipped[:] = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
             self._step_schedulers()
         progress.completed += is_step
         return program.outputs(call, results, world)
@@ -207,6 +210,8 @@ class Graph:
         )
 
     def _step_schedulers(self) -> None:
+        if any(scheduler is not None for scheduler in self._source.schedulers) and self.skipped:
+            return
         for spec, scheduler in zip(self._source.optimizers, self._source.schedulers, strict=True):
             if scheduler is not None:
                 _compat.note_step(spec.optimizer)
@@ -253,13 +258,27 @@ class Graph:
             return next(iter(self._grad_norms.values()), None)
         return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._source.optimizers)))
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the last training call changed nothing because a gradient was not finite: see ``config.enable_amp``.
+
+        On a GPU it waits for that call.
+        """
+        return any(map(bool, self._skipped))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next call multiplies its loss by; None unless ``config.enable_amp(dtype=torch.float16)``."""
+        scale = self._source.loss_scale
+        return None if scale is None else float(scale.scale)
+
     @_compat.cpu_by_default
     def state_dict(self) -> dict[str, Any]:
         """Modules, optimizers, schedulers and the random stream; values are DTensors where they are split.
 
         ``{"modules": {attribute: module.state_dict()}, "optimizers": [{"state": {"attribute.fqn": {...}},
         "param_groups": [...]}], "schedulers": [...], "random": {"seed", "step"}}``; ``torch.distributed.checkpoint``
-        saves and reshards it.
+        saves and reshards it.  Where the loss is scaled, "loss_scale" has "scale", "growth_tracker" and "hysteresis".
 
         It is live: its tensors are those that the next step writes to, as in torch.  To keep them as they are now,
         take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
@@ -289,7 +308,7 @@ class Graph:
         if torn:
             warnings.warn(torn, stacklevel=4)
         program = (None, ()) if last is None else (last.graph, last.captured.states)
-        return reading.outline(state, self._source.schedulers, *program)
+        return moved_out(reading.outline(state, self._source.schedulers, *program))
 
     @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
@@ -305,6 +324,7 @@ class Graph:
         source, program = self._source, self._selection.last
         state, schedulers = source.state(), source.schedulers
         nds = {} if program is None else program.state_nds()
+        sd = moved_in(sd, state.modules)
 
         def check() -> Checked:
             return fit.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))

@@ -8,16 +8,22 @@ from graphzero.capture.assemble import capture
 from graphzero.capture.optimizer.hyper import baked_of_group
 from graphzero.capture.optimizer.hyper import of_group as hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill
+from graphzero.capture.optimizer.loss_scale import NAME as LOSS_SCALE
+from graphzero.capture.optimizer.loss_scale import LossScale
 from graphzero.capture.placing.local_regions import region_runs
 from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
-from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, StateSpec, Step
+from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, Precision, Scaling, StateSpec, Step
 from graphzero.capture.trace.reads import Written, frozen
 
 __all__ = [
+    "LOSS_SCALE",
     "Captured",
     "Input",
     "Inputs",
+    "LossScale",
     "OptimizerSpec",
+    "Precision",
+    "Scaling",
     "StateSpec",
     "Step",
     "Written",

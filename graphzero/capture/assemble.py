@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from graphzero.capture.join import Join, ancestors, separable
 from graphzero.capture.optimizer import optimizer as stepping
 from graphzero.capture.optimizer.clip import clip
 from graphzero.capture.optimizer.hyper import hyper_name, of_group
+from graphzero.capture.optimizer.loss_scale import NAME, Scale
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
 from graphzero.capture.placing.local_regions import finish_regions
 from graphzero.capture.placing.pins import mark
+from graphzero.capture.precision import check_born, check_masters
 from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finish import finish, origin
@@ -28,7 +31,7 @@ from graphzero.capture.trace.threads import one_at_a_time
 from graphzero.capture.trace.trace import Slot, Traced, trace_build
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
-from graphzero.ir.value import Role, phase_of
+from graphzero.ir.value import Role, TensorType, phase_of, tensor_type
 
 aten = torch.ops.aten
 
@@ -64,10 +67,14 @@ class _Capture:
         self.ended: dict[str, fx.Node] = {}
         self.unused: list[str] = []
         self.environments: list[tuple[Any, dict[str, Role]]] = []
+        self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
+        self.scale: Scale | None = None
+        self.non_finite: fx.Node | None = None
 
     def run(self) -> Captured:
         check_modules(self.root.named_modules())
         check_parameters(self.params)
+        check_masters(self.step, self.params)
         for i, spec in enumerate(self.step.optimizers):
             stepping.check(spec)
             self._check_owned(i)
@@ -82,8 +89,10 @@ class _Capture:
         self._add_placeholders(traced, members)
         copies = self._add_build(traced)
         grads = self._gradients(traced, copies)
+        self._begin_scale([self.ended[member.path] for found in members for member in found])
         for i, (found, update) in enumerate(zip(members, updates, strict=True)):
             self._add_update(i, found, update, grads)
+        self._end_scale()
         return self._finish(traced, copies)
 
     # ---- before tracing the optimizers
@@ -221,24 +230,75 @@ class _Capture:
     def _gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
         """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
         found: dict[str, fx.Node] = {}
+        wide = dict(zip(traced.with_wide, traced.results["wide"], strict=True))
         for path, old, new in zip(traced.with_grad, traced.results["ended"], traced.results["final"], strict=True):
             self.ended[path] = copies[old]
             if new is None:
                 continue
+            if path in wide and origin(new) is origin(wide[path]):  # as build left it: the update does it once more
+                self.narrow.add(path)
+                found[path] = self._kept(path, copies[old])
+                continue
             found[path] = copies[new]
             if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
-                type_ = copies[old].meta["type"]
-                found[path] = self.ended[path] = self.join.emit(
-                    aten.alias.default, (copies[old],), type_, phase="backward", fake=old.meta["val"]
-                )
-                found[path].meta["keep"] = True
+                found[path] = self._kept(path, copies[old])
         return found
+
+    def _kept(self, path: str, grad: fx.Node) -> fx.Node:
+        type_ = grad.meta["type"]
+        made = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
+        made.meta["keep"] = True
+        self.ended[path] = made
+        return made
+
+    # ---- mixed precision
+
+    def _begin_scale(self, grads: list[fx.Node]) -> None:
+        """Unless no loss is scaled: how many elements of gradients are not finite."""
+        precision, held = self.step.precision, self.join.placeholders
+        if precision is None or precision.scaling is None or not grads:
+            return
+        check_born(self.step, self.states)
+        roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
+        self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
+        self.non_finite = self.scale.count(grads)
+
+    @property
+    def overflow(self) -> fx.Node:
+        """Whether there are any.  Asked for behind the first norm, whose sum over ranks then goes with theirs."""
+        assert self.scale is not None and self.non_finite is not None
+        return self.scale.overflow(self.non_finite)
+
+    def _end_scale(self) -> None:
+        if self.scale is not None:
+            self.aux["skipped"] = self.overflow
+            for name, new in self.scale.after(self.overflow).items():
+                self._update(Role("buffer", f"{NAME}.{name}"), new)
+
+    def _widened(self, path: str, grad: fx.Node) -> fx.Node:
+        """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""
+        if path not in self.narrow:
+            return grad
+        dtype = self.params[path].dtype
+        if self.scale is not None:
+            grad = self._cast(grad, torch.float32)
+            grad = self.join.emit(aten.mul.Tensor, (grad, self.scale.inverse()), tensor_type(grad))
+        return self._cast(grad, dtype)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        type_ = TensorType(dtype, tensor_type(node).shape)
+        if tensor_type(node).dtype == dtype:
+            return node
+        return self.join.emit(aten._to_copy.default, (node,), type_, kwargs={"dtype": dtype})
 
     def _add_update(self, index: int, members: list[Member], update: Update | None, grads: dict[str, fx.Node]) -> None:
         if update is None:
             return
         own = {member.path: grads[member.path] for member in members if member.path in grads}
-        own, norm = clip(self.join.emit, self.step.optimizers[index], own)
+        clipped, norm = self._clipping(index, own)
+        begun = len(self.join.graph.nodes)
+        own = {path: clipped(self._widened(path, grad)) for path, grad in own.items()}
+        late = list(self.join.graph.nodes)[begun:] if self.narrow else []
         if norm is not None:
             self.aux[f"grad_norm.{index}"] = norm
         places = {(spec.param, spec.key): spec for spec in self.states if spec.optimizer == index}
@@ -259,6 +319,16 @@ class _Capture:
             results = self.join.stamp(update, model, given, needed[model.path])
             for key, node in results.items():
                 self._add_result(member, key, node, places, by_name)
+        _sink(self.join.graph, late)
+
+    def _clipping(self, index: int, grads: dict[str, fx.Node]) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
+        """See ``clip``.  The norm is that of unscaled gradients: where all are scaled alike, it is unscaled itself."""
+        emit, spec = self.join.emit, self.step.optimizers[index]
+        if self.scale is None or spec.clip_grad_norm is None:
+            return clip(emit, spec, grads, grads, None)
+        if self.narrow.issuperset(grads):
+            return clip(emit, spec, grads, grads, self.scale.inverse())
+        return clip(emit, spec, grads, {path: self._widened(path, grad) for path, grad in grads.items()}, None)
 
     def _input(
         self, kind: str, path: str, key: str, grads: dict[str, fx.Node], places: dict[Any, StateSpec],
@@ -268,8 +338,7 @@ class _Capture:
             return grads[path]
         if kind == "state":
             return by_name[places[path, key].placeholder]
-        param = self.join.placeholders[Role("param", path)]
-        return self.updates.get(param.name, param)
+        return self._held(self.join.placeholders[Role("param", path)])
 
     def _add_result(
         self, member: Member, key: str, node: fx.Node, places: dict[Any, StateSpec], by_name: dict[str, fx.Node]
@@ -277,6 +346,8 @@ class _Capture:
         param = self.join.placeholders[Role("param", member.path)]
         name = places[member.path, key].placeholder if key else param.name
         if node is not by_name[name]:
+            if self.scale is not None:
+                node = self.scale.kept(self.overflow, by_name[name] if key else self._held(param), node)
             before = self.updates.setdefault(name, node)
             if not key:
                 self.updates[name] = node
@@ -285,6 +356,10 @@ class _Capture:
                     f"the parameters of one group change their common state {key!r} differently",
                     "give these parameters a parameter group each",
                 )
+
+    def _held(self, param: fx.Node) -> fx.Node:
+        """A parameter as it enters the update."""
+        return self.updates.get(param.name, param)
 
     # ---- the end
 
@@ -319,3 +394,13 @@ class _Capture:
             self.entry,
             traced.attributes,
         )
+
+
+def _sink(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Put each of ``nodes`` right before its first reader, so that few of them are held at a time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed(list(nodes)):
+        first = min(node.users, key=position.__getitem__, default=None)
+        if first is not None:
+            first.prepend(node)
+            position[node] = position[first]

@@ -102,16 +102,16 @@ class Join:
 
     def emit(
         self, target: Any, args: Any, type_: Any, *, kwargs: dict[str, Any] | None = None, phase: str = "update",
-        fake: Any = None,
+        fake: Any = None, again: bool = False,
     ) -> fx.Node:  # fmt: skip
-        """A node of the update; what was computed before is not computed again."""
+        """A node of the update; what was computed before is not computed again, unless it is to be."""
         kwargs = kwargs or {}
         key = node_key(target, args, kwargs)
-        if key not in self.equal or phase != "update":
+        if key not in self.equal or phase != "update" or again:
             name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
             node.meta = {"type": type_, "val": fake, "phase": phase, "source": "", "sbp": None}
-            if phase != "update":
+            if phase != "update" or again:
                 return node
             self.equal[key] = node
         return self.equal[key]

@@ -67,15 +67,42 @@ class OptimizerSpec:
     clip_grad_value: float | None = None
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """How the loss scale goes on from step to step; see ``LossScale``."""
+
+    init: float
+    growth: float
+    backoff: float
+    interval: int
+    hysteresis: int
+    least: float
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision of a step.
+
+    dtype: of the casts of parameters that forward reads, and of autocast.  reduce_dtype: of gradients until they are
+    complete.  scaling: of the loss, None for none.
+    """
+
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    scaling: Scaling | None = None
+
+
 @dataclass
 class Step:
-    """What is captured: the user's build, its modules by attribute name, and the optimizers that follow it."""
+    """What is captured: the user's build, its modules by attribute name, the optimizers that follow it, and in which
+    precision; None for that of the parameters."""
 
     name: str
     placement: Placement
     build: Callable[..., Any]
     modules: dict[str, nn.Module]
     optimizers: list[OptimizerSpec] = field(default_factory=list)
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
 the runtime read ``config.settings``.
 """
 
+from graphzero.config.amp import AmpSettings
 from graphzero.config.graph_config import GraphConfig
 from graphzero.config.settings import Settings
 from graphzero.config.zero import AUTO, ZeroSettings
 
-__all__ = ["AUTO", "GraphConfig", "Settings", "ZeroSettings"]
+__all__ = ["AUTO", "AmpSettings", "GraphConfig", "Settings", "ZeroSettings"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphzero.config.amp import amp_of
 from graphzero.config.links import links_of
 from graphzero.config.named import with_input, with_pass
 from graphzero.config.setting import Setting, settings_of
@@ -98,12 +99,33 @@ class GraphConfig:
         hysteresis: int = 1,
         min_scale: float = 1.0,
     ) -> None:
-        """Mixed precision.  Not in this version: only ``mode=False`` is accepted."""
-        if mode:
-            raise ConfigError(
-                f"enable_amp(dtype={dtype}): mixed precision of the whole step comes in a later version; until then "
-                "write `with torch.autocast(...)` around the forward part inside build, or call model.to(dtype)"
+        """Mixed precision: forward and backward in 16 bit, parameters, optimizer states and update in full precision.
+
+        Every floating parameter that forward reads is its cast to ``dtype``, made of the piece that a rank holds, so
+        that gathers move 16-bit values; ``build`` runs under ``torch.autocast``.  The user's parameters are the
+        masters, split over the ranks from ZeRO's stage 1 on.  ``mode=False`` turns it off.
+        dtype: torch.bfloat16, or torch.float16, under which the loss is scaled so that small gradients do not vanish.
+        reduce_dtype: in which ranks add up gradients, by default ``dtype``; behind that they are float32.
+        init_scale: what the loss is multiplied by at first (float16 only, as all that follows).  A step whose gradients
+        are not all finite is skipped on every rank, ``graph.skipped``, and counts as an overflow.
+        growth_factor, growth_interval: after so many steps in a row without an overflow the scale grows.
+        hysteresis, backoff_factor: so many overflows, counted anew when the scale grows, and each one after them, let
+        the scale fall; with 1 it is torch.amp.GradScaler's.
+        min_scale: what it does not fall below.
+        """
+        self._set(
+            amp=amp_of(
+                mode,
+                dtype,
+                reduce_dtype=reduce_dtype,
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                min_scale=min_scale,
             )
+        )
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Cut each rank's share of the batch in ``steps`` micro-batches, which run one after the other.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
 from graphzero.config.zero import ZeroSettings
@@ -21,6 +22,12 @@ class Settings(Checked):
         Check(lambda x: isinstance(x, ZeroSettings), "give its keyword arguments"),
         "enable_zero({})",
         doc="Stage, axes, shard_min_size and keep_gathered as ``enable_zero`` left them; stage 0 without it.",
+    )
+    amp: AmpSettings = setting(
+        AmpSettings(),
+        Check(lambda x: isinstance(x, AmpSettings), "give its keyword arguments"),
+        "enable_amp({})",
+        doc="Mixed precision as ``enable_amp`` left it; off without it.",
     )
     memory_budget: int | None = setting(
         None,

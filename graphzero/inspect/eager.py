@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
+from graphzero.capture import LOSS_SCALE, LossScale
 from graphzero.capture.objects.contents import DictContents
 from graphzero.capture.objects.untouched import untouched
 from graphzero.capture.placing.dtensor_calls import dtensor_calls
 from graphzero.capture.placing.local_regions import regions
 from graphzero.capture.randomness import Draws
+from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.surroundings import surroundings
 from graphzero.capture.trace.threads import one_at_a_time, others_wait
 from graphzero.inspect.local_regions import EagerRegions
@@ -50,17 +52,51 @@ def eager_step(start: Start) -> dict[str, Any]:
         stack.enter_context(untouched(start.step, root))
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
-        with others_wait(root), _compat.reparametrize(root, dict(held)), _StandIns(stand_ins), torch.enable_grad():
-            result = start.step.build(*args, **kwargs)
+        with others_wait(root), _compat.reparametrize(root, dict(held)), torch.enable_grad(), _precise(start):
+            with _StandIns(stand_ins, _casts(start, params)) as mode, _compat.autograd_under(mode):
+                result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
         for i, leaf in enumerate(pytree.tree_leaves(result)):
             found[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
-        found |= {f"gradient {path}": grad.detach().clone() for path, grad in grads.items()}
-        if grads:
+        scaled = _scale_after(start, grads, now) if grads else 1.0
+        found |= {f"gradient {path}": grad.detach() * scaled for path, grad in grads.items()}
+        if grads and all(grad.isfinite().all() for grad in grads.values() if scaled != 1):
             found |= _update(start, {id(real): params[path] for path, real in reals.items() if path in params}, params)
     found |= {f"new {path}": p.detach() for path, p in params.items()}
     found |= {f"new {path}": now.get(path, x).detach() for path, x in buffers.items()}
+    return found
+
+
+def _casts(start: Start, params: dict[str, nn.Parameter]) -> Casts:
+    """Of mixed precision; there is none in float64."""
+    precision = None if start.is_wide else start.step.precision
+    return Casts(precision.dtype if precision is not None else None, params.values())
+
+
+@contextmanager
+def _precise(start: Start) -> Iterator[None]:
+    precision = start.step.precision
+    if precision is None or start.is_wide:
+        yield
+        return
+    with torch.autocast(start.step.placement.device_type, precision.dtype):
+        yield
+
+
+def _scale_after(start: Start, grads: dict[str, Tensor], buffers: dict[str, Tensor]) -> float:
+    """What gradients are scaled by in the program, 1 for not; the state of loss scaling goes on by a step."""
+    precision = start.step.precision
+    if precision is None or precision.scaling is None:
+        return 1.0
+    scale = LossScale(precision.scaling)
+    held = {name: buffers[f"{LOSS_SCALE}.{name}"] for name, _ in scale.named_buffers()}
+    found = float(held["scale"])
+    scale.load_state_dict(held)
+    with torch.no_grad():
+        scale.step(precision.scaling, not all(bool(grad.isfinite().all()) for grad in grads.values()))
+        for name, now in scale.named_buffers():
+            held[name].copy_(now)
     return found
 
 
@@ -105,13 +141,13 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
 class _StandIns(TorchFunctionMode):
     """A real parameter that build has kept by itself is its copy."""
 
-    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], casts: Casts) -> None:
         super().__init__()
-        self.stand_ins = stand_ins
+        self.stand_ins, self.casts = stand_ins, casts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: self.stand_ins.get(id(x), x), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return self.casts.call(func, args, kwargs)
 
 
 @contextmanager

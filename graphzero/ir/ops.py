@@ -5,7 +5,7 @@ They are names with a fixed meaning; the runtime executes them.  ``axis`` is the
 ===================================== ==================================================================
 op                                    meaning
 ===================================== ==================================================================
-use(p)                                how one phase reads a parameter; the phase is the node's
+use(p)                                how one phase reads a parameter, or its cast; the phase is the node's
 box(x)                                x, boxed to the SBP in the node's type
 relabel(x)                            x itself, where both SBPs mean the same (one rank, or ``alike``)
 slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view

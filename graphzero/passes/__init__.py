@@ -18,6 +18,7 @@ from graphzero.passes.memory.order import Order
 from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.pipeline import NAMES, Fuse, Options, Schedule, default_passes
 from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.zero import Zero
@@ -49,6 +50,7 @@ __all__ = [
     "Launch",
     "Localize",
     "LowerBoxing",
+    "Narrow",
     "Options",
     "Order",
     "Overlap",

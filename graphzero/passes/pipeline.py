@@ -26,6 +26,7 @@ from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.zero import Zero
@@ -47,10 +48,11 @@ class Options:
     placed: role of a placeholder -> its SBP, where the user said; see ``Pin``.
     stage: of ZeRO; 0 for none.
     shard_min_size, axis: see ``Zero``.
+    masters: whether parameters are masters of 16-bit casts, which forward reads.
     optimizer_in_backward: whether the optimizer steps a parameter while backward runs.
     links: what communication costs on each placement axis, outermost first; () where bytes decide.
-    keep_gathered: at stage 3, names and patterns of parameters that stay gathered from forward to backward; None leaves
-        the pass out.
+    keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
+        read them; None leaves the pass out.
     order: whether what backward makes may wait, to lower the most bytes held at a time.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators: see ``MicroBatches``.
@@ -62,6 +64,7 @@ class Options:
     stage: int = 0
     shard_min_size: int = 1
     axis: tuple[str, ...] | None = None
+    masters: bool = False
     optimizer_in_backward: bool = False
     links: Links = ()
     keep_gathered: tuple[str, ...] | None = None
@@ -70,6 +73,11 @@ class Options:
     whole_accumulators: bool = False
     bucket_bytes: int | None = None
     optimise: bool = True
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are split between steps, so that forward gathers them."""
+        return self.stage == 3 or (self.masters and self.stage > 0)
 
 
 def _always(options: Options) -> bool:
@@ -100,6 +108,7 @@ class Entry:
 PASSES: tuple[Entry, ...] = (
     Entry(Pin, "captured"),
     Entry(Zero, "captured", lambda options: options.stage > 0),
+    Entry(Narrow, "captured", lambda options: options.masters),
     Entry(CountTargets, "captured", lambda options: options.micro_batches > 1),
     Entry(Expand, "captured"),
     Entry(Propagate, "captured"),
@@ -111,7 +120,7 @@ PASSES: tuple[Entry, ...] = (
     Entry(FuseAccumulate, "local", lambda options: options.optimise and options.micro_batches > 1, "fuse"),
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
-    Entry(Keep, "local", lambda options: options.stage == 3 and options.keep_gathered is not None),
+    Entry(Keep, "local", lambda options: options.gathers and options.keep_gathered is not None),
     Entry(Order, "local", lambda options: options.order),
     Entry(Bucket, "local"),
     Entry(Launch, "local", group="schedule"),

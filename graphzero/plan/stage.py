@@ -18,6 +18,7 @@ from graphzero.plan.variants import Candidate, Variants
 # Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
 # that no optimizer steps.  So one that comes later never sends less.
 STAGES = (1, 2, 3)
+ALL = ("*",)  # parameters
 
 
 def choose(
@@ -64,6 +65,8 @@ def _at_stage(variants: Variants, options: Options, budget: Budget | None) -> Ca
     def best(options: Options) -> Candidate:
         if options.stage == 3 and options.keep_gathered is not None:
             return Gathers(variants, options).best(budget)
+        if options.gathers and options.stage < 3:  # 16-bit copies of masters, once a step
+            options = replace(options, keep_gathered=ALL)
         return in_best_order(variants, options)
 
     return with_accumulators(best, options, budget)

@@ -10,9 +10,12 @@ from torch import nn
 
 from graphzero.errors import ConfigError
 
-RESERVED = ("config", "placement", "program", "history", "plan", "grad_norm", "is_compiled", "training")
+RESERVED = (
+    "config", "placement", "program", "history", "plan", "grad_norm", "skipped", "loss_scale", "is_compiled",
+    "training",
+)  # fmt: skip
 _OWN = ("config", "placement", "name")
-_INNER = ("_source", "_selection", "_grad_norms")  # a Graph sets them once
+_INNER = ("_source", "_selection", "_grad_norms", "_skipped")  # a Graph sets them once
 _WRAPPERS = (
     "OptimizedModule",
     "ScriptModule",

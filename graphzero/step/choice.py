@@ -97,6 +97,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         placed=placed,
         shard_min_size=zero.shard_min_size,
         axis=zero.axes,
+        masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
         micro_batches=settings.gradient_accumulation_steps,
         links=settings.links,

@@ -88,6 +88,7 @@ class Keys:
             names = [f"input {leaf.name}" for leaf in inputs.leaves]
             parts = [("input structure", inputs.spec), *zip(names, chosen, strict=True)]
             parts += [("torch settings", modes), ("optimizer settings", groups), ("step counters", self._counters)]
+            parts += [("mixed precision", settings.amp)]
             self._last = Key((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)
             self._facts = facts
         return self._last

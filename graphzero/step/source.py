@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from graphzero.capture import OptimizerSpec, Step
+from graphzero.capture import LOSS_SCALE, LossScale, OptimizerSpec, Step
 from graphzero.config import GraphConfig
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.agree import Ranks, identity
@@ -35,6 +35,7 @@ class Source:
         self.optimizers: list[OptimizerSpec] = []
         self.schedulers: list[Any] = []
         self._state: State | None = None
+        self._loss_scale: LossScale | None = None
 
     @property
     def name(self) -> str:
@@ -42,13 +43,26 @@ class Source:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """By attribute."""
-        return {name: held for name, held in vars(self.owner).items() if isinstance(held, nn.Module)}
+        """By attribute; the loss scale beside them where there is one."""
+        found = {name: held for name, held in vars(self.owner).items() if isinstance(held, nn.Module)}
+        scale = self.loss_scale
+        return found if scale is None else {**found, LOSS_SCALE: scale}
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The state of loss scaling, made when it is first asked for; None where no loss is scaled."""
+        precision = self.config.settings.amp.precision
+        if precision is None or precision.scaling is None or not self.optimizers:
+            return None
+        if self._loss_scale is None:
+            self._loss_scale = LossScale(precision.scaling)
+        return self._loss_scale
 
     @property
     def step(self) -> Step:
         """What capture writes down."""
-        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers)
+        precision = self.config.settings.amp.precision
+        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers, precision)
 
     def reader(self) -> Reader:
         """Of build's arguments.  Raises ConfigError for a build that cannot be called."""
@@ -86,6 +100,7 @@ class Source:
     def take_settings(self, other: Source, copied: Callable[[Any], Any]) -> None:
         """Optimizers and schedulers of ``other``, as ``copied`` makes them."""
         self.optimizers, self.schedulers = list(copied(other.optimizers)), list(copied(other.schedulers))
+        self._loss_scale = copied(other._loss_scale)
 
     def take_state(self, other: Source) -> None:
         """Go on as ``other``, of whose tensors this one's are copies, or which they are."""

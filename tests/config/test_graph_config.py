@@ -48,8 +48,6 @@ def test_zero_without_a_data_axis_asks_for_one():
 
 
 def test_what_comes_later_says_what_to_do_instead(config):
-    with pytest.raises(gz.ConfigError, match="torch.autocast"):
-        config.enable_amp()
     with pytest.raises(gz.ConfigError, match="number of micro-batches, 1 or more"):
         config.set_gradient_accumulation_steps(0)
     with pytest.raises(gz.ConfigError, match="'eager', 'inductor'"):

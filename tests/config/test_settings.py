@@ -12,17 +12,18 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.config import GraphConfig, Settings, ZeroSettings
+from graphzero.config import AmpSettings, GraphConfig, Settings, ZeroSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import Checked, Setting, settings_of
 
 WRONG = (object(), -1, 2.5, "nothing of the kind", (object(),))
 OTHER = (
     False, True, 1, 4096, ("dp",), ("*",), ZeroSettings(3, ("dp",)), (gz.Link(1e-6, 1e9),),
-    (InputSbp("x", (gz.sbp.B,)),), (UserPass(abs, "zero"),),
+    (InputSbp("x", (gz.sbp.B,)),), (UserPass(abs, "zero"),), AmpSettings(torch.bfloat16), torch.float16, 0.25, 8.0,
 )  # fmt: skip
 EVERY = [(Settings, one) for one in settings_of(Settings).values()]
 EVERY += [(ZeroSettings, one) for one in settings_of(ZeroSettings).values()]
+EVERY += [(AmpSettings, one) for one in settings_of(AmpSettings).values()]
 each = pytest.mark.parametrize(("kind", "one"), EVERY, ids=[f"{kind.__name__}.{one.name}" for kind, one in EVERY])
 each_of_all = pytest.mark.parametrize("one", settings_of(Settings).values(), ids=lambda one: one.name)
 

@@ -1,6 +1,7 @@
 """What a step in micro-batches sends and holds: as planned, and in the papers' units."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
 
-PARTS = 4
+PARTS, LAYERS = 4, 8
+READ_TWICE = 2 * 16 * 32 + (LAYERS - 1) * 32 * 32  # elements
+PSI = READ_TWICE + 16 * 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -41,15 +44,17 @@ def check(graph, what):
 
 
 class Square(gz.Graph):
-    """Two matrices that forward and backward read, of sizes that divide."""
+    """Matrices of sizes that divide, of which forward and backward read all but one."""
 
     def __init__(self, stage, ranks, **zero):
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
+        sizes = (16, *[32] * LAYERS, 16)
+        self.model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)))
         self.first = nn.Linear(16, 16, bias=False)  # whose input needs no gradient: backward does not read it
         self.add_optimizer(torch.optim.SGD([*self.model.parameters(), *self.first.parameters()], lr=0.1))
         self.config.enable_zero(stage > 0, stage=stage or 2, **zero)
         self.config.set_gradient_accumulation_steps(PARTS)
+        self.config.bucket_bytes = 4096  # of gradients under way at a time
 
     def build(self, x):
         loss = self.model(self.first(x)).square().mean()
@@ -67,7 +72,7 @@ def volume(stage, ranks=4, budget=None, **zero):
 
 
 def test_traffic_is_what_a_table_says():
-    once = 2 * 16 * 32 / (2 * 16 * 32 + 16 * 16)  # the part of Psi that both phases read
+    once = READ_TWICE / PSI
     assert volume(0)[1] == pytest.approx(2)
     assert volume(1)[1] == pytest.approx(2)
     assert volume(2)[1] == pytest.approx(PARTS + 1)
@@ -79,7 +84,7 @@ def test_traffic_is_what_a_table_says():
 
 def test_accumulators_are_held_in_parts_or_whole_as_the_budget_has_room_and_the_plan_says_the_price():
     graph, _ = volume(2)
-    psi = 4 * (2 * 16 * 32 + 16 * 16)  # bytes
+    psi = 4 * PSI  # bytes
     assert graph.plan.memory.at_peak["accumulators"] == psi // 4
     assert "added up in parts" in str(graph.plan) and "set_memory_budget" in str(graph.plan)
     roomy, _ = volume(2, budget=2**30)

@@ -27,6 +27,7 @@ SAMPLES: dict[str, list[Any]] = {
     "stage": [1, 3],
     "shard_min_size": [0, 4096],
     "axis": [(), ("dp",), ("dp_replicate", "dp_shard")],
+    "masters": [True],
     "optimizer_in_backward": [True],
     "links": [(Link(1e-05, 1e9),), (Link(0.0, 3.5), Link(2.5, 1e20))],
     "micro_batches": [1, 4],
@@ -86,12 +87,12 @@ def test_the_whole_list_goes_on_from_the_level_of_the_graph() -> None:
 LEVELS_FROM = {level: list(dict.fromkeys(LEVEL.values()))[i:] for i, level in enumerate(dict.fromkeys(LEVEL.values()))}
 
 WRONG = [
-    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, count_targets, expand"),
+    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, narrow, count_targets"),
     ("pin,", 5, "expected the name of a pass"),
     ("pin,,zero", 5, "expected the name of a pass"),
     ("pin zero", 5, "expected ',' and a pass"),
     ("pin}", 4, "expected ',' and a pass"),
-    ("zero{stge=2}", 6, "zero has no option 'stge'; it has stage, shard_min_size, axis, optimizer_in_backward"),
+    ("zero{stge=2}", 6, "zero has no option 'stge'; it has stage, shard_min_size, axis, masters, optimizer_in"),
     ("pin{x=1}", 5, "pin has no option 'x'; it has placed"),
     ("zero{stage}", 6, "expected `name=value`"),
     ("zero{stage=1, axis=(dp)}", 13, "expected `name=value`, with a space to the next"),
@@ -120,7 +121,7 @@ WRONG = [
     ("propagate{links=({latency=1})}", 19, "Link needs bandwidth"),
     ("propagate{links=({latency=1 bandwidth=fast})}", 39, "expected a number"),
     ("propagate{links=({latency=1 bandwidth=0})}", 19, "nothing would ever arrive"),
-    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, count_targets, exp"),
+    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, narrow, count"),
     ("pin,propagate,zero", 15, "zero takes a captured graph, and here it is propagated"),
     ("default,pin", 9, "pin takes a captured graph, and here it is local"),
     ("zero{stage=__import__('os')}", 12, "expected a whole number"),

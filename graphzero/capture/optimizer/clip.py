@@ -20,21 +20,34 @@ Emit = Callable[..., fx.Node]  # (target, args, type, kwargs)
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def clip(emit: Emit, spec: OptimizerSpec, grads: dict[str, fx.Node]) -> tuple[dict[str, fx.Node], fx.Node | None]:
-    """The clipped gradients by path, and the norm of all before clipping (None where it is not asked for)."""
-    norm = None
+def clip(
+    emit: Emit, spec: OptimizerSpec, grads: dict[str, fx.Node], normed: dict[str, fx.Node], inverse: fx.Node | None
+) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
+    """What clips a gradient, and the norm of all before clipping (None where it is not asked for).
+
+    normed: the gradients of which the norm is taken.  inverse: what they are still to be multiplied by, None for 1.
+    """
+    norm: fx.Node | None = None
+    coefficient: fx.Node | None = None
     if spec.clip_grad_norm is not None and grads:
-        norm = total_norm(emit, list(grads.values()), float(spec.norm_type))
+        norm = total_norm(emit, list(normed.values()), float(spec.norm_type))
         scalar = tensor_type(norm)
+        if inverse is not None and spec.norm_type != 0:
+            norm = emit(aten.mul.Tensor, (norm, inverse), scalar)
         shifted = emit(aten.add.Scalar, (norm, 1e-6), scalar)
-        inverse = emit(aten.reciprocal.default, (shifted,), scalar)
-        ratio = emit(aten.mul.Scalar, (inverse, float(spec.clip_grad_norm)), scalar)
+        reciprocal = emit(aten.reciprocal.default, (shifted,), scalar)
+        ratio = emit(aten.mul.Scalar, (reciprocal, float(spec.clip_grad_norm)), scalar)
         coefficient = emit(aten.clamp.default, (ratio, None, 1.0), scalar)
-        grads = {path: _scaled(emit, grad, coefficient) for path, grad in grads.items()}
-    if spec.clip_grad_value is not None:
-        most = float(spec.clip_grad_value)
-        grads = {path: emit(aten.clamp.default, (g, -most, most), tensor_type(g)) for path, g in grads.items()}
-    return grads, norm
+
+    def clipped(grad: fx.Node) -> fx.Node:
+        if coefficient is not None:
+            grad = _scaled(emit, grad, coefficient)
+        if spec.clip_grad_value is not None:
+            most = float(spec.clip_grad_value)
+            grad = emit(aten.clamp.default, (grad, -most, most), tensor_type(grad))
+        return grad
+
+    return clipped, norm
 
 
 def _scaled(emit: Emit, grad: fx.Node, coefficient: fx.Node) -> fx.Node:
@@ -70,7 +83,7 @@ def _part(emit: Emit, grad: fx.Node, order: float, scalar: TensorType) -> fx.Nod
     type_ = TensorType(scalar.dtype, shape)
     dims: list[Any] = list(range(len(shape)))
     if tensor_type(grad).dtype != scalar.dtype:
-        grad = emit(aten._to_copy.default, (grad,), type_, kwargs={"dtype": scalar.dtype})
+        grad = emit(aten._to_copy.default, (grad,), type_, kwargs={"dtype": scalar.dtype}, again=True)
     if order == 2:
         return emit(aten.sum.dim_IntList, (emit(aten.mul.Tensor, (grad, grad), type_), dims), scalar)
     size = emit(aten.abs.default, (grad,), type_)

@@ -23,6 +23,7 @@ _TRACED_NAMES = (  # beside those of a program; nothing else leaves them there
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default, aten.detach_.default,
 )  # fmt: skip
 _PIECES = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, AS_LOCAL)
+_HALF = (torch.float16, torch.bfloat16)
 _DROPPED = ("device", "layout", "pin_memory", "non_blocking")
 _FACTORIES = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.arange.default,
@@ -92,10 +93,22 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if not isinstance(old, Tensor):
         return None
     if is_copy(target):
+        before = _widened(source)
+        source = source if before is None else before
+        old = source.meta["val"]
         return source if old.dtype == fake.dtype and _same_layout(old, fake) else None
     if is_plain_view(target):
         return _same_view(node, source, fake)
     return None
+
+
+def _widened(node: fx.Node) -> fx.Node | None:
+    """The 16-bit value that ``node`` is in a wider dtype: cast back it is itself."""
+    source = node.args[0] if node.target is aten._to_copy.default and not node.meta.get("keep") else None
+    if not isinstance(source, fx.Node):
+        return None
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    return source if old in _HALF and new in (torch.float32, torch.float64) else None
 
 
 def _copied(node: fx.Node) -> fx.Node | None:

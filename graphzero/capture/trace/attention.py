@@ -20,7 +20,9 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.nn.functional.scaled_dot_product_attention``."""
+    """As ``torch.nn.functional.scaled_dot_product_attention``, which is on autocast's list of 16-bit ops."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (_narrow(x) for x in (query, key, value))
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key = repeat_heads(key, query.shape[-3] // key.shape[-3])
         value = repeat_heads(value, query.shape[-3] // value.shape[-3])
@@ -35,6 +37,10 @@ def attention(
         return _written_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
     out, _ = ATTENTION(query, key, value, attn_mask, is_causal, scale)
     return out  # type: ignore[no-any-return]
+
+
+def _narrow(x: Tensor) -> Tensor:
+    return x.to(torch.get_autocast_dtype("cpu")) if x.dtype is torch.float32 else x
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:

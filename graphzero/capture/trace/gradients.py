@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
+from graphzero.capture.trace.casts import Casts, is_master, of_masters
 from graphzero.capture.trace.modes import Watch
 from graphzero.errors import CaptureError
 from graphzero.sbp.placement import DEVICE_TYPES
@@ -29,16 +30,25 @@ class Gradients:
     """What one trace of build does about gradients.
 
     losses: what backward() was called on, or, where it was not, what ``torch.autograd.grad`` was of.
-    ended: path -> the gradient that the last backward() left, or that build has put into ``p.grad`` by hand.
+    ended: path -> the gradient that the last backward() left, or that build has put into ``p.grad`` by hand.  Under
+    mixed precision it is what ranks add up, in the dtype for that and still scaled, and ``wide`` what follows from it:
+    ``p.grad`` in the dtype of the parameter, as the code behind backward() finds it.
     """
 
     def __init__(self, step: Step, watch: Watch, build: CodeType | None) -> None:
         self.step, self.watch, self.build = step, watch, build
         self.losses: list[Tensor] = []
         self.ended: dict[str, Tensor] = {}
+        self.wide: dict[str, Tensor] = {}
+        self._casts, self._scale = Casts(None), cast("Tensor | None", None)
+        self._left: dict[str, tuple[Tensor, Tensor, int]] = {}  # as autograd left it, ``wide``, and its version
         self._asked: list[Tensor] = []
         self._asking = False
         self._cleared: CaptureError | None = None  # zero_grad() behind the last backward()
+
+    def begin(self, casts: Casts, scale: Tensor | None) -> None:
+        """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
+        self._casts, self._scale = casts, scale
 
     @contextmanager
     def watching(self, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -57,6 +67,14 @@ class Gradients:
 
     def _take_by_hand(self, params: Mapping[str, nn.Parameter]) -> None:
         given = {name: param.grad for name, param in params.items() if param.grad is not None}
+        if self._scale is not None and (by_hand := [name for name in given if name not in self.ended]):
+            raise problem(
+                f"build of {self.step.name} puts gradients into p.grad by hand, under enable_amp(dtype=torch.float16), "
+                "which scales the loss that backward() is called on",
+                "call loss.backward(), or use enable_amp(dtype=torch.bfloat16), which scales nothing",
+                [place_of(self.step.build)],
+                facts=by_hand,
+            )
         if given and not self.step.optimizers:
             raise problem(
                 f"build of {self.step.name} puts gradients into p.grad, but the Graph has no optimizer",
@@ -81,6 +99,7 @@ class Gradients:
     def _begins(self, autograd: Any, params: Mapping[str, nn.Parameter]) -> Callable[..., None]:
         """``loss.backward()`` and ``torch.autograd.backward(loss)`` as the step wants them."""
 
+        @of_masters
         def begin(losses: Any, *args: Any, **kwargs: Any) -> None:
             if self.watch.running:  # a checkpointed region, or torch calling itself
                 autograd(losses, *args, **kwargs)
@@ -91,20 +110,60 @@ class Gradients:
             retain_graph = more.pop("retain_graph", None)
             many = [losses] if isinstance(losses, Tensor) else list(losses)
             weights = list(gradient) if isinstance(gradient, (list, tuple)) else [gradient] * len(many)
+            self._put_back(params)
             for loss, weight in zip(many, weights, strict=True):
                 self._backward(autograd, loss, weight, True if len(many) > 1 else retain_graph, **more)
-            with torch.no_grad():
-                self.ended = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                grads = {name: p for name, p in params.items() if p.grad is not None}
+                self.ended = {name: self._completed(name, p) for name, p in grads.items()}
 
         return begin
+
+    # ---- mixed precision
+
+    def _completed(self, name: str, p: nn.Parameter) -> Tensor:
+        """The gradient that ranks add up; ``p.grad`` becomes what follows from it."""
+        precision, grad = self.step.precision, p.grad
+        assert grad is not None
+        if precision is None:
+            return grad.clone()
+        made = grad.to(precision.reduce_dtype) if is_master(p) else grad.clone()
+        wide = made.to(torch.float32) if self._scale is not None else made
+        if self._scale is not None:
+            wide = wide * self._scale.double().reciprocal().float()
+        wide = wide.to(p.dtype)
+        wide = wide.clone() if wide is made else wide
+        p.grad, self.wide[name] = wide, wide.clone()  # build may write to the one
+        self._left[name] = grad, wide, wide._version
+        return made
+
+    def _put_back(self, params: Mapping[str, nn.Parameter]) -> None:
+        """What an earlier backward() left, for the next one to add to: as autograd left it, unless build changed it."""
+        with torch.no_grad():
+            for name, (grad, wide, version) in self._left.items():
+                held = params[name].grad
+                if held is wide and wide._version == version:
+                    params[name].grad = grad
+                elif held is not None and self._scale is not None:
+                    params[name].grad = (held.float() * self._scale).to(held.dtype)
+        self._left = {}
+
+    def _weight(self, loss: Tensor, gradient: Any) -> Any:
+        """What backward begins with: that of the scaled loss."""
+        if self._scale is None:
+            return gradient
+        with torch.no_grad():
+            begun = torch.ones_like(loss) if gradient is None else gradient
+            return begun * self._scale.to(begun.dtype)
 
     def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
         """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
         refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.build)
         self._check_loss(loss, gradient)
         self.losses.append(loss)
-        self._cleared = None
+        self._cleared, self._casts.begun = None, True
         self.watch.phase, self.watch.running = "backward", True
+        gradient = self._weight(loss, gradient)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.watch.following([loss]))
@@ -146,6 +205,7 @@ class Gradients:
         """``torch.autograd.grad``, which may be what stands in place of backward()."""
         ours = {id(param) for param in params.values()}
 
+        @of_masters
         def ask(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             of_params = any(id(x) in ours for x in _listed(inputs))
             if self.watch.running or self._asking or self.losses or not of_params:

@@ -24,6 +24,7 @@ from graphzero.capture.host_values.masks import Selected, selected, sized_by, wr
 from graphzero.capture.host_values.unchecked import STAND_INS
 from graphzero.capture.problems import problem_here
 from graphzero.capture.trace.attention import attention
+from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.ir.aliases import UNMARKED, is_view
 from graphzero.ir.source import user_frame, user_frames
@@ -73,12 +74,16 @@ class UserCode(TorchFunctionMode):
     """Stands between build and torch.
 
     stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
-    looks: what becomes of values that build looks at.  device: the placement's device type.
+    looks: what becomes of values that build looks at.  casts: of parameters, under mixed precision.  device: the
+    placement's device type.
     """
 
-    def __init__(self, stand_ins: dict[int, Tensor], free: FreeTensors, looks: Looks, device: str) -> None:
+    def __init__(
+        self, stand_ins: dict[int, Tensor], free: FreeTensors, looks: Looks, casts: Casts, device: str
+    ) -> None:
         super().__init__()
         self.stand_ins, self.free, self.looks, self.device, self.build = stand_ins, free, looks, device, looks.build
+        self.casts = casts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,10 +103,11 @@ class UserCode(TorchFunctionMode):
         if func is Tensor.__getitem__ and (found := selected(self.looks, *args)) is not None:
             return found
         if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs)
+            return self.casts.call(attention, args, kwargs)
+        known = STAND_INS.get(func, func)
         if args and isinstance(args[0], Tensor) and not isinstance(args[0], _compat.FakeTensor):
-            return self.free.call(STAND_INS.get(func, func), args, kwargs)
-        return STAND_INS.get(func, func)(*args, **kwargs)
+            return self.casts.call(known, args, kwargs, lambda *given, **named: self.free.call(known, given, named))
+        return self.casts.call(known, args, kwargs)
 
     def _stood_in(self, args: Iterable[Any]) -> tuple[Any, ...]:
         """Arguments, lists of tensors among them, with the fakes in the place of real parameters and buffers."""

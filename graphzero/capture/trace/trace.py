@@ -8,6 +8,7 @@ model and a split one trace alike; nothing real is touched.
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphzero.capture.host_values.looks import CONSTANT, Looks, read_problem
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects import tree
 from graphzero.capture.objects.untouched import untouched
+from graphzero.capture.optimizer.loss_scale import SCALE
 from graphzero.capture.placing.local_regions import TracedRegions, regions
 from graphzero.capture.placing.pins import Pinned, collecting
 from graphzero.capture.problems import first_line, none_swallowed, problem
@@ -27,6 +29,7 @@ from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.functionalize import functional
 from graphzero.capture.spec import Inputs, Step
+from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.compiler_flags import Asked, is_raised
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.capture.trace.gradients import Gradients
@@ -45,8 +48,9 @@ class Traced:
 
     module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
     results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
-        ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks".
-    trains: whether build makes gradients.
+        ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks"; under mixed
+        precision also the "wide" gradients that build sees, of those that "ended".
+    trains: whether build makes gradients.  with_wide: of which parameters there is a "wide" one.
     out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
     """
 
@@ -56,6 +60,7 @@ class Traced:
     trains: bool
     with_grad: list[str]
     env: Any
+    with_wide: list[str] = field(default_factory=list)
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
@@ -100,6 +105,7 @@ class BuildTrace:
         self.looks = Looks(self.code)
         self.watch = Watch(self.free, self.looks)
         self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
+        self.casts = Casts(None)
         self.gradients = Gradients(step, self.watch, self.code)
         self.out: list[Any] = []
         self.out_spec: Any = None
@@ -176,7 +182,10 @@ class BuildTrace:
         versions = [fake._version for fake in batch]
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
         self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
-        user_code = UserCode(stand_ins, self.free, self.looks, self.step.placement.device_type)
+        precision = self.step.precision
+        self.casts = Casts(precision.dtype if precision is not None else None, params)
+        self.gradients.begin(self.casts, named_buffers.get(SCALE))
+        user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
                 self.gradients.watching(named_params),
@@ -187,6 +196,7 @@ class BuildTrace:
                 self.looks.watching(),
                 none_swallowed(),
                 self.asked.answering(),
+                torch.autocast("cpu", precision.dtype) if precision else nullcontext(),
             ):
                 result = self.step.build(*args, **kwargs)
             now = dict(self.root.named_buffers())
@@ -216,8 +226,9 @@ class BuildTrace:
                 self.out.append(_checked_literal(leaf))
         losses, ended = self.gradients.losses, self.gradients.ended
         final = [params[name].grad for name in ended]
+        wide = [self.gradients.wide[name] for name in ended if name in self.gradients.wide]
         lists = [tensors, losses, list(ended.values()), final, list(params.values()), list(buffers.values())]
-        lists.append(self.looks.checks)
+        lists += [self.looks.checks, wide]
         self.counts = [len(items) for items in lists]
         return [item for items in lists for item in items]
 
@@ -258,9 +269,10 @@ class BuildTrace:
         self.gradients.settle_phases(module.graph)
         with_grad = list(self.gradients.ended)
         trains = bool(self.gradients.losses or with_grad)
-        traced = Traced(module, self.out, self.out_spec, trains, with_grad, self.env, dict(self.symbols))
+        with_wide = [name for name in with_grad if name in self.gradients.wide]
+        traced = Traced(module, self.out, self.out_spec, trains, with_grad, self.env, with_wide, dict(self.symbols))
         flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
-        names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks")
+        names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks", "wide")
         for name, count in zip(names, self.counts, strict=True):
             traced.results[name], flat = flat[:count], flat[count:]
         return traced

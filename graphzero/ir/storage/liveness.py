@@ -175,7 +175,8 @@ class Liveness:
         """What each storage is for, in the words of the plan.
 
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
-        update or the caller reads is ``activations``; the rest are ``temporaries``, gathered parameters among them.
+        update or the caller reads is ``activations``; 16-bit copies of wider parameters are ``compute_parameters``; the
+        rest are ``temporaries``, gathered parameters among them.
         """
         found: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
@@ -187,8 +188,15 @@ class Liveness:
                 known = found.get(storage) or _first_category(storage)
                 if role is not None and role.kind == "param":
                     gathered.add(storage)
+                    known = "compute_parameters" if _is_copy_of(node, self._masters.get(role.of)) else known
                 found[storage] = _category(node, storage, known, storage in gathered)
         return found
+
+    @cached_property
+    def _masters(self) -> dict[str, int]:
+        """Bytes of an element of each parameter, by its path."""
+        params = ((value.role_of(node), node) for node in self.graph.placeholders("param"))
+        return {role.of: value.tensor_type(node).dtype.itemsize for role, node in params if role is not None}
 
     # ---- bytes
 
@@ -262,6 +270,12 @@ def _first_category(storage: Storage) -> str:
     if node.op == "placeholder":
         return RESIDENT.get(role.kind, "") if role is not None else ""
     return "temporaries"
+
+
+def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
+    """Whether a value that shows a parameter has smaller elements than it."""
+    small = value.tensor_type(node).dtype.itemsize if value.is_tensor(node) else None
+    return small is not None and itemsize is not None and small < itemsize
 
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:

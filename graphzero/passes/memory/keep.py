@@ -72,7 +72,11 @@ class Keep(BuiltinPass):
             for first, again in again_by_path[path]:
                 again.replace_all_uses_with(first)
             for _, again in reversed(again_by_path[path]):
+                sources = again.all_input_nodes
                 graph.graph.erase_node(again)
+                for source in sources:
+                    if source.op == "call_function" and not source.users:  # a cast, of what a rank holds
+                        graph.graph.erase_node(source)
         return graph
 
     def of(self, paths: Iterable[str]) -> list[str]:

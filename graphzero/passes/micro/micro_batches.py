@@ -17,7 +17,7 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import calls, ops, value
-from graphzero.ir.aliases import is_name, is_view, is_whole_view
+from graphzero.ir.aliases import is_copy, is_name, is_view, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import Role, TensorType
@@ -127,6 +127,7 @@ class _Writer:
         self.joined: dict[_Joined, fx.Node] = {}
         self.carried: dict[fx.Node, fx.Node] = {}  # buffer -> its value for the next micro-batch
         self.kept: dict[fx.Node, fx.Node] = {}  # gathers of parameters that are made once
+        self.wide: dict[fx.Node, fx.Node] = {}  # what was added up in float32, by its value in 16 bit
         self.number: Any = None
         self.carries = self._find_carries()
         self.wanted = self._all_joined()
@@ -277,11 +278,15 @@ class _Writer:
 
     def _write_before(self) -> None:
         """What has to be complete while micro-batches run, of the whole share of a rank; and what is gathered once."""
+        once: dict[Any, fx.Node] = {}  # forward and backward read the same
         for node in self.parts.nodes:
             if node in self.parts.completed and node in self.parts.given:
                 self._whole(node)
-            elif self._is_kept(node):
-                self.kept[node] = self._copied(node, "before", self._whole)
+            elif (param := self._kept_param(node)) is not None:
+                key = param, value.type_of(node), value.nd_of(node)
+                self.kept[node] = once.get(key) or self._copied(node, "before", self._whole)
+                once[key] = self.kept[node]
+                self.kept[node].meta["phase"] = "forward"
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """``node``, which hangs on the batch and constants alone, before any micro-batch runs."""
@@ -294,14 +299,17 @@ class _Writer:
                 done[node] = self._copied(node, "before", self._whole)
         return done[node]
 
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Whether a box gathers a parameter that stays so until all micro-batches are through."""
+    def _kept_param(self, node: fx.Node) -> fx.Node | None:
+        """The parameter that a box gathers, or whose cast, and that stays so until all micro-batches are through."""
         if node.target is not ops.box or not self.told.keep_gathered or value.phase_of(node) == "update":
-            return False
+            return None
         source = self.parts.source(node)
+        while is_copy(source.target):  # the cast of a master
+            source = source.args[0]  # type: ignore[assignment]
         role = value.role_of(source)
-        is_param = source.op == "placeholder" and role is not None and role.kind == "param"
-        return is_param and bool(Keep(self.told.keep_gathered).of([role.of]))  # type: ignore[union-attr]
+        if source.op != "placeholder" or role is None or role.kind != "param":
+            return None
+        return source if Keep(self.told.keep_gathered).of([role.of]) else None
 
     def _copied(self, node: fx.Node, part: str, read: Any) -> fx.Node:
         """The op once more in a part of the program, reading what ``read`` says."""
@@ -398,7 +406,19 @@ class _Writer:
             return self._boxed(self.joined[self._joined_by(node)], node, self._others(node))
         if node.target is ops.box and self._others(self.parts.source(node)) == self._others(node):
             return self._handed(self.parts.source(node))
-        return self._copied(node, "after", self._handed)
+        made = self._copied(node, "after", self._handed)
+        return self._unrounded(made) or made
+
+    def _unrounded(self, cast: fx.Node) -> fx.Node | None:
+        """What a cast gives back that was wide before it was 16 bit; the cast then goes."""
+        source: Any = cast.args[0] if cast.target is aten._to_copy.default and cast.kwargs.keys() == {"dtype"} else None
+        while source is not None and is_name(source.target):
+            source = source.args[0]
+        wide = self.wide.get(source)
+        if wide is None or value.type_of(wide) != value.type_of(cast):
+            return None
+        self.graph.graph.erase_node(cast)
+        return wide
 
     def _handed(self, node: fx.Node) -> fx.Node:
         """A value as it is read behind all micro-batches."""
@@ -509,8 +529,10 @@ class _Writer:
         if part == LAST:
             dtype = value.tensor_type(node).dtype
             if value.tensor_type(made).dtype is not dtype:
-                made = self._call(aten._to_copy.default, (made,), node, one.nd, part, TensorType(dtype, value.tensor_type(made).shape))
+                wide, type_ = made, TensorType(dtype, value.tensor_type(made).shape)
+                made = self._call(aten._to_copy.default, (wide,), node, one.nd, part, type_)
                 made.kwargs = {"dtype": dtype}
+                self.wide[made] = wide
             self.joined[one] = made
 
     def _carry(self, name: str) -> None:

@@ -8,7 +8,9 @@ bytes: an operand is wanted in pieces by another reader anyway, or is small, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.ir import calls, value
@@ -39,11 +41,20 @@ class _Way:
 def _wanted(state: AxisPropagation, node: fx.Node) -> Sbp | None:
     """The split in which every reader wants a value that is whole or partial, if there is one."""
     have = state.sbp(node)
-    if have.is_split or state.pinned(node) is not None:
+    if have.is_split or state.pinned(node) is not None or (state.is_data and _is_wide_gradient(node)):
         return None
     wants = {want for user in node.users for want in state.wants(user, node)}
     want = next(iter(wants)) if len(wants) == 1 else B
     return want if want.is_split else None
+
+
+def _is_wide_gradient(node: fx.Node) -> bool:
+    """Whether a value is a gradient that was cast from 16 bit so that it is added up in more, at every stage."""
+    role = value.role_of(node)
+    if role is None or role.kind != "gradient" or node.target is not torch.ops.aten._to_copy.default:
+        return False
+    source: Any = node.args[0]
+    return value.tensor_type(source).dtype.itemsize < value.tensor_type(node).dtype.itemsize
 
 
 def _wire(state: AxisPropagation, node: fx.Node, want: Sbp) -> float:

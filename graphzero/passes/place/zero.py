@@ -38,6 +38,7 @@ class Zero(BuiltinPass):
     stage: 1, 2 or 3.
     shard_min_size: a parameter with ``numel // n`` below it stays broadcast, n = ranks sharded over.
     axis: names of the placement axes to shard over; default every data axis.
+    masters: whether parameters are masters of 16-bit casts: those that the step changes are split from stage 1 on.
     optimizer_in_backward: whether the optimizer steps while backward runs: stage 1 too then cuts a gradient when it is
         made.
 
@@ -86,6 +87,7 @@ class Zero(BuiltinPass):
     stage: int = 2
     shard_min_size: int = 1
     axis: tuple[str, ...] | None = None
+    masters: bool = False
     optimizer_in_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -106,8 +108,8 @@ class Zero(BuiltinPass):
         for node in list(graph.nodes):
             if node.target is ops.use and value.phase_of(node) == "update":
                 _pin(graph, node, splits[value.role_of(node.args[0]).of])  # type: ignore[union-attr,arg-type]
-        if self.stage == 3:
-            for path, param in params.items():
+        for path, param in params.items():
+            if self.stage == 3 or (self.masters and param.name in graph.updates):
                 _pin(graph, param, splits[path])
         pinned = pin_gradients(graph, splits)
         if self.stage == 1 and not self.optimizer_in_backward:

@@ -1,0 +1,113 @@
+"""What a user says of mixed precision: the 16-bit dtype, that of reductions, and how a loss is scaled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphzero.capture import Precision, Scaling
+from graphzero.config.setting import Check, Checked, setting, settings_of, whole_number
+from graphzero.errors import ConfigError
+
+DTYPES = (torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (*DTYPES, torch.float32)
+
+
+def _number(is_met: Any, allowed: str) -> Check:
+    def is_number(x: Any) -> bool:
+        return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and bool(is_met(x))
+
+    return Check(is_number, allowed)
+
+
+def _dtype(allowed: tuple[torch.dtype, ...], hint: str) -> Check:
+    return Check(lambda x: x is None or (isinstance(x, torch.dtype) and x in allowed), hint)
+
+
+@dataclass(frozen=True, repr=False)
+class AmpSettings(Checked):
+    """Mixed precision.  dtype: of what forward and backward read and make; None for none.
+
+    reduce_dtype: of gradients while ranks add them up; None for ``dtype``.  The others are of loss scaling, which is
+    done where ``dtype`` is float16.
+    """
+
+    dtype: torch.dtype | None = setting(
+        None,
+        _dtype(DTYPES, "give torch.bfloat16, or torch.float16, which scales the loss; for none, enable_amp(False)"),
+        "enable_amp(dtype={})",
+    )
+    reduce_dtype: torch.dtype | None = setting(
+        None,
+        _dtype(REDUCE_DTYPES, "give torch.bfloat16, torch.float16 or torch.float32, or None for that of enable_amp"),
+        "enable_amp(reduce_dtype={})",
+    )
+    init_scale: float = setting(
+        2.0**16,
+        _number(lambda x: x > 0, "give what the loss is multiplied by at first, a number above 0, such as 2.0**16"),
+        "enable_amp(init_scale={})",
+    )
+    growth_factor: float = setting(
+        2.0,
+        _number(lambda x: x > 1, "give what the scale grows by, a number above 1"),
+        "enable_amp(growth_factor={})",
+    )
+    backoff_factor: float = setting(
+        0.5,
+        _number(lambda x: 0 < x < 1, "give what an overflow multiplies the scale by, a number between 0 and 1"),
+        "enable_amp(backoff_factor={})",
+    )
+    growth_interval: int = setting(
+        2000,
+        whole_number(1, "give the steps without an overflow after which the scale grows, an int from 1 up"),
+        "enable_amp(growth_interval={})",
+    )
+    hysteresis: int = setting(
+        1,
+        whole_number(1, "give the overflows after which the scale falls, an int from 1 up"),
+        "enable_amp(hysteresis={})",
+    )
+    min_scale: float = setting(
+        1.0,
+        _number(lambda x: x >= 0, "give what the scale does not fall below, a number from 0 up"),
+        "enable_amp(min_scale={})",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.init_scale < self.min_scale:
+            raise ConfigError(
+                f"enable_amp(init_scale={self.init_scale}, min_scale={self.min_scale}): the scale would begin below "
+                "what it may not fall below; give a larger init_scale, or a smaller min_scale"
+            )
+
+    @property
+    def precision(self) -> Precision | None:
+        """What capture is told."""
+        if self.dtype is None:
+            return None
+        scaling = Scaling(
+            float(self.init_scale),
+            float(self.growth_factor),
+            float(self.backoff_factor),
+            self.growth_interval,
+            self.hysteresis,
+            float(self.min_scale),
+        )
+        return Precision(self.dtype, self.reduce_dtype or self.dtype, scaling if self.dtype is torch.float16 else None)
+
+    def __str__(self) -> str:
+        return self.description or "off"
+
+
+def amp_of(mode: bool, dtype: Any, **more: Any) -> AmpSettings:
+    """What ``enable_amp`` means.  Raises ConfigError for arguments without a meaning."""
+    if not isinstance(mode, bool):
+        raise ConfigError(f"enable_amp({mode!r}): the first argument says yes or no; write dtype={mode!r}")
+    if dtype is None:
+        raise settings_of(AmpSettings)["dtype"].refusal(dtype)
+    made = AmpSettings(dtype, **more)
+    return made if mode else AmpSettings()
