@@ -21,6 +21,7 @@ from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.keep import Keep
 from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.pin import Pin
@@ -46,6 +47,7 @@ class Options:
     shard_min_size, axis: see ``Zero``.
     optimizer_in_backward: whether the optimizer steps a parameter while backward runs.
     links: what communication costs on each placement axis, outermost first; () where bytes decide.
+    recompute: names and patterns of values of forward that are computed again in backward.
     keep_gathered: at stage 3, names and patterns of parameters that stay gathered from forward to backward; None leaves
         the pass out.
     order: whether what backward makes may wait, to lower the most bytes held at a time.
@@ -59,6 +61,7 @@ class Options:
     axis: tuple[str, ...] | None = None
     optimizer_in_backward: bool = False
     links: Links = ()
+    recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     order: bool = False
     bucket_bytes: int | None = None
@@ -101,6 +104,7 @@ PASSES: tuple[Entry, ...] = (
     Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
+    Entry(Recompute, "local", lambda options: bool(options.recompute)),
     Entry(Keep, "local", lambda options: options.stage == 3 and options.keep_gathered is not None),
     Entry(Order, "local", lambda options: options.order),
     Entry(Bucket, "local"),
