@@ -27,7 +27,7 @@ Ops = frozenset[int]  # positions of ops of forward
 class Held:
     """Bytes over the positions of the program with its copies.
 
-    total, activations: all, and of them what forward leaves, or what is computed again, for backward.
+    total, activations: up to the end of backward, all, and of them what forward leaves, or what is computed again, for backward.
     place: of each op, where it then stands.  begins, ends: of each storage of the program as it was.
     wanted: of each storage, the first position at which backward or a copy reads it.  copied: ops that run again.
     """
@@ -39,6 +39,10 @@ class Held:
     ends: Bytes
     wanted: Bytes
     copied: Ops
+
+    def part(self, name: str) -> Bytes:
+        """By the name of a limit."""
+        return self.total if name == "total" else self.activations
 
 
 class Sketch:
@@ -86,18 +90,15 @@ class Sketch:
         rooms = [(position[node], at.roots[room][0]) for node in at.nodes for room in rooms_of(graph, node)]
         self.room = {i: self._index[storage] for i, storage in rooms if storage in self._index}
         self.resident = sum(at.resident().values())
-        self.reads_left = [  # of each op that may run again, the makers of what it reads, and storages that are held
-            self._needs(i) if i in self.seconds else ([], []) for i in range(len(at.nodes))
-        ]
+        self.until = 1 + max((i for i, phase in enumerate(phases) if phase == "backward"), default=len(phases) - 1)
 
-    def _needs(self, i: int) -> tuple[list[int], list[int]]:
-        makers, held = set[int](), set[int]()
-        for x in self.reads[i]:
-            if self.maker[x] >= 0:
-                makers.add(self.maker[x])
-            else:
-                held.update(self.storages[x])
-        return sorted(makers), sorted(held)
+    @cached_property
+    def needs(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each op that may run again, what it reads: (the op that made it, storage)."""
+        return {
+            i: sorted({(int(self.made_by[k]), k) for x in self.reads[i] for k in self.storages[x]})
+            for i in self.seconds
+        }  # fmt: skip
 
     @cached_property
     def nothing(self) -> Held:
@@ -120,6 +121,7 @@ class Sketch:
             shift[before] = len(some)
         place = np.arange(count, dtype=np.int64) + np.cumsum(shift)
         length = count + sum(len(some) for _, some in inserted)
+        until = self.until + length - count
 
         is_gone = np.array([int(i) in gone for i in self.made_by], dtype=bool)
         ends = place[np.where(is_gone, self.end_forward, self.end)]
@@ -168,7 +170,7 @@ class Sketch:
             np.concatenate([self.nbytes[activations], sizes[counted]]), length,
         )  # fmt: skip
         made = frozenset(one for one in copies if one in self.seconds)
-        return Held(total, held, place, begins, ends, wanted, made)
+        return Held(total[:until], held[:until], place, begins, ends, wanted, made)
 
     def _copies(self, gone: set[int]) -> tuple[list[tuple[int, list[int]]], set[int]]:
         """(op of backward, what is computed again right before it) in order; all that is computed again."""

@@ -25,7 +25,10 @@ def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], 
     stages = (stage,) if isinstance(stage, int) else STAGES
     read = {value.role_of(node) for node in graph.placeholders()}
     placed = {role: nd for role, nd in placed.items() if role in read}
-    found = choose(graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget)
+    found = choose(
+        graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget,
+        activations=settings.activation_memory,
+    )  # fmt: skip
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return found
     arena = arena_of(found.graph, settings.memory_budget)
