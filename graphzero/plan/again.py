@@ -1,10 +1,10 @@
 """Which values of forward to compute again, within limits of bytes: the choice by itself, on a ``Sketch``.
 
 Two ways lead to it, and the cheaper one is taken.  One begins with nothing: at the worst moment, of all values that are
-held for later, with what they are computed from and is not held, it takes those that free most bytes for a second, until
-the limits hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where little
-crosses, what crosses is held, and all between is computed again when backward comes there.  In the end all that need
-not be computed again to stay within the limits is held after all, what is dearest first.
+held for later, it takes those that free most bytes for a second, each with what it is computed from and is not held,
+until the limits hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where
+little crosses, what crosses is held, and all between is computed again when backward comes there.  In the end what need
+not be computed again to stay within the limits is held after all, the dearest first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,23 @@ class Limits:
     total: int | None = None
     activations: int | None = None
 
-    def over(self, held: Held) -> tuple[int, int]:
+    @property
+    def least(self) -> int:
+        """The smaller one."""
+        return min((limit for _, limit in self._set()), default=0)
+
+    def over(self, total: int, activations: int) -> int:
+        """How many bytes too many these are, 0 or less for none."""
+        return max(
+            (
+                have - limit
+                for have, limit in ((total, self.total), (activations, self.activations))
+                if limit is not None
+            ),
+            default=0,
+        )
+
+    def missed(self, held: Held) -> tuple[int, int]:
         """How many bytes too many, 0 or less for none, and all that lies above over time."""
         beyond = [held.part(name) - limit for name, limit in self._set()]
         most = max((int(one.max()) for one in beyond), default=0)
@@ -75,7 +91,7 @@ class Choice:
         """The ops to run again that cost least within the limits, or of those that miss them the ones nearest."""
         starts = sorted(self.segments, key=lambda one: self._rank(one, limits))[:2]
         found = [self._lowered(start, limits) for start in ((NOTHING, self.sketch.nothing), *starts)]
-        fitting = [self._spared(one, limits) for one in found if limits.over(one[1])[0] <= 0]
+        fitting = [self._spared(one, limits) for one in found if limits.missed(one[1])[0] <= 0]
         return min(fitting or found, key=lambda one: self._rank(one, limits))
 
     def least(self) -> tuple[Ops, Held]:
@@ -87,7 +103,7 @@ class Choice:
         return self._spared(found, Limits(activations=int(found[1].activations.max())))
 
     def _rank(self, one: tuple[Ops, Held], limits: Limits) -> tuple[int, float]:
-        return max(limits.over(one[1])[0], 0), self.sketch.cost(one[1].copied)
+        return max(limits.missed(one[1])[0], 0), self.sketch.cost(one[1].copied)
 
     # ---- from nothing, value by value
 
@@ -95,7 +111,7 @@ class Choice:
         ops, held = start
         vain = set[int]()
         for _ in range(STEPS):
-            over = limits.over(held)
+            over = limits.missed(held)
             if over[0] <= 0:
                 break
             values = sorted(self._values(ops, held, vain, *limits.worst(held)), key=lambda v: (-v.score, v.op))
@@ -104,11 +120,11 @@ class Choice:
             taken = _first(values, over[0] // 2)
             new = ops.union(*(one.ops for one in taken))
             after = self.sketch.held(new)
-            while limits.over(after) >= over and len(taken) > 1:
+            while limits.missed(after) >= over and len(taken) > 1:
                 taken = taken[: len(taken) // 2]
                 new = ops.union(*(one.ops for one in taken))
                 after = self.sketch.held(new)
-            if limits.over(after) < over:
+            if limits.missed(after) < over:
                 ops, held, vain = new, after, set()
             else:
                 vain.add(taken[0].op)
@@ -164,7 +180,9 @@ class Choice:
         for parts in PARTS:
             cuts = _cuts(places, crossing, weight, weight[-1] / parts) if len(places) and weight[-1] else []
             if cuts:
-                crosses = [k for t in cuts for k in np.flatnonzero(ours & (sketch.begin <= t) & (sketch.end_forward > t))]
+                crosses = [
+                    k for t in cuts for k in np.flatnonzero(ours & (sketch.begin <= t) & (sketch.end_forward > t))
+                ]
                 held = {int(sketch.made_by[k]) for k in crosses}
                 found[frozenset(i for i in sketch.names if i <= cuts[-1] and i not in held)] = None
         return [(ops, sketch.held(ops)) for ops in found]
@@ -178,7 +196,7 @@ class Choice:
         for op in sorted(ops, key=lambda i: (-price[i], i))[:SPARED]:
             fewer = ops - {op}
             after = self.sketch.held(fewer)
-            if limits.over(after)[0] <= 0 and self.sketch.cost(after.copied) < self.sketch.cost(held.copied):
+            if limits.missed(after)[0] <= 0 and self.sketch.cost(after.copied) < self.sketch.cost(held.copied):
                 ops, held = fewer & after.copied, after
         return ops, held
 

@@ -15,7 +15,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.plan.again import Choice, Limits, names_of
-from graphzero.plan.plan import MemoryPlan, memory_of, mega
+from graphzero.plan.plan import MemoryPlan, mega, memory_of
 from graphzero.plan.sketch import Ops, Sketch
 from graphzero.plan.variants import Candidate, Variants
 
@@ -49,30 +49,30 @@ class Recomputation:
 
         If none does, the nearest that was found.
         """
-        choice = self.choice
+        choice, asked = self.choice, Limits(peak, activations)
         foreseen, real = choice.sketch.nothing, self.plain.plan.memory
-        found = list[tuple[int, float, Options]]()
+        tried = dict[Ops, tuple[int, float]]()
         for _ in range(TRIES):
-            limits = Limits(
-                None if peak is None else peak - (real.peak - int(foreseen.total.max())),
-                None if activations is None else activations - (real.activations - int(foreseen.activations.max())),
-            )
-            ops, foreseen = choice.within(limits)
-            options = self._recomputing(ops)
-            if any(options == one for _, _, one in found):
+            unforeseen = real.peak - int(foreseen.total.max()), real.activations - int(foreseen.activations.max())
+            ops, foreseen = choice.within(asked.less(*unforeseen))
+            if ops in tried:
                 break
-            real = self._memory(options)
-            over = max(have - most for have, most in ((real.peak, peak), (real.activations, activations)) if most is not None)
-            found.append((max(over, 0), choice.sketch.cost(foreseen.copied), options))
-            if -CLOSE * min(x for x in (peak, activations) if x is not None) <= over <= 0:
+            real = self._memory(ops)
+            over = asked.over(real.peak, real.activations)
+            tried[ops] = max(over, 0), choice.sketch.cost(foreseen.copied)
+            if -CLOSE * asked.least <= over <= 0:
                 break
-        return min(found, key=lambda one: one[:2])[2]
+        if all(over > 0 for over, _ in tried.values()):
+            ops, held = choice.least()
+            real = self._memory(ops)
+            tried[ops] = max(asked.over(real.peak, real.activations), 0), choice.sketch.cost(held.copied)
+        return self._recomputing(min(tried, key=tried.__getitem__))
 
     def _recomputing(self, ops: Ops) -> Options:
         return replace(self.options, recompute=names_of(self.choice.sketch, ops))
 
-    def _memory(self, options: Options) -> MemoryPlan:
-        return memory_of(self.variants.draft(options, own_until="recompute"))
+    def _memory(self, ops: Ops) -> MemoryPlan:
+        return memory_of(self.variants.draft(self._recomputing(ops), own_until="recompute"))
 
     def described(self, made: Candidate) -> Candidate:
         """The same, with words on what is computed again."""

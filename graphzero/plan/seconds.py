@@ -77,10 +77,10 @@ def _flops(graph: StepGraph, node: fx.Node) -> float:
 
     if target is ATTENTION:
         q, k, v = (size(x) for x in node.all_input_nodes[:3])
-        return 2.0 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) / (2 if node.args[4] else 1)
+        return float(2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) / (2 if node.args[4] else 1))
     if target is GROUPED_MM:
         a, b = (size(x) for x in node.all_input_nodes[:2])
-        return 2.0 * torch.Size(a).numel() * b[-1]
+        return float(2 * torch.Size(a).numel() * b[-1])
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0.0

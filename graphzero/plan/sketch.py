@@ -27,7 +27,8 @@ Ops = frozenset[int]  # positions of ops of forward
 class Held:
     """Bytes over the positions of the program with its copies.
 
-    total, activations: up to the end of backward, all, and of them what forward leaves, or what is computed again, for backward.
+    total, activations: up to the end of backward, all, and of them what forward leaves for backward to read, or what is
+    computed again for it.
     place: of each op, where it then stands.  begins, ends: of each storage of the program as it was.
     wanted: of each storage, the first position at which backward or a copy reads it.  copied: ops that run again.
     """
@@ -81,8 +82,8 @@ class Sketch:
         self.first_late = _array(min(some, default=len(at.nodes)) for some in late)
         self.storages = [[self._index[s] for s in at.roots.get(node, ()) if s in self._index] for node in at.nodes]
         self.makes: dict[int, list[int]] = {}
-        for k, i in enumerate(self.made_by):
-            self.makes.setdefault(int(i), []).append(k)
+        for k, i in enumerate(self.made_by.tolist()):
+            self.makes.setdefault(i, []).append(k)
         self.backward = [
             (i, seen) for i, phase in enumerate(phases)
             if phase == "backward" and (seen := [x for x in self.reads[i] if self.maker[x] >= 0])
@@ -139,9 +140,8 @@ class Sketch:
                     begin_again.setdefault(k, at)
                     end_again[k] = at
                 for x in self.reads[one]:
-                    again = x in copies
                     for k in self.storages[x]:
-                        if again:
+                        if x in copies:
                             end_again[k] = at
                         else:
                             ends[k] = max(ends[k], at)
@@ -202,7 +202,10 @@ class Sketch:
             first = int(place[before]) - len(some)
             for at, one in enumerate(some, first):
                 room = self.room.get(one)
-                if room is not None and (end_again.get(room) if int(self.made_by[room]) in copies else ends[room]) == at:
+                if (
+                    room is not None
+                    and (end_again.get(room) if int(self.made_by[room]) in copies else ends[room]) == at
+                ):
                     total[at] -= self.nbytes[room]
 
 

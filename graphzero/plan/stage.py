@@ -63,9 +63,7 @@ def choose(
     return found
 
 
-def _at_stage(
-    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None
-) -> Candidate:
+def _at_stage(variants: Variants, options: Options, budget: Budget | None, activations: int | str | None) -> Candidate:
     """The best program of a stage that fits, or the one of least memory."""
     plain = _best(variants, options, budget)
     if activations is None or (isinstance(activations, int) and plain.plan.memory.activations <= activations):

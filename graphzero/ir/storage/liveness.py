@@ -149,7 +149,8 @@ class Liveness:
         """What each storage is for, in the words of the plan.
 
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
-        update or the caller reads is ``activations``, and so is what is computed again for backward to read; the rest are ``temporaries``, gathered parameters among them.
+        update or the caller reads is ``activations``, and so is what is computed again for backward to read; the rest
+        are ``temporaries``, gathered parameters among them.
         """
         found: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
