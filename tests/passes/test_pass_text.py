@@ -29,6 +29,7 @@ SAMPLES: dict[str, list[Any]] = {
     "axis": [(), ("dp",), ("dp_replicate", "dp_shard")],
     "optimizer_in_backward": [True],
     "links": [(Link(1e-05, 1e9),), (Link(0.0, 3.5), Link(2.5, 1e20))],
+    "recompute": [(), ("gelu*", "h")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "order": [True],
     "bucket_bytes": [1, 2**40],

@@ -60,7 +60,7 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     last = pipeline(graph)
     records = pipeline.history
     assert tuple(record.name for record in records) == tuple(
-        name for name in NAMES if name not in ("order", "step_early")
+        name for name in NAMES if name not in ("recompute", "order", "step_early")
     )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
@@ -200,7 +200,7 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 
 
 def test_a_pass_is_there_under_its_condition() -> None:
-    everything = Options(stage=3, keep_gathered=(), order=True, optimizer_in_backward=True)
+    everything = Options(stage=3, recompute=("*",), keep_gathered=(), order=True, optimizer_in_backward=True)
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (
         (Options(keep_gathered=()), {"zero", "keep"}),
@@ -208,7 +208,7 @@ def test_a_pass_is_there_under_its_condition() -> None:
         (Options(stage=3), {"keep"}),
         (Options(stage=3, optimise=False), {"keep", *map(pass_name, Fuse().passes), "reuse", "join_updates"}),
     ):
-        missing |= {"order", "step_early"}
+        missing |= {"recompute", "order", "step_early"}
         assert names(default_passes(options)) == [name for name in NAMES if name not in missing]
 
 
