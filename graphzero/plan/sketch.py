@@ -63,6 +63,10 @@ class Sketch:
             if position[maker] in self.seconds:
                 self.maker[position[node]] = position[maker]
         self.reads = [[position[x] for x in node.all_input_nodes] for node in at.nodes]
+        self._beside = [  # what is copied with a value: what it reads, and all results where there are several
+            [*seen, *(position[user] for user in node.users if value.is_multi(node))]
+            for node, seen in zip(at.nodes, self.reads, strict=True)
+        ]
 
         lives = [life for life in at.lives() if life.begin >= 0 and takes_memory(life.storage)]
         self._index = {life.storage: k for k, life in enumerate(lives)}
@@ -182,7 +186,7 @@ class Sketch:
                 one = rest.pop()
                 if one not in new:
                     new.add(one)
-                    rest += [x for x in self.reads[one] if x not in copies and self.maker[x] in gone]
+                    rest += [x for x in self._beside[one] if x not in copies and self.maker[x] in gone]
             if new:
                 copies |= new
                 inserted.append((i, sorted(new)))

@@ -1,5 +1,7 @@
 """The model that the tests of recomputation train: blocks with norms, an MLP, attention and dropout."""
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -25,7 +27,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, layers=3, p=0.1):
+    def __init__(self, layers=2, p=0.1):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -42,7 +44,7 @@ class Blocks(nn.Module):
 class Train(gz.Graph):
     """memory: as ``set_activation_memory`` takes it."""
 
-    def __init__(self, memory=None, stage=0, placement=None, budget=None, early=False, layers=3, p=0.1, **zero):
+    def __init__(self, memory=None, stage=0, placement=None, budget=None, early=False, layers=2, p=0.1, **zero):
         super().__init__(placement or gz.placement("cpu", range(2), virtual=True))
         self.model = Blocks(layers, p)
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
@@ -72,3 +74,18 @@ def trained(graph, steps=2, part=lambda ids: ids):
 
 def same_bits(one, other):
     return all(map(torch.equal, one[0], other[0])) and all(map(torch.equal, one[1], other[1]))
+
+
+class Captured:
+    """Plans of one Graph under many settings, from one capture."""
+
+    def __init__(self):
+        self.graph = Train()
+
+    def __call__(self, memory=None, stage=0, budget=None, **zero):
+        self.graph.config.enable_zero(bool(stage), stage=stage or 1, **zero)
+        self.graph.config.set_activation_memory(memory)
+        self.graph.config.set_memory_budget(budget)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # so many programs
+            return self.graph.compile(batch()).plan

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from bad_input.wrong import says
-from recompute_toys import Train, batch
+from recompute_toys import Captured, Train, batch
 
 import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
@@ -15,6 +15,9 @@ from graphzero.passes import Pipeline, Recompute
 from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.plan.again import Choice, Limits, names_of
 from graphzero.plan.sketch import Sketch
+
+
+plan = Captured()
 
 
 @cache
@@ -58,12 +61,29 @@ def test_less_memory_costs_more_seconds():
     assert prices == sorted(prices) and prices[0] < prices[-1]
 
 
+LARGE = """
+graph step(dp=1) local
+  x  = batch()      : f32[512, 512]  B
+  w  = param()      : f32[512, 512]  B
+forward:
+  a  = mm(x, w)     : f32[512, 512]  B
+  h  = tanh(a)      : f32[512, 512]  B
+  b  = mm(h, w)     : f32[512, 512]  B
+  y  = sum(b)       : f32[]          B
+backward:
+  d  = mul(b, y)    : f32[512, 512]  B
+  e  = mul(d, h)    : f32[512, 512]  B
+  f  = mul(e, a)    : f32[512, 512]  B
+  return f
+"""
+
+
 def test_what_is_cheap_is_computed_again_first():
-    choice = Choice(sketch_of(0))
-    most = int(choice.sketch.nothing.activations.max())
-    ops, _ = choice.within(Limits(activations=int(0.8 * most)))
-    names = names_of(choice.sketch, ops)
-    assert names and not any(name.startswith(("addmm", "attention", "mm")) for name in names)
+    choice = Choice(Sketch(gz.parse(LARGE)))
+    each = 4 * 512 * 512
+    for limit, names in ((3.1 * each, ()), (2.1 * each, ("h",))):
+        ops, held = choice.within(Limits(activations=int(limit)))
+        assert held.activations.max() <= limit and names_of(choice.sketch, ops) == names
 
 
 def test_every_value_that_is_computed_again_is_needed_for_the_limit():
@@ -77,11 +97,11 @@ def test_every_value_that_is_computed_again_is_needed_for_the_limit():
 
 
 def test_the_plan_says_what_is_computed_again():
-    plan = Train("checkpoint").compile(batch()).plan
-    assert plan.to_dict()["recomputed"] == list(plan.recomputed)
-    assert plan.to_dict()["memory"]["activations"] == plan.memory.activations
-    (line,) = plan.decisions
-    assert line.startswith(f"computed again in backward: {len(plan.recomputed)} of ") and line in str(plan)
+    one = plan("checkpoint")
+    assert one.to_dict()["recomputed"] == list(one.recomputed)
+    assert one.to_dict()["memory"]["activations"] == one.memory.activations
+    (line,) = one.decisions
+    assert line.startswith(f"computed again in backward: {len(one.recomputed)} of ") and line in str(one)
 
 
 def test_enough_memory_leaves_the_program_as_it_is():
@@ -96,33 +116,31 @@ def test_enough_memory_leaves_the_program_as_it_is():
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_memory_budget_computes_again_what_does_not_fit(stage):
-    plain, least = compiled(stage).plan, Train("checkpoint", stage=stage).compile(batch()).plan
+    plain, least = plan(stage=stage), plan("checkpoint", stage)
     budget = (plain.memory.peak + least.memory.peak) // 2
-    graph = Train(stage=stage, budget=budget)
-    plan = graph.compile(batch()).plan
-    assert plan.memory.peak <= budget and 0 < len(plan.recomputed) < len(least.recomputed)
-    assert plan.decisions[-1 if stage < 3 else 0].startswith("computed again in backward")
+    found = plan(stage=stage, budget=budget)
+    assert found.memory.peak <= budget and 0 < len(found.recomputed) < len(least.recomputed)
+    assert found.decisions[0].startswith("computed again in backward")
 
 
 def test_what_the_error_of_a_budget_names_fits():
-    for stage in (0, 3):
-        with says(gz.ConfigError, "memory budget", "computed again in backward") as caught:
-            Train(stage=stage, budget=1000).compile(batch())
-        least = int(re.search(r"set_memory_budget\((\d+)\)", caught.message)[1])
-        assert Train(stage=stage, budget=least).compile(batch()).plan.memory.peak <= least
+    with says(gz.ConfigError, "memory budget", "computed again in backward") as caught:
+        plan(stage=3, budget=1000)
+    least = int(re.search(r"set_memory_budget\((\d+)\)", caught.message)[1])
+    assert plan(stage=3, budget=least).memory.peak <= least
 
 
 def test_auto_computes_again_at_the_last_stage():
-    peaks = [Train("checkpoint", stage=3).compile(batch()).plan.memory.peak, compiled(3).plan.memory.peak]
-    plan = Train(stage="auto", budget=sum(peaks) // 2).compile(batch()).plan
-    assert plan.stage == 3 and plan.recomputed and plan.memory.peak <= sum(peaks) // 2
+    budget = (plan("checkpoint", 3).memory.peak + plan(stage=3).memory.peak) // 2
+    found = plan(stage="auto", budget=budget)
+    assert found.stage == 3 and found.recomputed and found.memory.peak <= budget
 
 
 def test_both_limits_hold_together():
-    plain, least = compiled(2).plan, Train("checkpoint", stage=2).compile(batch()).plan
+    plain, least = plan(stage=2), plan("checkpoint", 2)
     budget, memory = (plain.memory.peak + least.memory.peak) // 2, int(0.8 * plain.memory.activations)
-    plan = Train(memory, stage=2, budget=budget).compile(batch()).plan
-    assert plan.memory.peak <= budget and plan.memory.activations <= memory
+    found = plan(memory, 2, budget)
+    assert found.memory.peak <= budget and found.memory.activations <= memory
 
 
 # ---- what does not fit
@@ -133,9 +151,9 @@ def test_bytes_that_nothing_fits_are_refused_with_what_would_fit():
         gz.ConfigError, "set_activation_memory(1000)", "Train on dp=2", "too many", "they are most at", ".py:",
         "fewer samples per rank", "recompute_toys.py",
     ) as caught:  # fmt: skip
-        Train(1000).compile(batch())
+        plan(1000)
     least = int(re.findall(r"set_activation_memory\((\d+)\)", caught.message)[1])
-    assert Train(least).compile(batch()).plan.memory.activations <= least
+    assert plan(least).memory.activations <= least
 
 
 @pytest.mark.parametrize("memory", ["blocks", 0, -1, 2.5, True, b"checkpoint", ["checkpoint"]])

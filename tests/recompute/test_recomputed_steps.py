@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
+from graphzero.ir import value
 from graphzero.passes import Recompute
 from graphzero.testing import fake_world
 
@@ -46,9 +47,9 @@ def test_masks_are_drawn_again_as_they_were():
     graph = Train("checkpoint")
     graph.compile(batch())
     drawn = [node for node in graph.program.nodes if getattr(node.target, "_opname", "") == "uniform_like"]
-    again = [node for node in drawn if node.meta["role"] is not None and node.meta["role"].kind == "recompute"]
+    again = [node for node in drawn if value.is_recomputed(node)]
     numbers = {node.name: node.args[2] for node in drawn}
-    assert again and all(numbers[node.meta["role"].of] == node.args[2] for node in again)
+    assert again and all(numbers[value.role_of(node).of] == node.args[2] for node in again)
 
 
 @pytest.mark.parametrize("settings", [{"keep_gathered": True, "stage": 3}, {"early": True, "stage": 2}])
@@ -79,15 +80,31 @@ def test_two_processes_train_to_the_same_bits(tmp_path):
     assert_passed(results, "two_processes_train_to_the_same_bits", 2)
 
 
+class Compiled(gz.Graph):
+    def __init__(self, memory):
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 8))
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.config.set_executor("inductor")
+        self.config.set_activation_memory(memory)
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
 @needs_compiler
+@pytest.mark.slow
 def test_the_compiled_executor_computes_the_same():
-    found = []
+    x, found = torch.randn(16, 8), []
     for memory in (None, "checkpoint"):
-        graph = Train(memory, layers=1)
-        graph.config.set_executor("inductor")
-        found.append(trained(graph))
-    for one, other in zip(found[0][0] + found[0][1], found[1][0] + found[1][1], strict=True):
-        torch.testing.assert_close(one, other)
+        graph = Compiled(memory)
+        torch.manual_seed(1)
+        found.append([*(graph(x) for _ in range(2)), *graph.model.state_dict().values()])
+    assert graph.plan.recomputed
+    torch.testing.assert_close(*found)
 
 
 def test_data_and_tensor_ranks_train_to_the_same_bits():
@@ -132,8 +149,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage, part):
 
 def test_any_budget_holds_and_changes_no_bit():
     rng = random.Random(3)
-    for _ in range(6):
-        stage = rng.randrange(4)
+    for stage in (0, 2, 3, 3):
         wanted, plain = reference(stage)
         held = plain.plan.memory.activations
         memory = rng.randint(int(0.35 * held), held)

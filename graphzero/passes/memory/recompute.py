@@ -122,8 +122,7 @@ class Forward:
         for node in at.nodes:
             if node.op != "call_function" or value.phase_of(node) != "forward" or value.is_scalar(node):
                 continue
-            root = at.roots[node][0] if not value.is_multi(node) else None
-            maker = node if value.is_multi(node) and (node, 0) in at.roots[node] else root[0] if root else node
+            maker = next((storage[0] for storage in at.roots[node] if storage is not None), node)
             if maker.op == "call_function":
                 self.maker[node] = maker
                 if any(_hands_on(user) for user in node.users):
@@ -183,6 +182,8 @@ def _missing(
             seen.add(one)
             yield one
             rest += one.all_input_nodes
+            if value.is_multi(one):  # all its results stand right behind it
+                rest += one.users
 
 
 def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
