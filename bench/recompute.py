@@ -165,7 +165,9 @@ def show_compile() -> None:
     with fake_world(64):
         compiled(None)
         plan, seconds = compiled(None)
-        rows.append(["plain", f"{plan.memory.activations / 1e9:.2f}", f"{plan.memory.peak / 1e9:.2f}", f"{seconds:.1f}"])
+        rows.append(
+            ["plain", f"{plan.memory.activations / 1e9:.2f}", f"{plan.memory.peak / 1e9:.2f}", f"{seconds:.1f}"]
+        )
         most = plan.memory.activations
         for what, memory in [('"checkpoint"', "checkpoint"), *((f"{p:.0%}", int(p * most)) for p in PARTS)]:
             plan, seconds = compiled(memory)

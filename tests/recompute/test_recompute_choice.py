@@ -16,7 +16,6 @@ from graphzero.passes.memory.recompute import merge_gathers
 from graphzero.plan.again import Choice, Limits, names_of
 from graphzero.plan.sketch import Sketch
 
-
 plan = Captured()
 
 

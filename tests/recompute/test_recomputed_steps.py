@@ -10,8 +10,8 @@ import layouts
 import pytest
 import torch
 from inside import executor_of
-from runtime.processes import assert_passed, run
 from recompute_toys import Train, batch, same_bits, trained
+from runtime.processes import assert_passed, run
 from test_plan_measured import Storages
 from torch import nn
 from torch.utils._pytree import tree_leaves
