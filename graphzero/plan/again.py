@@ -38,6 +38,11 @@ class Limits:
         """The smaller one."""
         return min((limit for _, limit in self._set()), default=0)
 
+    @property
+    def none(self) -> Limits:
+        """No bytes at all, of what is limited."""
+        return Limits(None if self.total is None else 0, None if self.activations is None else 0)
+
     def over(self, total: int, activations: int) -> int:
         """How many bytes too many these are, 0 or less for none."""
         return max(

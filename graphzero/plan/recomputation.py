@@ -63,10 +63,17 @@ class Recomputation:
             if -CLOSE * asked.least <= over <= 0:
                 break
         if all(over > 0 for over, _ in tried.values()):
-            ops, held = choice.least()
-            real = self._memory(ops)
-            tried[ops] = max(asked.over(real.peak, real.activations), 0), choice.sketch.cost(held.copied)
+            return self._recomputing(self._smallest(asked))
         return self._recomputing(min(tried, key=tried.__getitem__))
+
+    def _smallest(self, asked: Limits) -> Ops:
+        """What comes nearest to limits that nothing keeps; of any such limits the same, so that what an error says is
+        needed is enough."""
+        found = dict[Ops, int]()
+        for ops, _ in (self.choice.least(), self.choice.within(asked.none)):
+            real = self._memory(ops)
+            found[ops] = asked.over(real.peak, real.activations)
+        return min(found, key=found.__getitem__)
 
     def _recomputing(self, ops: Ops) -> Options:
         return replace(self.options, recompute=names_of(self.choice.sketch, ops))
