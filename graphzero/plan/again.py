@@ -22,7 +22,7 @@ STEPS = 400  # sketches on the way down from one beginning
 SPARED = 200  # values that are tried whether they may stay after all
 PARTS = tuple(1.4**i for i in range(14))  # segments that forward is cut in, about
 LARGE = 64  # ops that are computed again for one value, at most
-MUCH = 0.95  # of what segments leave, where value by value is taken instead
+MUCH = 0.8  # of what segments leave, where value by value is taken instead
 NOTHING: Ops = frozenset()
 
 
@@ -101,7 +101,8 @@ class Choice:
         return min(fitting or found, key=lambda one: self._rank(one, limits))
 
     def least(self) -> tuple[Ops, Held]:
-        """The segments with which forward leaves least for backward; value by value where that leaves much less."""
+        """The segments with which forward leaves least for backward; value by value where that leaves
+        much less, and peaks no higher."""
 
         def left(one: tuple[Ops, Held]) -> tuple[int, float]:
             return int(one[1].activations.max()), self.sketch.cost(one[1].copied)
@@ -109,7 +110,8 @@ class Choice:
         nothing = NOTHING, self.sketch.nothing
         found = min((nothing, *self.segments), key=left)
         further = min((self._lowered(one, Limits(activations=0)) for one in (nothing, found)), key=left)
-        if left(further)[0] < MUCH * left(found)[0]:
+        is_less = left(further)[0] < MUCH * left(found)[0]
+        if is_less and further[1].total.max() <= found[1].total.max():
             found = further
         return self._spared(found, Limits(activations=left(found)[0]))
 
