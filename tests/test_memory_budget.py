@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import re
 import warnings
 from functools import cache
 
@@ -246,11 +247,14 @@ def test_an_evaluation_has_nothing_to_keep():
 def test_a_budget_that_nothing_fits_says_what_it_would_need_and_what_would_need_less():
     low, _ = ends()
     with says(
-        gz.ConfigError, f"{low - 1:,} bytes per rank", "Train on dp=4 at stage 3", f"peaks at {low:,} bytes",
-        "activations", f"set_memory_budget({low})", "micro-batches", "torch.utils.checkpoint",
-    ):  # fmt: skip
-        Train(budget=low - 1).planned()
-    assert plan(budget=low).memory.peak == low
+        gz.ConfigError, "the memory budget is 1 bytes per rank", "Train on dp=4 at stage 3", "activations",
+        "set_memory_budget(", "micro-batches", "torch.utils.checkpoint", "computed again",
+    ) as said:  # fmt: skip
+        Train(budget=1).planned()
+    least = int(re.search(r"set_memory_budget\((\d+)\)", said.message)[1])
+    assert f"peaks at {least:,} bytes" in said.message
+    assert plan(budget=least).memory.peak <= least < low  # where backward computes values of forward again
+    assert not plan(budget=low).recomputed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -263,9 +267,9 @@ def test_stages_that_keep_parameters_whole_are_checked(stage):
 
 def test_what_the_user_keeps_beyond_the_budget_is_refused():
     low, high = ends()
-    with says(gz.ConfigError, f"peaks at {high:,}", "leave keep_gathered out"):
-        Train(budget=low, keep_gathered=True).planned()
-    assert plan(budget=low).memory.peak <= low
+    with says(gz.ConfigError, "leave keep_gathered out"):
+        Train(budget=low // 3, keep_gathered=True).planned()
+    assert plan(budget=low).memory.peak <= low < high
 
 
 # ---- stage "auto"

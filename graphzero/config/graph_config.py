@@ -62,10 +62,22 @@ class GraphConfig:
         """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.
 
         At stage 3 the budget is spent on what stays gathered between forward and backward, so that least is sent; with
-        stage "auto" it decides the stage too.  Compiling a step that cannot fit raises ConfigError, with what it needs.
+        stage "auto" it decides the stage too.  Where a step does not fit otherwise, backward computes values of forward
+        again instead of holding them.  Compiling a step that cannot fit raises ConfigError, with what it needs.
         Operator workspaces, the inputs and the Python process are not in the plan: leave room for them.
         """
         self._set(memory_budget=nbytes)
+
+    def set_activation_memory(self, memory: int | str | None) -> None:
+        """Say what backward may need of forward: the rest is computed again in backward, with the same bits.
+
+        memory: the most bytes of activations that one rank may hold at a time, copies that are made again included;
+        what is cheap to compute is computed again first.  "checkpoint" cuts forward in segments where little crosses,
+        holds what crosses, and computes all else again, as torch.utils.checkpoint around blocks does: the least memory
+        for at most one forward more.  None, the default, holds everything, unless ``set_memory_budget`` needs it
+        otherwise.  Bytes that are too few raise ConfigError when the step is compiled, with what it needs.
+        """
+        self._set(activation_memory=memory)
 
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
         """Step each parameter while backward runs, as soon as its gradient is complete and its old value read.

@@ -43,6 +43,15 @@ class Settings(Checked):
         whole_number(1, "give the number of micro-batches, 1 or more"),
         "set_gradient_accumulation_steps({})",
     )
+    activation_memory: int | str | None = setting(
+        None,
+        Check(
+            lambda x: x is None or x == "checkpoint" or (type(x) is int and x >= 1),
+            'give "checkpoint", the bytes that activations of one rank may take, an int of 1 or more, or None to hold '
+            "them all",
+        ),
+        "set_activation_memory({})",
+    )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")

@@ -109,6 +109,8 @@ class Role:
     seed        "" (the 0-d int64 key of this step's random draws) ""
     gradient    ``attribute.fqn``: p.grad when backward ends    ""
     loss        ""                                              ""
+    recompute   name of the value of forward that is computed   ""
+                again
     =========== =============================================== ======================
 
     The first eight are the roles of placeholders, and ``(kind, of, key)`` names one for the runtime.
@@ -124,7 +126,7 @@ class Role:
 
 
 PLACEHOLDER_KINDS = ("batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed")
-ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss", "accumulator")
+ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss", "accumulator", "recompute")
 
 
 def type_of(node: fx.Node) -> Any:
@@ -171,6 +173,12 @@ def pins_of(node: fx.Node) -> tuple[bool, ...]:
 
 def role_of(node: fx.Node) -> Role | None:
     return node.meta.get("role")
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the node computes, in backward, what forward has computed before."""
+    role = role_of(node)
+    return role is not None and role.kind == "recompute"
 
 
 def phase_of(node: fx.Node) -> str:

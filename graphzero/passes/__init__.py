@@ -15,6 +15,7 @@ from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.keep import Keep
 from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.pipeline import NAMES, Fuse, Options, Schedule, default_passes
 from graphzero.passes.place.expand import Expand
@@ -59,6 +60,7 @@ __all__ = [
     "Pin",
     "Pipeline",
     "Propagate",
+    "Recompute",
     "Record",
     "Reuse",
     "Schedule",

@@ -22,6 +22,7 @@ from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
 from graphzero.passes.memory.keep import Keep
 from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
@@ -51,6 +52,7 @@ class Options:
     masters: whether parameters are masters of 16-bit casts, which forward reads.
     optimizer_in_backward: whether the optimizer steps a parameter while backward runs.
     links: what communication costs on each placement axis, outermost first; () where bytes decide.
+    recompute: names and patterns of values of forward that are computed again in backward.
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
     order: whether what backward makes may wait, to lower the most bytes held at a time.
@@ -67,6 +69,7 @@ class Options:
     masters: bool = False
     optimizer_in_backward: bool = False
     links: Links = ()
+    recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     order: bool = False
     micro_batches: int = 1
@@ -120,6 +123,7 @@ PASSES: tuple[Entry, ...] = (
     Entry(FuseAccumulate, "local", lambda options: options.optimise and options.micro_batches > 1, "fuse"),
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
+    Entry(Recompute, "local", lambda options: bool(options.recompute)),
     Entry(Keep, "local", lambda options: options.gathers and options.keep_gathered is not None),
     Entry(Order, "local", lambda options: options.order),
     Entry(Bucket, "local"),

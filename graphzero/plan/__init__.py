@@ -2,7 +2,7 @@
 
 ``plan`` reads the costs off a final program.  The choices stand above the pass pipeline: they run it with other options
 and compare what comes out.  ``order`` chooses among orders of backward, ``gathers`` what stays gathered within a
-budget, ``stage`` the ZeRO stage; ``variants`` makes the programs.
+budget, ``recomputation`` what backward computes again, ``stage`` the ZeRO stage; ``variants`` makes the programs.
 """
 
 from graphzero.plan.budget import Budget

@@ -28,6 +28,8 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
     at_peak = sorted(least.memory.at_peak.items(), key=lambda item: -item[1])
     held = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes)
     others = "".join(f", stage {one.plan.stage} at {one.peak:,}" for one in tried if one.plan is not least)
+    if least.recomputed:
+        held += f"; {len(least.recomputed)} values of forward are computed again in backward"
     advice = ["leave keep_gathered out, and the budget decides what stays gathered"] if least.kept else []
     heavy = [name for name, nbytes in at_peak if nbytes * 8 > least.memory.peak]
     if "gradients" in heavy and not options.optimizer_in_backward:

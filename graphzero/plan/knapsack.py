@@ -110,7 +110,7 @@ def knapsack(items: Sequence[tuple[int, float]], rooms: Sequence[int]) -> list[i
     widest = max(rooms, default=0)
     for i, ((weight, worth), room) in enumerate(zip(items, rooms, strict=True)):
         taken = [_State(s.weight + weight, s.value + worth, (i, s)) for s in states]
-        fitting = [s for s in (*states, *taken) if s.weight <= room or s.taken is None]
+        fitting = [s for s in (*states, *taken) if s.weight <= room or not s.weight]
         states = _thinned(_undominated(fitting), widest)
     found, last = [], max(states, key=lambda s: s.value).taken
     while last is not None:

@@ -54,12 +54,14 @@ class MemoryPlan:
     it holds counts as what it is.  Programs of one Graph share it: their largest is what is held.
     model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
     backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
+    activations: the most bytes at any moment of what forward leaves, or backward computes again.
     """
 
     resident: dict[str, int]
     at_peak: dict[str, int]
     model_state: int
     peak_at: str = ""
+    activations: int = 0
 
     @property
     def peak(self) -> int:
@@ -77,7 +79,8 @@ class Plan:
     only fill up uneven pieces (part of ``comm_bytes``).  comm_volume: elements of parameters and gradients that one
     rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
     ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
-    once for backward.  decisions: what a memory budget decided, in words.
+    once for backward.  recomputed: values of forward that backward computes again.  decisions: what a memory budget
+    and the like decided, in words.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Plan:
     links: Links = ()
     stage: int = 0
     kept: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
 
     @property
@@ -113,6 +117,7 @@ class Plan:
                 "at_peak": dict(self.memory.at_peak),
                 "peak": self.memory.peak,
                 "model_state": self.memory.model_state,
+                "activations": self.memory.activations,
             },
             "collectives": [
                 collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
@@ -123,6 +128,7 @@ class Plan:
             "padding_bytes": self.padding_bytes,
             "stage": self.stage,
             "kept": list(self.kept),
+            "recomputed": list(self.recomputed),
             "decisions": list(self.decisions),
         }
 
@@ -263,7 +269,7 @@ def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = N
     gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
-    return MemoryPlan(resident, at_peak, state, where)
+    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()))
 
 
 def _over_time(at: Liveness, rank: int | None, arena: Arena | None) -> dict[str, Bytes]:

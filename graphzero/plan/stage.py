@@ -13,6 +13,7 @@ from graphzero.plan.budget import Budget, does_not_fit
 from graphzero.plan.gathers import Gathers
 from graphzero.plan.order import in_best_order
 from graphzero.plan.plan import mega
+from graphzero.plan.recomputation import Recomputation, too_few
 from graphzero.plan.variants import Candidate, Variants
 
 # Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
@@ -28,24 +29,29 @@ def choose(
     *,
     stages: Sequence[int],
     budget: Budget | None = None,
+    activations: int | str | None = None,
 ) -> Candidate:
     """The program of a captured step.
 
     options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
-    stages: that are asked for; of several, the first that fits the budget.
+    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with values of
+        forward computed again in backward until it fits.
+    activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
 
     Raises:
-        ConfigError: no program fits the budget; it says what it would need.
+        ConfigError: no program fits the budget, or those bytes; it says what it would need.
     """
     variants, tried = Variants(graph, own), list[Candidate]()
     for stage in stages:
         if budget is not None and stage == 2 and tried and _resident(tried[-1]) > budget.nbytes:
             continue  # between calls 2 holds what 1 holds
-        tried.append(_at_stage(variants, replace(options, stage=stage), budget))
+        tried.append(_at_stage(variants, replace(options, stage=stage), budget, activations))
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
+    if budget is not None and tried[-1].peak > budget.nbytes:
+        tried[-1] = _smaller(variants, replace(options, stage=tried[-1].plan.stage), budget, activations, tried[-1])
     found = tried[-1]
     if budget is not None and found.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
@@ -59,8 +65,36 @@ def choose(
     return found
 
 
-def _at_stage(variants: Variants, options: Options, budget: Budget | None) -> Candidate:
+def _at_stage(variants: Variants, options: Options, budget: Budget | None, activations: int | str | None) -> Candidate:
     """The best program of a stage that fits, or the one of least memory."""
+    plain = _best(variants, options, budget)
+    if activations is None or (isinstance(activations, int) and plain.plan.memory.activations <= activations):
+        return plain
+    again = Recomputation(variants, options, plain)
+    if not again.is_training:
+        return plain
+    told = again.within(None, activations) if isinstance(activations, int) else again.checkpoint()
+    made = again.described(_best(variants, told, budget))
+    if isinstance(activations, int) and made.plan.memory.activations > activations:
+        raise too_few(activations, made, plain)
+    return made
+
+
+def _smaller(
+    variants: Variants, options: Options, budget: Budget, activations: int | str | None, found: Candidate
+) -> Candidate:
+    """The program that computes again what it takes to fit the budget; ``found`` if nothing helps."""
+    plain = _best(variants, options, None)
+    again = Recomputation(variants, options, plain)
+    if not again.is_training:
+        return found
+    bytes_of = activations if isinstance(activations, int) else None
+    made = again.described(_best(variants, again.within(budget.nbytes, bytes_of), budget))
+    return made if made.peak < found.peak else found
+
+
+def _best(variants: Variants, options: Options, budget: Budget | None) -> Candidate:
+    """The best program of these options that fits, or the one of least memory."""
 
     def best(options: Options) -> Candidate:
         if options.stage == 3 and options.keep_gathered is not None:

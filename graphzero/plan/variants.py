@@ -58,7 +58,7 @@ class Variants:
         passes = self._passes(options, own_until)
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
             graph = self._run(passes)
-            plan = replace(plan_of(graph, links=options.links), stage=options.stage)
+            plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
             self._made = Candidate(graph, [record for _, record in self._ran], plan)
         return self._made
 

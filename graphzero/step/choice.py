@@ -29,7 +29,10 @@ def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], 
     placed = {role: nd for role, nd in placed.items() if role in read}
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
-    found = choose(graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget)
+    found = choose(
+        graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget,
+        activations=settings.activation_memory,
+    )  # fmt: skip
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return found
     arena = arena_of(found.graph, settings.memory_budget)

@@ -175,8 +175,9 @@ class Liveness:
         """What each storage is for, in the words of the plan.
 
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
-        update or the caller reads is ``activations``; 16-bit copies of wider parameters are ``compute_parameters``; the
-        rest are ``temporaries``, gathered parameters among them.
+        update or the caller reads is ``activations``, and so is what is computed again for backward to read; 16-bit
+        copies of wider parameters are ``compute_parameters``; what adds up gradients of micro-batches is
+        ``accumulators``; the rest are ``temporaries``, gathered parameters among them.
         """
         found: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
@@ -284,5 +285,9 @@ def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> st
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"
+    if is_param:
+        return known
+    if value.is_recomputed(storage[0]):
+        return "activations" if not all(map(value.is_recomputed, node.users)) else known
     outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)
-    return "activations" if outlives and not is_param and value.phase_of(storage[0]) == "forward" else known
+    return "activations" if outlives and value.phase_of(storage[0]) == "forward" else known

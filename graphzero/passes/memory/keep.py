@@ -123,6 +123,17 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
     return dict(found)
 
 
+def follows_parameter(graph: StepGraph) -> list[fx.Node]:
+    """What is gathered of a parameter, or follows from that as what ``gathered_again`` lists does; in order."""
+    parameters = set(graph.placeholders("param"))
+    gathered: dict[fx.Node, bool] = dict.fromkeys(parameters, False)
+    for node in graph.nodes:
+        source = _source(node)
+        if source is not None and source in gathered:
+            gathered[node] = gathered[source] or node.target in ops.COLLECTIVES
+    return [node for node, is_gathered in gathered.items() if is_gathered]
+
+
 def _source(node: fx.Node) -> fx.Node | None:
     """What ``node`` moves, views, picks of, or casts to something smaller."""
     operands = node.all_input_nodes

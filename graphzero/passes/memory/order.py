@@ -130,14 +130,14 @@ class _Memory:
         self.backward = [i for i, node in enumerate(self.nodes) if value.phase_of(node) == "backward"]
         self.users = [[at.position[user] for user in node.users] for node in self.nodes]
         self.resident = sum(life.nbytes for life in at.lives() if life.begin < 0 and life.category)
-        found = [life for life in at.lives() if life.begin >= 0 and _takes_memory(life.storage)]
+        found = [life for life in at.lives() if life.begin >= 0 and takes_memory(life.storage)]
         self.index = {life.storage: k for k, life in enumerate(found)}
         self.nbytes = np.array([life.nbytes for life in found], dtype=np.int64)
         self.maker = np.array([life.begin for life in found], dtype=np.int64)
         readers = [[life.begin, *at.readers[life.storage]] for life in found]
         self.readers = np.array([i for some in readers for i in some], dtype=np.int64)
         self.offsets = np.cumsum([0, *map(len, readers[:-1])])
-        rooms = [(at.position[node], at.roots[room][0]) for node in self.nodes for room in _rooms(graph, node)]
+        rooms = [(at.position[node], at.roots[room][0]) for node in self.nodes for room in rooms_of(graph, node)]
         pairs = [(i, self.index[storage]) for i, storage in rooms if storage in self.index]
         self.over_op, self.over_room = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
@@ -187,12 +187,12 @@ def _postponed(position: Positions, block: list[int], place: int) -> Positions:
     return moved
 
 
-def _takes_memory(storage: Storage) -> bool:
+def takes_memory(storage: Storage) -> bool:
     """Not what an optimizer's kernel writes over its operands."""
     return storage[0].target not in inplace.OVER_OPERANDS
 
 
-def _rooms(graph: StepGraph, node: fx.Node) -> Iterator[fx.Node]:
+def rooms_of(graph: StepGraph, node: fx.Node) -> Iterator[fx.Node]:
     """The operand in whose storage the result of ``node`` may be put, if nobody reads it again."""
     if node.target is ops.all_reduce:
         yield node.args[0]  # type: ignore[misc]

@@ -1,0 +1,196 @@
+"""Recompute: values of forward that backward reads are computed again there, instead of being held until then.
+
+It trades time for memory and changes no bit: an op that runs again reads what it read before, draws of random numbers
+are functions of what they read.  A value that is computed again needs what it is computed from: what of that is named
+too is computed again likewise, the rest is held.  Which values are worth it is not decided here: see ``plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.text.printer import op_name
+from graphzero.ir.value import Role
+from graphzero.ops import CHECK
+from graphzero.passes.base import BuiltinPass
+from graphzero.passes.memory.keep import follows_parameter, gathered_again
+
+_WILD = set("*?[")
+_HELD = (*ops.COMMUNICATING, ops.assign, CHECK)  # ranks meet there, or it has an effect
+AGAIN = "recompute"  # the role of what is computed again
+
+
+@dataclass(frozen=True)
+class Recompute(BuiltinPass):
+    """Computes values of forward again where backward reads them first, instead of holding them; the same bits.
+
+    recompute: names of values, or patterns as of a shell; all that can be by default.
+    Raises ConfigError for a name of no value of forward, and of one that has to be held.
+
+    A parameter that forward gathers for such a value is gathered again for it, once in backward for all its readers.
+    What else moves between ranks, what checks, and what the update or the caller reads, is never computed again.
+
+    Requires: collectives that stand alone, not in buckets.
+    Ensures: backward does not read what is named from forward, but what is computed again right before; the same bits.
+
+    Example::
+
+        recompute{recompute=(h)}
+
+        graph step(dp=1) local
+          x  = batch()   : f32[8, 4]  B
+          w  = param()   : f32[4, 4]  B
+        forward:
+          a  = mm(x, w)  : f32[8, 4]  B
+          h  = tanh(a)   : f32[8, 4]  B
+          y  = mm(h, w)  : f32[8, 4]  B
+        backward:
+          e  = sign(y)   : f32[8, 4]  B
+          t  = t(h)      : f32[4, 8]  B
+          gw = mm(t, e)  : f32[4, 4]  B  ; gradient(w)
+          d  = mul(e, a) : f32[8, 4]  B
+          return gw, d
+        ->
+        graph step(dp=1) local
+          x   = batch()   : f32[8, 4]  B
+          w   = param()   : f32[4, 4]  B
+        forward:
+          a   = mm(x, w)  : f32[8, 4]  B
+          h   = tanh(a)   : f32[8, 4]  B
+          y   = mm(h, w)  : f32[8, 4]  B
+        backward:
+          e   = sign(y)   : f32[8, 4]  B
+          h_r = tanh(a)   : f32[8, 4]  B  ; recompute(h)
+          t   = t(h_r)    : f32[4, 8]  B
+          gw  = mm(t, e)  : f32[4, 4]  B  ; gradient(w)
+          d   = mul(e, a) : f32[8, 4]  B
+          return gw, d
+    """
+
+    recompute: tuple[str, ...] = ("*",)
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        merge_gathers(graph)
+        forward = Forward(graph)
+        dropped = self._of(graph, forward) | forward.gathers
+        _read_again(graph, forward, dropped)
+        return graph
+
+    def _of(self, graph: StepGraph, forward: Forward) -> set[fx.Node]:
+        """The ops that make what is named."""
+        named = {node.name: node for node in forward.maker}
+        found = set[fx.Node]()
+        for name in self.recompute:
+            if set(name) & _WILD:
+                makers = {forward.maker[named[one]] for one in named if fnmatchcase(one, name)}
+                found |= makers & forward.free.keys()
+                continue
+            maker = forward.maker.get(named[name]) if name in named else None
+            if maker is None:
+                shown = ", ".join(node.name for node in forward.free)
+                raise ConfigError(
+                    f"recompute={name!r}: no value of forward is called so in {graph.name}; it has {shown:.400}"
+                )
+            if maker not in forward.free:
+                raise ConfigError(f"recompute={name!r}: it is held, for {forward.why_held(maker)}")
+            found.add(maker)
+        return found
+
+
+class Forward:
+    """What of forward may be computed again.
+
+    maker: per value of forward, the op whose storage it lives in.  free: the ops, in order, that may run again.
+    gathers: those that move parameters between ranks, and what follows from them: they always may.
+    """
+
+    def __init__(self, graph: StepGraph):
+        at = liveness(graph)
+        self.position = at.position
+        self.maker: dict[fx.Node, fx.Node] = {}
+        self._handed_on = set[fx.Node]()
+        for node in at.nodes:
+            if node.op != "call_function" or value.phase_of(node) != "forward" or value.is_scalar(node):
+                continue
+            maker = next((storage[0] for storage in at.roots[node] if storage is not None), node)
+            if maker.op == "call_function" and not (at.repeated and at.position[maker] < at.repeated.start):
+                self.maker[node] = maker  # what is there before the first micro-batch stays for all
+                if any(_hands_on(user) for user in node.users):
+                    self._handed_on.add(maker)
+        self.gathers = {self.maker[node] for node in follows_parameter(graph) if node in self.maker}
+        makers = dict.fromkeys(self.maker.values())
+        self.free = {one: None for one in makers if one not in self.gathers and not self.why_held(one)}
+
+    def why_held(self, maker: fx.Node) -> str:
+        """Why an op is not to run again; "" if it may."""
+        target: Any = maker.target
+        if target in _HELD:
+            return f"{op_name(target)} runs once"
+        if isinstance(target, torch._ops.OpOverload):
+            if target._schema.is_mutable:
+                return f"{op_name(target)} writes over what it reads"
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                return f"{op_name(target)} draws numbers of its own"
+        return "the update or the caller reads it" if maker in self._handed_on else ""
+
+
+def _hands_on(user: fx.Node) -> bool:
+    return user.op == "output" or value.phase_of(user) == "update"
+
+
+def merge_gathers(graph: StepGraph) -> None:
+    """Let backward read what forward gathers, as if it stayed: where it is gathered again then follows from readers."""
+    pairs = [pair for some in gathered_again(graph).values() for pair in some]
+    for first, again in pairs:
+        again.replace_all_uses_with(first)
+    for _, again in reversed(pairs):
+        graph.graph.erase_node(again)
+
+
+def _read_again(graph: StepGraph, forward: Forward, dropped: set[fx.Node]) -> None:
+    """Put copies of what follows from ``dropped`` in front of their first readers in backward."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or value.phase_of(node) != "backward":
+            continue
+        read = [x for x in node.all_input_nodes if forward.maker.get(x) in dropped]
+        for one in sorted(_missing(read, forward, dropped, copies), key=forward.position.__getitem__):
+            with graph.graph.inserting_before(node):
+                copies[one] = _copy(graph, one, copies)
+        if read:
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))  # type: ignore[misc]
+
+
+def _missing(
+    read: list[fx.Node], forward: Forward, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> Iterator[fx.Node]:
+    """What has to be copied for a reader of those."""
+    seen, rest = set[fx.Node](), list(read)
+    while rest:
+        one = rest.pop()
+        if one not in seen and one not in copies and forward.maker.get(one) in dropped:
+            seen.add(one)
+            yield one
+            rest += one.all_input_nodes
+            if value.is_multi(one):  # all its results stand right behind it
+                rest += one.users
+
+
+def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
+    made = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")  # type: ignore[arg-type]
+    made.meta = {**node.meta, "phase": "backward"}
+    role = value.role_of(node)
+    if role is None or role.kind != "param":
+        graph.set_role(made, Role(AGAIN, node.name))
+    return made

@@ -1,0 +1,161 @@
+"""What is computed again: the sketch that the choice goes by, limits, settings, and what is said where nothing fits."""
+
+import random
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+from bad_input.wrong import says
+from recompute_toys import Captured, Train, batch
+
+import graphzero as gz
+from graphzero.ir.storage.liveness import liveness
+from graphzero.passes import Pipeline, Recompute
+from graphzero.passes.memory.recompute import merge_gathers
+from graphzero.plan.again import Choice, Limits, names_of
+from graphzero.plan.sketch import Sketch
+
+plan = Captured()
+
+
+@cache
+def compiled(stage):
+    return Train(stage=stage).compile(batch())
+
+
+def before(stage):
+    """What the pass would be given."""
+    return next(record.before for record in compiled(stage).history if record.name == "bucket")
+
+
+@cache
+def sketch_of(stage):
+    graph = before(stage)
+    merge_gathers(graph)
+    return Sketch(graph)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_sketch_counts_what_the_pass_makes(stage):
+    sketch, rng = sketch_of(stage), random.Random(stage)
+    for count in (len(sketch.names), 1, 5, len(sketch.names) // 2):
+        ops = frozenset(rng.sample(sorted(sketch.names), count))
+        held = sketch.held(ops)
+        after = Pipeline([Recompute(names_of(sketch, ops))])(before(stage))
+        at = liveness(after)
+        lives = [life for life in at.lives() if life.category == "activations"]
+        assert np.array_equal(at.over_time(lives)[: len(held.activations)], held.activations)
+        assert (held.total <= (at.total() - at.transient)[: len(held.total)]).all()  # less rooms that results share
+
+
+def test_less_memory_costs_more_seconds():
+    choice = Choice(sketch_of(0))
+    most = int(choice.sketch.nothing.activations.max())
+    prices = []
+    for part in (0.9, 0.7, 0.5, 0.35):
+        ops, held = choice.within(Limits(activations=int(part * most)))
+        assert held.activations.max() <= part * most
+        prices.append(choice.sketch.cost(held.copied))
+    assert prices == sorted(prices) and prices[0] < prices[-1]
+
+
+LARGE = """
+graph step(dp=1) local
+  x  = batch()      : f32[512, 512]  B
+  w  = param()      : f32[512, 512]  B
+forward:
+  a  = mm(x, w)     : f32[512, 512]  B
+  h  = tanh(a)      : f32[512, 512]  B
+  b  = mm(h, w)     : f32[512, 512]  B
+  y  = sum(b)       : f32[]          B
+backward:
+  d  = mul(b, y)    : f32[512, 512]  B
+  e  = mul(d, h)    : f32[512, 512]  B
+  f  = mul(e, a)    : f32[512, 512]  B
+  return f
+"""
+
+
+def test_what_is_cheap_is_computed_again_first():
+    choice = Choice(Sketch(gz.parse(LARGE)))
+    each = 4 * 512 * 512
+    for limit, names in ((3.1 * each, ()), (2.1 * each, ("h",))):
+        ops, held = choice.within(Limits(activations=int(limit)))
+        assert held.activations.max() <= limit and names_of(choice.sketch, ops) == names
+
+
+def test_every_value_that_is_computed_again_is_needed_for_the_limit():
+    choice = Choice(sketch_of(0))
+    limits = Limits(activations=int(0.6 * choice.sketch.nothing.activations.max()))
+    ops, held = choice.within(limits)
+    for op in ops:
+        fewer = choice.sketch.held(ops - {op})
+        dearer = choice.sketch.cost(fewer.copied) >= choice.sketch.cost(held.copied)
+        assert dearer or limits.missed(fewer)[0] > 0, choice.sketch.names[op]
+
+
+def test_the_plan_says_what_is_computed_again():
+    one = plan("checkpoint")
+    assert one.to_dict()["recomputed"] == list(one.recomputed)
+    assert one.to_dict()["memory"]["activations"] == one.memory.activations
+    (line,) = one.decisions
+    assert line.startswith(f"computed again in backward: {len(one.recomputed)} of ") and line in str(one)
+
+
+def test_enough_memory_leaves_the_program_as_it_is():
+    plain = compiled(0)
+    graph = Train(plain.plan.memory.activations).compile(batch())
+    assert str(graph.program) == str(plain.program)
+    assert not graph.plan.recomputed and not graph.plan.decisions
+
+
+# ---- a memory budget
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_memory_budget_computes_again_what_does_not_fit(stage):
+    plain, least = plan(stage=stage), plan("checkpoint", stage)
+    budget = (plain.memory.peak + least.memory.peak) // 2
+    found = plan(stage=stage, budget=budget)
+    assert found.memory.peak <= budget and 0 < len(found.recomputed) < len(least.recomputed)
+    assert found.decisions[0].startswith("computed again in backward")
+
+
+def test_what_the_error_of_a_budget_names_fits():
+    with says(gz.ConfigError, "memory budget", "computed again in backward") as caught:
+        plan(stage=2, budget=1000)
+    least = int(re.search(r"set_memory_budget\((\d+)\)", caught.message)[1])
+    assert plan(stage=2, budget=least).memory.peak <= least
+
+
+def test_auto_computes_again_at_the_last_stage():
+    budget = (plan("checkpoint", 3).memory.peak + plan(stage=3).memory.peak) // 2
+    found = plan(stage="auto", budget=budget)
+    assert found.stage == 3 and found.recomputed and found.memory.peak <= budget
+
+
+def test_both_limits_hold_together():
+    plain, least = plan(stage=2), plan("checkpoint", 2)
+    budget, memory = (plain.memory.peak + least.memory.peak) // 2, int(0.8 * plain.memory.activations)
+    found = plan(memory, 2, budget)
+    assert found.memory.peak <= budget and found.memory.activations <= memory
+
+
+# ---- what does not fit
+
+
+def test_bytes_that_nothing_fits_are_refused_with_what_would_fit():
+    with says(
+        gz.ConfigError, "set_activation_memory(1000)", "Train on dp=2", "too many", "they are most at", ".py:",
+        "fewer samples per rank", "recompute_toys.py",
+    ) as caught:  # fmt: skip
+        plan(1000)
+    least = int(re.findall(r"set_activation_memory\((\d+)\)", caught.message)[1])
+    assert plan(least).memory.activations <= least
+
+
+@pytest.mark.parametrize("memory", ["blocks", 0, -1, 2.5, True, b"checkpoint", ["checkpoint"]])
+def test_a_setting_that_is_no_memory_is_refused(memory):
+    with says(gz.ConfigError, f"set_activation_memory({memory!r})", "checkpoint"):
+        Train(memory)
