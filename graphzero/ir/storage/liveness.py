@@ -113,8 +113,8 @@ class Liveness:
     def readers(self) -> dict[Storage, list[int]]:
         """The positions, in order, of what reads each storage: the wait too of a transfer that reads until then.
 
-        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made before
-        and read in what is repeated is read until that ends.
+        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made
+        before what is repeated, and read there, is read until that ends.
         """
         found: dict[Storage, set[int]] = {}
         inside = self.repeated

@@ -112,7 +112,11 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
         if source is None or source not in path:
             continue
         path[node] = path[source]
-        key = (0 if by_another else section[node][0], node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
+        key = (
+            0 if by_another else section[node][0],
+            node.target,
+            repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])),
+        )
         if value.phase_of(node) == "forward":
             first.setdefault(key, node)
         like[node] = first.get(key, node)

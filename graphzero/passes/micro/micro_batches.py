@@ -167,11 +167,14 @@ class _Writer:
             self._check_plain(source)
             return _Joined(source, self._side_by_side(held, wanted, have.dim), dim=have.dim)
         if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
-            held = tuple(had if had.is_partial and not want.is_split else want for had, want in zip(held, wanted, strict=True))
+            held = tuple(
+                had if had.is_partial and not want.is_split else want for had, want in zip(held, wanted, strict=True)
+            )
         return _Joined(source, held, have.reduction)
 
     def _side_by_side(self, held: Nd, wanted: Nd, dim: int) -> Nd:
         """How pieces of ``dim`` are held to be put together: as the axes outside of ``mb`` have cut it."""
+
         def kept(had: Sbp, want: Sbp) -> Sbp:
             return had if had.is_split and had.dim == dim and had.sections == 1 else want
 
@@ -180,6 +183,7 @@ class _Writer:
 
     def _plain(self, nd: Nd, dim: int) -> Nd:
         """``nd`` without splits of ``dim`` on the axes inside of ``mb``, or in sections: those cut each micro-batch."""
+
         def inside(i: int, sbp: Sbp) -> bool:
             return sbp.is_split and sbp.dim == dim and (i >= self.axis or sbp.sections > 1)
 
@@ -247,6 +251,7 @@ class _Writer:
 
     def _meta(self, node: fx.Node, part: str = "") -> dict[str, Any]:
         """What is known of a value, without ``mb``; in a micro-batch with its sizes."""
+
         def nd(given: Any) -> Any:
             return None if given is None else self._without(given, part)
 
@@ -334,7 +339,8 @@ class _Writer:
         """What a statistic of the micro-batch is divided by: where that is N - m for a sum of N elements, as for a
         variance, n - m for the n that a micro-batch has, times the micro-batches that the sum stands for.
         """
-        count, of = node.args[1], node.args[0]
+        count: Any = node.args[1]
+        of: Any = node.args[0]
         while isinstance(of, fx.Node) and (is_name(of.target) or is_whole_view(of.target)):
             of = of.args[0]
         if isinstance(of, fx.Node) and of in self.parts.estimated:
@@ -347,6 +353,7 @@ class _Writer:
 
     def _sized(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Sizes in arguments are those of a micro-batch."""
+
         def pairs(some: Any) -> list[Any]:
             return [(shape, (nd[self.axis],)) for shape, nd in some]
 
@@ -542,7 +549,9 @@ class _Writer:
         made = self.done[EACH][new]
         if new.op == "placeholder" or is_view(new.target):
             made = self._call(aten.clone.default, (made,), new, self._others(new), EACH)
-        self.carried[buffer] = self._call(ops.carry, (self.done[EACH][buffer], made), buffer, self._others(buffer), EACH)
+        self.carried[buffer] = self._call(
+            ops.carry, (self.done[EACH][buffer], made), buffer, self._others(buffer), EACH
+        )
 
     # ---- what cannot be
 
@@ -558,18 +567,25 @@ class _Writer:
 
     def _check_plain(self, node: fx.Node) -> None:
         if self.parts.sbp(node).sections > 1:
-            raise self._all_at_once(node, f"is cut as {self.parts.sbp(node)} over the micro-batches, in pieces of each row")
+            raise self._all_at_once(
+                node, f"is cut as {self.parts.sbp(node)} over the micro-batches, in pieces of each row"
+            )
 
     def _all_at_once(self, node: fx.Node, problem: str) -> ConfigError:
         where = value.source_of(node)
         return ConfigError(
             f"set_gradient_accumulation_steps({self.count}): '{node.name}' {problem}, so that the whole batch would have "
-            f"to be there at once\n  > {print_line(node)}" + (f"\n    {where}" if where else "")
+            f"to be there at once\n  > {print_line(node)}"
+            + (f"\n    {where}" if where else "")
             + "\n  Compute it for each sample, or do without micro-batches here"
         )
 
     def _warn(self) -> None:
-        lines = list(dict.fromkeys(value.source_of(self.parts.source(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated))
+        lines = list(
+            dict.fromkeys(
+                value.source_of(self.parts.source(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated
+            )
+        )
         if lines:
             shown = "; ".join(lines[:6]) + (f"; and {len(lines) - 6} more" if len(lines) > 6 else "")
             warnings.warn(
