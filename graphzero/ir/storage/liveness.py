@@ -125,9 +125,9 @@ class Liveness:
             for storage in results:
                 if storage is not None:
                     found.setdefault(storage, set()).update(positions)
-        for storage, positions in found.items() if inside else ():
-            if self.position[storage[0]] < inside.start and any(i in inside for i in positions):
-                positions.add(inside.stop - 1)
+        for storage, read in found.items() if inside else ():
+            if self.position[storage[0]] < inside.start and any(i in inside for i in read):
+                read.add(inside.stop - 1)
         return {storage: sorted(positions) for storage, positions in found.items()}
 
     def last_reader(self, storage: Storage, default: int = -1) -> int:
