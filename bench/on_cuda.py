@@ -3,12 +3,13 @@
     PYTHONPATH=. python bench/on_cuda.py                      # 124M in bf16, a row per system
     PYTHONPATH=. python bench/on_cuda.py --size 350M --batch 16 --context 1024 --steps 50 --save cuda.json
     PYTHONPATH=. python bench/on_cuda.py --kernels 25         # and where each system's step goes
+    PYTHONPATH=. python bench/on_cuda.py --dtypes amp --micro-batches 4
 
 Each row is a fresh process, whose figures are printed, and with ``--save`` kept, as soon as they are there.  One that
 fails, or takes more than ``--seconds``, is a row that says so; none begins after ``--minutes``.
 
 Every system trains the same model in the same dtype, parameters and optimizer states included, on the same tokens, with
-fused AdamW.  "CUDA graph" is the whole step, update included, in one: for graphzero ``config.set_cuda_graph()``, for
+fused AdamW; "amp" is float32 with bf16 compute: ``config.enable_amp()`` and, for PyTorch, ``torch.autocast``.  "CUDA graph" is the whole step, update included, in one: for graphzero ``config.set_cuda_graph()``, for
 PyTorch captured by hand as its documentation says; "reduce-overhead" is torch.compile's own way, which leaves the
 update outside.  "ratio" is to torch.compile with fused AdamW in this run.
 
@@ -41,7 +42,7 @@ GPT2 = {
     "124M": Shape(vocabulary=50257, width=768, layers=12, heads=12, batch=8, context=512, tied=True),
     "350M": Shape(vocabulary=50257, width=1024, layers=24, heads=16, batch=8, context=512, tied=True),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "amp": torch.float32}
 OURS = {  # the executor, and whether its step is in a CUDA graph
     "graphzero + inductor, CUDA graph": ("inductor", True),
     "graphzero, CUDA graph": ("eager", True),
@@ -66,8 +67,10 @@ Step = Callable[[Tensor, Tensor], Any]
 
 
 class Train(gz.Graph):
-    def __init__(self, model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool):
+    def __init__(self, model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int):
         super().__init__(gz.placement(device, range(1), virtual=True))
+        self.config.enable_amp(amp)
+        self.config.set_gradient_accumulation_steps(parts)
         self.config.set_executor(executor)
         self.config.set_cuda_graph(in_cuda_graph)
         self.model = model
@@ -80,22 +83,28 @@ class Train(gz.Graph):
 
 
 def graph_step(
-    model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool
+    model: torch.nn.Module, device: str, executor: str, in_cuda_graph: bool, amp: bool, parts: int
 ) -> tuple[Step, Callable[[], int | None]]:
-    graph = Train(model, device, executor, in_cuda_graph)
+    graph = Train(model, device, executor, in_cuda_graph, amp, parts)
     return graph, lambda: graph.plan.memory.peak
 
 
-def peer_step(model: torch.nn.Module, mode: str, in_cuda_graph: bool) -> tuple[Step, Callable[[], int | None]]:
+def peer_step(
+    model: torch.nn.Module, mode: str, in_cuda_graph: bool, amp: bool, parts: int
+) -> tuple[Step, Callable[[], int | None]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=in_cuda_graph)
     forward = torch.compile(model, mode=mode) if mode else model
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = forward(x, y)
-        loss.backward()
+        total = torch.zeros((), device=x.device)
+        for some, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+                loss = forward(some, wanted) / parts
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     return Captured(step) if in_cuda_graph else step, lambda: None
 
@@ -142,7 +151,9 @@ def kernels(step: Callable[[], Any], most: int, steps: int = 5) -> list[str]:
     ]
 
 
-def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cuda", listed: int = 0) -> dict[str, Any]:
+def measure(
+    system: str, dtype: str, shape: Shape, steps: int, device: str = "cuda", listed: int = 0, parts: int = 1
+) -> dict[str, Any]:
     """Milliseconds of the median step, and bytes; ``listed``: so many of its kernels too."""
     torch.manual_seed(0)
     model = GPT(shape).to(device=device, dtype=DTYPES[dtype])
@@ -152,9 +163,9 @@ def measure(system: str, dtype: str, shape: Shape, steps: int, device: str = "cu
     how, in_cuda_graph = (OURS | PEERS)[system]
     in_cuda_graph &= device != "cpu"
     if system in OURS:
-        step, planned = graph_step(model, device, how, in_cuda_graph)
+        step, planned = graph_step(model, device, how, in_cuda_graph, dtype == "amp", parts)
     else:
-        step, planned = peer_step(model, how, in_cuda_graph)
+        step, planned = peer_step(model, how, in_cuda_graph, dtype == "amp", parts)
     for i in range(5):
         if i == WARM_UP and device != "cpu":
             torch.cuda.synchronize()
@@ -212,6 +223,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--vocabulary", type=int, default=50257, help="50304 is a multiple of 128")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=1, help="in which a step computes the batch")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
@@ -226,10 +238,15 @@ def main() -> None:
     sizes = {"vocabulary": options.vocabulary, "batch": options.batch, "context": options.context}
     shape = replace(GPT2[options.size], **sizes)
     if options.only:
-        print(json.dumps(measure(options.only, options.dtypes[0], shape, options.steps, listed=options.kernels)))
+        found = measure(
+            options.only, options.dtypes[0], shape, options.steps, listed=options.kernels, parts=options.micro_batches
+        )
+        print(json.dumps(found))
         return
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    title = f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {shape.batch} x {shape.context} tokens, {where}"
+    parts = f" in {options.micro_batches} micro-batches" if options.micro_batches > 1 else ""
+    size = f"{shape.batch} x {shape.context} tokens{parts}"
+    title = f"GPT-2 {options.size}, vocabulary {shape.vocabulary}, {size}, {where}"
     print(title, flush=True)
     rows = table(options, shape, title)
     print(f"\n{markdown(HEAD, rows)}")
@@ -246,6 +263,7 @@ def table(options: argparse.Namespace, shape: Shape, title: str) -> list[list[st
                 continue
             sizes = ["--batch", shape.batch, "--context", shape.context, "--steps", options.steps]
             sizes += ["--vocabulary", shape.vocabulary, "--kernels", options.kernels]
+            sizes += ["--micro-batches", options.micro_batches]
             words = ["--only", system, "--size", options.size, "--dtypes", dtype, *sizes]
             found = run(words, min(options.seconds, left))
             base = found.get("ms") if system == BASE else base
