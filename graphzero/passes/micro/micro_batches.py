@@ -554,7 +554,7 @@ class _Writer:
         names = [name for name in self.graph.placement.names if name != MICRO_BATCHES]
         axes = [name for name, a, b in zip(names, *nds, strict=True) if a is not b]
         cuts = " and ".join(f"({', '.join(map(str, nd))})" for nd in nds)
-        return f"has its rows cut as {cuts}, so that {', '.join(axes)} would mix the rows of micro-batches,"
+        return f"has its rows cut as {cuts}: {', '.join(axes)} would mix the rows of micro-batches"
 
     def _check_plain(self, node: fx.Node) -> None:
         if self.parts.sbp(node).sections > 1:
