@@ -141,7 +141,10 @@ def deepspeed(stage: int, job: Job) -> Step:
         zero |= {"stage3_prefetch_bucket_size": elements}
     model = job.model()
     count = job.micro_batches
-    config = {"train_micro_batch_size_per_gpu": job.share // count, "gradient_accumulation_steps": count}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.share // count,
+        "gradient_accumulation_steps": count,
+    }
     config |= {"gradient_clipping": 0.0, "zero_optimization": zero}
     engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 

@@ -97,10 +97,21 @@ def main() -> None:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
     found = on_gloo(
-        options.ranks, work, options.model, [s.name for s in systems], rounds, options.steps, 0, options.keep_memory,
+        options.ranks,
+        work,
+        options.model,
+        [s.name for s in systems],
+        rounds,
+        options.steps,
+        0,
+        options.keep_memory,
         options.micro_batches,
     )
-    about = replace(JOBS[options.model], micro_batches=options.micro_batches).describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
+    about = (
+        replace(JOBS[options.model], micro_batches=options.micro_batches).describe(options.ranks)
+        + SENT * options.sockets
+        + KEPT * options.keep_memory
+    )
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:

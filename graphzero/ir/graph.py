@@ -147,7 +147,7 @@ class StepGraph:
         return StepGraph(self.name, self.placement, graph, self.level, self.stated)
 
     def with_axis(self, placement: Placement, axis: int) -> StepGraph:
-        """A copy of a captured graph for a placement with one axis more, number ``axis``, on which nothing is pinned."""
+        """A copy of a captured graph for a placement with one axis more, number ``axis``; nothing is pinned there."""
         made = self.clone()
         made.placement = placement
         for node in made.nodes:

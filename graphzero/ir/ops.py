@@ -25,8 +25,8 @@ assign(p, x)                          write x into the storage of placeholder p;
 micro_batch(k)                        which of the k micro-batches runs: 0 to k - 2 in what is repeated; k - 1 behind it
 take(x, dim, i, k)                    the i-th of k equal parts of this rank's x along dim, as a view
 accumulator(shape, dtype)             room for what micro-batches add up or hand out, not filled
-accumulate(a, x, i, k, how)           x added to what a holds, in its storage; for i = 0 x alone.  how: sum, max, min, or
-                                      mean, of k values
+accumulate(a, x, i, k, how)           x added to what a holds, in its storage; for i = 0 x alone.  how: sum, max, min,
+                                      or mean, of k values
 accumulate_mm(a, x, y, i, k)          the matrix product of x and y added to what a holds, in its storage; likewise
 put(a, x, dim, i, k)                  x as the i-th of k equal parts of a along dim, in its storage
 carry(a, x)                           x written over a, for the next micro-batch
@@ -145,7 +145,13 @@ MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, kee
 COMMUNICATING: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *BUCKETS, launch, wait)  # where ranks meet
 
 IN_TURN: tuple[Callable[..., Any], ...] = (take, accumulator, accumulate, accumulate_mm, put, carry)  # micro-batches
-WRITING: tuple[Callable[..., Any], ...] = (assign, accumulate, accumulate_mm, put, carry)  # into the storage of their first operand
+WRITING: tuple[Callable[..., Any], ...] = (
+    assign,
+    accumulate,
+    accumulate_mm,
+    put,
+    carry,
+)  # into the storage of their first operand
 ACCUMULATIONS = ("sum", "max", "min", "mean")
 
 _ALL: tuple[Callable[..., Any], ...] = (use, box, *MOVES, *BUCKETS, launch, wait, assign, micro_batch, *IN_TURN)

@@ -40,7 +40,9 @@ def _rank_key(key: Tensor, at: list[int]) -> Tensor:
     return key
 
 
-def _uniform_like(like: Tensor, key: Tensor, op: int, start: list[int], total: list[int], part: tuple[int, ...] = ()) -> Tensor:
+def _uniform_like(
+    like: Tensor, key: Tensor, op: int, start: list[int], total: list[int], part: tuple[int, ...] = ()
+) -> Tensor:
     """Uniform in [0, 1), float32, one number per element of ``like``.
 
     ``start`` is the global index of ``like``'s first element, ``total`` the global shape; ``part``, (dim, i), says that

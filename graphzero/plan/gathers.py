@@ -29,7 +29,10 @@ class Gathers:
     def __init__(self, variants: Variants, options: Options):
         self.variants, self.options = variants, options
         self.graph = variants.before("keep", options)
-        self.pairs = {path: [(a.name, b.name) for a, b in found] for path, found in gathered_again(self.graph, options.micro_batches > 1).items()}
+        self.pairs = {
+            path: [(a.name, b.name) for a, b in found]
+            for path, found in gathered_again(self.graph, options.micro_batches > 1).items()
+        }
 
     def best(self, budget: Budget | None) -> Candidate:
         """The program that keeps what the options say; where they say (), what the budget leaves room for."""

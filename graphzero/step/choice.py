@@ -73,8 +73,8 @@ def _check_rows(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement,
         each = f"{shape[0] // ranks} rows" if shape[0] % ranks == 0 else f"no equal share of {shape[0]} rows"
         raise ConfigError(
             f"set_gradient_accumulation_steps({count}): input {name} of shape {list(shape)} gives each rank {each}, "
-            f"which {count} micro-batches do not divide\n  Choose a number that divides it, or a batch of a multiple of "
-            f"{ranks * count} rows; an input that has no rows of the batch is said so: config.set_input({name!r}, sbp=...)"
+            f"which {count} micro-batches do not divide\n  Choose a number that divides it, or a batch of a multiple "
+            f"of {ranks * count} rows; of an input that has other rows say so: config.set_input({name!r}, sbp=...)"
         )
 
 

@@ -23,7 +23,14 @@ def trained_here(parts, stage, **settings):
 
 def check_steps_are_those_of_plain_torch_on_the_whole_batch():
     wanted = plain(Words, tokens, sentences())
-    for stage, settings in ((0, {}), (1, {}), (2, {}), (3, {}), (2, {"memory_budget": 2**30}), (3, {"memory_budget": 2**30})):
+    for stage, settings in (
+        (0, {}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"memory_budget": 2**30}),
+        (3, {"memory_budget": 2**30}),
+    ):
         graph, losses, full = trained_here(4, stage, **settings)
         for i, loss in enumerate(losses):
             torch.testing.assert_close(loss, wanted[f"loss {i}"])

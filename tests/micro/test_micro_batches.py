@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 from jobs_in_parts import (
-    WIDE, Images, Train, Words, masked, pictures, plain, same, sentences, smooth, tokens, trained, weighted,
+    WIDE,
+    Images,
+    Train,
+    Words,
+    masked,
+    pictures,
+    plain,
+    same,
+    sentences,
+    smooth,
+    tokens,
+    trained,
+    weighted,
 )  # fmt: skip
 from torch import nn
 from torch.nn import functional as F
@@ -249,7 +261,9 @@ def test_a_check_is_of_all_micro_batches_and_stops_the_step_before_anything_chan
 
 def test_a_share_that_does_not_divide_is_refused_with_its_numbers():
     graph = Train(Words, tokens, 3)
-    with pytest.raises(gz.ConfigError, match=r"input x of shape \[16, 6\] gives each rank 8 rows.*3 micro-batches") as e:
+    with pytest.raises(
+        gz.ConfigError, match=r"input x of shape \[16, 6\] gives each rank 8 rows.*3 micro-batches"
+    ) as e:
         graph(*sentences()[0])
     assert "multiple of 6" in str(e.value)
 
@@ -274,7 +288,11 @@ def test_a_value_that_is_made_anew_may_not_be_read_behind():
     graph = Train(Words, tokens, 4, 0)
     graph.compile(*sentences()[0])
     program = graph.history[-1].after
-    inside = next(n for n in program.nodes if value.repeats_of(n) and n.target not in (*ops.IN_TURN, ops.micro_batch) and value.is_tensor(n))
+    inside = next(
+        n
+        for n in program.nodes
+        if value.repeats_of(n) and n.target not in (*ops.IN_TURN, ops.micro_batch) and value.is_tensor(n)
+    )
     program.set_output((*program.outputs[1:], inside), program.aux, program.updates)
     with pytest.raises(gz.VerifyError, match="made anew each time"):
         verify(program)

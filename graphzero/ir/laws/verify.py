@@ -22,8 +22,8 @@ from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.laws.facts import check_stated
 from graphzero.ir.laws.moves import check_moves
 from graphzero.ir.laws.storage import check_storage
-from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.laws.violation import nd_text, violation
+from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import TensorType
 from graphzero.sbp.local import nests
@@ -90,7 +90,7 @@ def _check_order(graph: StepGraph, where: str) -> None:
 
 
 def _check_repeated(graph: StepGraph, where: str) -> None:
-    """What is repeated stands together, and is read behind where it writes over what stood before it, and only there."""
+    """What is repeated stands together; behind, only what it has written over something from before is read."""
     inside = liveness(graph).repeated
     if not inside:
         return

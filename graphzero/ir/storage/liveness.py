@@ -113,8 +113,8 @@ class Liveness:
     def readers(self) -> dict[Storage, list[int]]:
         """The positions, in order, of what reads each storage: the wait too of a transfer that reads until then.
 
-        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made before
-        and read in what is repeated is read until that ends.
+        A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made
+        before what is repeated, and read there, is read until that ends.
         """
         found: dict[Storage, set[int]] = {}
         inside = self.repeated
@@ -125,9 +125,9 @@ class Liveness:
             for storage in results:
                 if storage is not None:
                     found.setdefault(storage, set()).update(positions)
-        for storage, positions in found.items() if inside else ():
-            if self.position[storage[0]] < inside.start and any(i in inside for i in positions):
-                positions.add(inside.stop - 1)
+        for storage, read in found.items() if inside else ():
+            if self.position[storage[0]] < inside.start and any(i in inside for i in read):
+                read.add(inside.stop - 1)
         return {storage: sorted(positions) for storage, positions in found.items()}
 
     def last_reader(self, storage: Storage, default: int = -1) -> int:

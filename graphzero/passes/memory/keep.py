@@ -95,7 +95,8 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
     """Path of a parameter -> (what forward makes of it, what backward makes again), gathers before what reads them.
 
     Of a lowered graph before ``bucket``.  by_another: what another micro-batch makes again is listed too, which is not
-    this pass's to keep but ``MicroBatches``'.  Only what is gathered or follows from that is listed, in the order in which
+    this pass's to keep but ``MicroBatches``'.  Only what is gathered or follows from that is listed, in the order in
+    which
     backward makes it.
     """
     path: dict[fx.Node, str] = {}  # of parameters and of all that is a move, a view or a cast of one
@@ -112,7 +113,11 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
         if source is None or source not in path:
             continue
         path[node] = path[source]
-        key = (0 if by_another else section[node][0], node.target, repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])))
+        key = (
+            0 if by_another else section[node][0],
+            node.target,
+            repr(fx.map_arg((node.args, node.kwargs), lambda operand: like[operand])),
+        )
         if value.phase_of(node) == "forward":
             first.setdefault(key, node)
         like[node] = first.get(key, node)

@@ -58,10 +58,10 @@ class CountTargets(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.nodes):
             source: Any = node.args[0] if node.target is operator.getitem else None
-            if source is not None and source.target in LOSSES and node.args[1] == 1 and node.users:
-                if source.args[3] == SUM:
-                    node.replace_all_uses_with(_count(graph, node, source))
-                    graph.graph.erase_node(node)
+            is_count = source is not None and source.target in LOSSES and node.args[1] == 1 and source.args[3] == SUM
+            if is_count and node.users:
+                node.replace_all_uses_with(_count(graph, node, source))
+                graph.graph.erase_node(node)
         return graph
 
 
@@ -75,7 +75,9 @@ def _count(graph: StepGraph, node: fx.Node, loss: fx.Node) -> fx.Node:
         return w(aten.sum.dim_IntList, w(aten.ne.Scalar, target, ignored), dims, dtype=dtype)
     is_ignored = w(aten.eq.Scalar, target, ignored)
     index = w(aten.masked_fill.Scalar, target, is_ignored, 0)
-    weights = w(aten.masked_fill.Scalar, w(aten.embedding.default, _column(w, weight), index), _last(w, is_ignored), 0.0)
+    weights = w(
+        aten.masked_fill.Scalar, w(aten.embedding.default, _column(w, weight), index), _last(w, is_ignored), 0.0
+    )
     return w(aten.sum.dim_IntList, weights, [*dims, len(dims)], dtype=dtype)
 
 

@@ -15,6 +15,7 @@ from it, is that of the micro-batch instead (``estimated``).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +26,7 @@ from graphzero.sbp.types import B, Sbp
 
 aten = torch.ops.aten
 # Ops that read the shape of their operand alone, with the number that they fill it with.
-SHAPED = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+SHAPED: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 
 class Parts:

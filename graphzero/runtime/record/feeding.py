@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from graphzero.ir import value
+from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ops import adam
 
@@ -99,7 +99,7 @@ def constants(graph: StepGraph) -> dict[str, fx.Node | None]:
     for node in graph.nodes:
         if node.op == "call_function" and not value.is_scalar(node):
             read = [arg for arg in value.flat_nodes((node.args, node.kwargs)) if value.is_scalar(arg)]
-            for number in dict.fromkeys(read):
+            for number in dict.fromkeys(one for one in read if one.target is not ops.micro_batch):  # the same each time
                 takes = read.count(number) == 1 and _takes(node, number)
                 found[number.name] = found.get(number.name) or (None if takes else node)
     return found

@@ -1,0 +1,64 @@
+"""What cannot be computed in micro-batches, and what is only that of a micro-batch, said at its line."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import value
+from graphzero.ir.text.printer import print_line
+from graphzero.passes.micro.parts import Parts
+from graphzero.passes.micro.sizes import Sizes
+from graphzero.sbp.placement import MICRO_BATCHES
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """name: of the program.  axes: names of the placement's, ``mb`` among them."""
+
+    name: str
+    axes: tuple[str, ...]
+    parts: Parts
+    sizes: Sizes
+
+    def all_at_once(self, node: fx.Node, problem: str) -> ConfigError:
+        where = value.source_of(node)
+        return ConfigError(
+            f"set_gradient_accumulation_steps({self.sizes.count}): '{node.name}' {problem}, so that the whole "
+            f"batch would have to be there at once\n  > {print_line(node)}"
+            + (f"\n    {where}" if where else "")
+            + "\n  Compute it for each sample, or do without micro-batches here"
+        )
+
+    def mismatch(self, source: fx.Node, box: fx.Node) -> str:
+        have, made = self.parts.sbp(source), self.parts.sbp(box)
+        if have is not made:
+            return f"is {have} over the micro-batches, and is to be {made}"
+        nds = self.sizes.others(source), self.sizes.others(box)
+        names = [name for name in self.axes if name != MICRO_BATCHES]
+        axes = [name for name, a, b in zip(names, *nds, strict=True) if a is not b]
+        cuts = " and ".join(f"({', '.join(map(str, nd))})" for nd in nds)
+        return f"has its rows cut as {cuts}, so that {', '.join(axes)} would mix the rows of micro-batches,"
+
+    def check_plain(self, node: fx.Node) -> None:
+        if self.parts.sbp(node).sections > 1:
+            raise self.all_at_once(
+                node, f"is cut as {self.parts.sbp(node)} over the micro-batches, in pieces of each row"
+            )
+
+    def warn(self) -> None:
+        lines = list(
+            dict.fromkeys(
+                value.source_of(self.parts.source(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated
+            )
+        )
+        if lines:
+            shown = "; ".join(lines[:6]) + (f"; and {len(lines) - 6} more" if len(lines) > 6 else "")
+            warnings.warn(
+                f"{self.name}: with {self.sizes.count} micro-batches these are statistics of a micro-batch, not of the "
+                f"batch, for what the model computes next depends on them: {shown}",
+                stacklevel=2,
+            )
