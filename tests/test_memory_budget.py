@@ -248,7 +248,7 @@ def test_a_budget_that_nothing_fits_says_what_it_would_need_and_what_would_need_
     low, _ = ends()
     with says(
         gz.ConfigError, "the memory budget is 1 bytes per rank", "Train on dp=4 at stage 3", "activations",
-        "set_memory_budget(", "micro-batches", "torch.utils.checkpoint", "computed again",
+        "set_memory_budget(", "set_gradient_accumulation_steps(", "computed again",
     ) as said:  # fmt: skip
         Train(budget=1).planned()
     least = int(re.search(r"set_memory_budget\((\d+)\)", said.message)[1])

@@ -46,10 +46,7 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
 def _advice(category: str, stage: int) -> str:
     """What lowers a category of the peak."""
     if category in ("activations", "temporaries"):
-        return (
-            "fewer samples per rank, in micro-batches (x.chunk(n), and loss / n for each backward), or "
-            "torch.utils.checkpoint around blocks"
-        )
+        return "more micro-batches (config.set_gradient_accumulation_steps(n)), or fewer samples per rank"
     if category == "communication":
         return "a smaller config.bucket_bytes"
     return f"{f'a higher ZeRO stage than {stage}, or ' if stage < 3 else ''}more ranks"

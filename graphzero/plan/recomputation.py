@@ -117,5 +117,6 @@ def too_few(activations: int, made: Candidate, plain: Candidate) -> ConfigError:
         f"again what it can ({before:,} without)\n"
         f"  they are most at '{where.name}' in {value.phase_of(where)}: {shown}"
         f"{f', and {len(there) - 3} more' if len(there) > 3 else ''}\n"
-        f"  What it needs is config.set_activation_memory({least}); to need less: fewer samples per rank, or more ranks"
+        f"  What it needs is config.set_activation_memory({least}); to need less: more "
+        "micro-batches (config.set_gradient_accumulation_steps(n)), fewer samples per rank, or more ranks"
     )

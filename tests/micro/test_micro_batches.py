@@ -278,6 +278,24 @@ def test_an_op_that_needs_all_rows_at_once_is_refused_at_its_line():
     assert "test_micro_batches.py" in str(e.value)
 
 
+@pytest.mark.parametrize("hierarchy", [(2, 1), (2, 2)])
+def test_draws_for_rows_in_sections_are_refused_at_their_line(hierarchy):
+    class Dropped(gz.Graph):
+        def __init__(self):
+            ranks = np.arange(np.prod(hierarchy)).reshape(hierarchy)
+            super().__init__(gz.placement("cpu", ranks, names=("dp", "tp"), virtual=True))
+            self.config.set_input("x", sbp=(S(0), S(1)))
+            self.config.set_gradient_accumulation_steps(2)
+
+        def build(self, x):
+            x = x.transpose(0, 1) if hierarchy[1] == 1 else x
+            return F.dropout(x.reshape(-1, 4))
+
+    with pytest.raises(gz.ConfigError, match="in sections|in pieces of each row") as e:
+        Dropped()(torch.randn(8, 6, 4))
+    assert "test_micro_batches.py" in str(e.value)
+
+
 @pytest.mark.parametrize("given", [0, -1, 2.0, True, "4", None])
 def test_a_number_that_is_none_is_refused(given):
     with pytest.raises(gz.ConfigError, match="give the number of micro-batches, 1 or more"):

@@ -148,7 +148,7 @@ def test_both_limits_hold_together():
 def test_bytes_that_nothing_fits_are_refused_with_what_would_fit():
     with says(
         gz.ConfigError, "set_activation_memory(1000)", "Train on dp=2", "too many", "they are most at", ".py:",
-        "fewer samples per rank", "recompute_toys.py",
+        "set_gradient_accumulation_steps(n)", "fewer samples per rank", "recompute_toys.py",
     ) as caught:  # fmt: skip
         plan(1000)
     least = int(re.findall(r"set_activation_memory\((\d+)\)", caught.message)[1])

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphzero.errors import ConfigError
 from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
@@ -112,7 +114,14 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
 def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
     """Splits on axes of one rank cut nothing, and need not fit into the dims taken apart: they go, and come back."""
     like, key, number, _, total, *part = node.args
-    assert not part, "what is cut in sections is not drawn in micro-batches"
+    if part:
+        where = value.source_of(node)
+        raise ConfigError(
+            "set_gradient_accumulation_steps(...): random numbers are drawn for rows that are cut in sections, which "
+            f"micro-batches do not have\n  > {print_line(node)}"
+            + (f"\n    {where}" if where else "")
+            + "\n  Put dropout in front of the view that makes rows of several dims, or do without micro-batches here"
+        )
     assert isinstance(like, fx.Node)
     nd, shape = cutting(value.nd_of(node), graph.placement.hierarchy), list(apart.shape)
     read = tuple(sbp if sbp.is_partial else own for sbp, own in zip(value.nd_of(like), nd, strict=True))

@@ -41,7 +41,7 @@ class Refusals:
         names = [name for name in self.axes if name != MICRO_BATCHES]
         axes = [name for name, a, b in zip(names, *nds, strict=True) if a is not b]
         cuts = " and ".join(f"({', '.join(map(str, nd))})" for nd in nds)
-        return f"has its rows cut as {cuts}, so that {', '.join(axes)} would mix the rows of micro-batches,"
+        return f"has its rows cut as {cuts}: {', '.join(axes)} would mix the rows of micro-batches"
 
     def check_plain(self, node: fx.Node) -> None:
         if self.parts.sbp(node).sections > 1:
