@@ -67,6 +67,7 @@ def choose(
 
 def _at_stage(variants: Variants, options: Options, budget: Budget | None, activations: int | str | None) -> Candidate:
     """The best program of a stage that fits, or the one of least memory."""
+    options = _gathered_once(options)
     plain = _best(variants, options, budget)
     if activations is None or (isinstance(activations, int) and plain.plan.memory.activations <= activations):
         return plain
@@ -84,6 +85,7 @@ def _smaller(
     variants: Variants, options: Options, budget: Budget, activations: int | str | None, found: Candidate
 ) -> Candidate:
     """The program that computes again what it takes to fit the budget; ``found`` if nothing helps."""
+    options = _gathered_once(options)
     plain = _best(variants, options, None)
     again = Recomputation(variants, options, plain)
     if not again.is_training:
@@ -93,14 +95,17 @@ def _smaller(
     return made if made.peak < found.peak else found
 
 
+def _gathered_once(options: Options) -> Options:
+    """16-bit copies of masters are gathered once a step, unless parameters are split too."""
+    return replace(options, keep_gathered=ALL) if options.gathers and options.stage < 3 else options
+
+
 def _best(variants: Variants, options: Options, budget: Budget | None) -> Candidate:
     """The best program of these options that fits, or the one of least memory."""
 
     def best(options: Options) -> Candidate:
         if options.stage == 3 and options.keep_gathered is not None:
             return Gathers(variants, options).best(budget)
-        if options.gathers and options.stage < 3:  # 16-bit copies of masters, once a step
-            options = replace(options, keep_gathered=ALL)
         return in_best_order(variants, options)
 
     return with_accumulators(best, options, budget)

@@ -37,7 +37,7 @@ class Parts:
     """
 
     def __init__(self, graph: StepGraph, axis: int) -> None:
-        self.axis = axis
+        self.axis, self.hierarchy = axis, graph.placement.hierarchy
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.given: set[fx.Node] = set()
         for node in self.nodes:
@@ -73,7 +73,8 @@ class Parts:
         Two values have the same rows in a micro-batch only where both are the same.
         """
         nd, mine = value.nd_of(node), self.sbp(node)
-        outside = nd[: self.axis] if mine.is_split else ()
+        hierarchy = self.hierarchy[: self.axis] if mine.is_split else ()
+        outside = [sbp for sbp, ranks in zip(nd, hierarchy, strict=False) if ranks > 1]  # one rank cuts nothing
 
         def cuts(sbp: Sbp) -> bool:
             return sbp.is_split and sbp.dim == mine.dim and sbp.sections <= mine.sections

@@ -25,6 +25,7 @@ from graphzero.sbp.types import Nd
 aten = torch.ops.aten
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 SUMS = (aten.sum.dim_IntList, aten.sum.default)
+SQUARES = (aten.pow.Tensor_Scalar, aten.mul.Tensor)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -130,20 +131,26 @@ class Writer:
         return made
 
     def _divisor(self, node: fx.Node) -> Any:
-        """What a statistic of the micro-batch is divided by: where that is N - m for a sum of N elements, as for a
-        variance, n - m for the n that a micro-batch has, times the micro-batches that the sum stands for.
+        """What a statistic of the micro-batch is divided by: N - 1, of squared deviations from a mean, is the n - 1 of
+        a micro-batch, times the micro-batches that the sum stands for.
         """
-        count: Any = node.args[1]
-        of: Any = node.args[0]
-        while isinstance(of, fx.Node) and (is_name(of.target) or is_whole_view(of.target)):
-            of = of.args[0]
-        if isinstance(of, fx.Node) and of in self.parts.estimated:
-            summed = self.parts.source(of)
-            rows = [value.tensor_type(x).numel for x in value.tensor_operands(summed)[:1]]
-            less = next((n // max(value.tensor_type(summed).numel, 1) - count for n in rows), 0)
-            if summed.target in SUMS and 0 < less < count:
-                return max(count + less - self.sizes.count * less, self.sizes.count)
-        return count
+        count, of = node.args[1], _shown(node.args[0])
+        if of not in self.parts.estimated or not self._is_of_deviations(summed := self.parts.source(of)):
+            return count
+        total = value.tensor_type(summed.args[0]).numel // max(value.tensor_type(summed).numel, 1)  # type: ignore[arg-type]
+        return max(total - self.sizes.count, self.sizes.count) if count == total - 1 else count
+
+    def _is_of_deviations(self, summed: fx.Node) -> bool:
+        """Whether a sum is of squares of what differs from a mean over the batch, as for a variance."""
+        square = summed.args[0] if summed.target in SUMS else None
+        if not isinstance(square, fx.Node) or square.target not in SQUARES:
+            return False
+        difference, by = square.args[:2]
+        if not isinstance(difference, fx.Node) or difference.target is not aten.sub.Tensor:
+            return False
+        mean = _shown(difference.args[1])
+        mean = _shown(mean.args[0]) if mean is not None and mean.target in DIVISIONS else mean
+        return mean in self.parts.estimated and (by == 2 or by is difference)
 
     def _sized(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Sizes in arguments are those of a micro-batch."""
@@ -358,6 +365,13 @@ class Writer:
 def _starts(shape: Sequence[int], nd: Nd) -> list[int | None]:
     """A number for each dim that micro-batches cut, None for the others."""
     return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]
+
+
+def _shown(x: Any) -> Any:
+    """The value that names and views show; None for what is none."""
+    while isinstance(x, fx.Node) and (is_name(x.target) or is_whole_view(x.target)):
+        x = x.args[0]
+    return x if isinstance(x, fx.Node) else None
 
 
 def _phase(like: fx.Node) -> str:
