@@ -50,6 +50,7 @@ def test_a_system_that_fails_or_takes_too_long_is_a_row_that_says_so(monkeypatch
         size="124M",
         dtypes=["bf16"],
         steps=1,
+        micro_batches=1,
         systems=on_cuda.SYSTEMS,
         seconds=9.0,
         minutes=1.0,

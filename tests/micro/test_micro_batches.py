@@ -256,6 +256,73 @@ def test_a_check_is_of_all_micro_batches_and_stops_the_step_before_anything_chan
     assert all(torch.equal(before[name], now) for name, now in graph.model.state_dict().items())
 
 
+class Net(gz.Graph):
+    """One matrix, and a loss of what it makes."""
+
+    def __init__(self, loss, parts, ranks):
+        super().__init__(gz.placement("cpu", ranks, names=("dp", "tp")[: np.ndim(ranks)], virtual=True))
+        torch.manual_seed(0)
+        self.model = nn.Linear(6, 2).to(WIDE)
+        self.loss = loss
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.config.set_gradient_accumulation_steps(parts)
+
+    def build(self, x):
+        loss = self.loss(self.model(x))
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("by", [4, 10, 12, 15, 16, 20])
+def test_a_number_that_a_sum_is_divided_by_is_the_users(by):
+    """Of equal rows the statistics of a micro-batch are those of the batch."""
+    x = torch.ones(16, 6, dtype=WIDE)
+    for loss in (lambda y: (y.square().sum() / by).sqrt(), lambda y: (y - y.sum(0) / by).square().mean()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [Net(loss, parts, range(2))(x) for parts in (1, 2, 4, 8)]
+        torch.testing.assert_close(torch.stack(found[1:]), found[0].expand(3))
+
+
+def test_an_axis_of_one_rank_cuts_nothing():
+    x = torch.randn(16, 6, dtype=WIDE, generator=torch.Generator().manual_seed(0))
+    losses = (
+        lambda y: y.relu().mean(),
+        lambda y: torch.where(y > 0, y, 0.1 * y).mean(),
+        lambda y: F.kl_div(y.log_softmax(-1), y.softmax(-1).detach() * 0.5 + 0.25, reduction="batchmean"),
+    )
+    for loss in losses:
+        wanted = Net(loss, 1, range(2))(x)
+        for ranks in (range(1), np.arange(2).reshape(1, 2), np.arange(1).reshape(1, 1)):
+            torch.testing.assert_close(Net(loss, 4, ranks)(x), wanted)
+
+
+def test_mixed_precision_recomputation_and_micro_batches_go_together():
+    def run(stage, **settings):
+        graph = Train(lambda: Words().float(), tokens, 4, stage)
+        graph.model.float()
+        graph.config.enable_amp()
+        graph.config.set_activation_memory(settings.get("memory"))
+        return graph, torch.stack([graph(*batch)[1] for batch in sentences()])
+
+    for stage in (0, 1, 2, 3):
+        (kept, wanted), (again, found) = run(stage), run(stage, memory="checkpoint")
+        assert torch.equal(found, wanted)
+        assert again.plan.memory.activations < kept.plan.memory.activations
+
+
+@pytest.mark.slow
+def test_compiled_mixed_precision_is_the_same():
+    def run(executor):
+        graph = Train(lambda: Words().float(), tokens, 4, 2)
+        graph.model.float()
+        graph.config.enable_amp()
+        graph.config.set_executor(executor)
+        return torch.stack([graph(*batch)[1] for batch in sentences()])
+
+    torch.testing.assert_close(run("inductor"), run("eager"), rtol=1e-2, atol=1e-2)
+
+
 # ---- what cannot be
 
 

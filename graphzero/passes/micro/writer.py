@@ -150,7 +150,7 @@ class Writer:
             return False
         mean = _shown(difference.args[1])
         mean = _shown(mean.args[0]) if mean is not None and mean.target in DIVISIONS else mean
-        return mean in self.parts.estimated and (by == 2 or by is difference)
+        return mean in self.parts.estimated and bool(by is difference or by == 2)
 
     def _sized(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Sizes in arguments are those of a micro-batch."""

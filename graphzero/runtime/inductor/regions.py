@@ -167,6 +167,7 @@ class _Former:
         self.at = liveness(graph)
         self.slight: set[fx.Node] = set()
         self._done: list[fx.Node | Region] = []
+        self._placed: set[fx.Node] = set()  # ahead of where they stand
         self._open = _Open()
         self._longest = max(sum(map(work, graph.nodes)) / LAG, LEAST)
 
@@ -191,6 +192,8 @@ class _Former:
         return all(self.at.roots[room][0][0].op != "placeholder" for room in inplace.outs_of(node) if room is not None)  # type: ignore[index]
 
     def _place(self, node: fx.Node, orders: Iterable[fx.Node]) -> None:
+        if node in self._placed:
+            return
         taken, opened = self._takes(node), self._open
         waits_for = (*(read_by(node) if taken else node.all_input_nodes), *orders)
         hangs = any(other in opened.behind for other in waits_for)
@@ -221,6 +224,7 @@ class _Former:
     def _close(self) -> None:
         """End the region; views that stand behind it begin the next one, unless something before that reads them."""
         opened, self._open = self._open, _Open()
+        self._pick_all(opened)
         edge = _views_at_the_edge(opened.nodes)
         self._done += edge
         inside = [node for node in opened.nodes if node not in edge]
@@ -234,6 +238,14 @@ class _Former:
                 self._open.nodes[node] = None
         self._open.nodes = dict.fromkeys(reversed(self._open.nodes))
         self._done += [node for node in opened.behind if node not in self._open.nodes]
+
+    def _pick_all(self, opened: _Open) -> None:
+        """What picks a result of an op in the region goes with it, also where other ops stand between the two."""
+        for node in [node for node in opened.nodes if value.is_multi(node)]:
+            for user in node.users:
+                if user.target is operator.getitem and user not in opened.nodes and user not in opened.behind:
+                    opened.nodes[user] = None
+                    self._placed.add(user)
 
     def _is_free(self, user: fx.Node, closed: _Open) -> bool:
         return user not in closed.behind or user in self._open.nodes
