@@ -24,7 +24,8 @@ import graphzero as gz
 
 RANKS = 64
 FIGURE = (120.0, 31.4, 16.6, 1.9)  # GB, by stage, for 7.5 billion parameters
-TABLE: dict[float, dict[int, tuple[float, float, float]]] = {  # billions of parameters -> ranks -> GB at stages 1, 2, 3: Table 1 of the paper
+# Billions of parameters -> ranks -> GB at stages 1, 2, 3: Table 1 of the paper.
+TABLE: dict[float, dict[int, tuple[float, float, float]]] = {
     7.5: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
           256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
     128: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32),
