@@ -83,8 +83,8 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte_at_every_stage(ranks, clip)
             check_peak(graph, stage)
 
 
-def check_peak(graph, stage):
-    batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
+def check_peak(graph, stage, rows=2):
+    batch = torch.zeros(rows, 8, dtype=torch.long), torch.zeros(rows, 8, dtype=torch.long)
     graph(*batch)
     gc.collect()
     known = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]

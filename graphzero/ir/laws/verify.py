@@ -91,10 +91,10 @@ def _check_order(graph: StepGraph, where: str) -> None:
 
 def _check_repeated(graph: StepGraph, where: str) -> None:
     """What is repeated stands together; behind, only what it has written over something from before is read."""
-    inside = liveness(graph).repeated
-    if not inside:
+    if not any(map(value.repeats_of, graph.nodes)):
         return
     at = liveness(graph)
+    inside = at.repeated
     counts = {value.repeats_of(at.nodes[i]) for i in inside}
     for i in inside:
         node = at.nodes[i]

@@ -7,7 +7,7 @@ smaller, stay likewise.  Which parameters are worth it within a memory budget is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,14 +69,7 @@ class Keep(BuiltinPass):
         self._check([role.of for node in graph.placeholders("param") if (role := value.role_of(node)) is not None])
         again_by_path = gathered_again(graph)
         for path in self.of(again_by_path):
-            for first, again in again_by_path[path]:
-                again.replace_all_uses_with(first)
-            for _, again in reversed(again_by_path[path]):
-                sources = again.all_input_nodes
-                graph.graph.erase_node(again)
-                for source in sources:
-                    if source.op == "call_function" and not source.users:  # a cast, of what a rank holds
-                        graph.graph.erase_node(source)
+            read_first(graph, again_by_path[path])
         return graph
 
     def of(self, paths: Iterable[str]) -> list[str]:
@@ -89,6 +82,19 @@ class Keep(BuiltinPass):
             if name != "*" and name not in paths and not Keep((name,)).of(paths):
                 shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
                 raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
+
+
+def read_first(graph: StepGraph, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Let what forward has made of a parameter stand for what is made again: ``pairs`` of ``gathered_again``."""
+    gone = {again for _, again in pairs}
+    for first, again in pairs:
+        again.replace_all_uses_with(first)
+    for _, again in reversed(pairs):
+        sources = again.all_input_nodes
+        graph.graph.erase_node(again)
+        for source in sources:
+            if source.op == "call_function" and not source.users and source not in gone:  # a cast, of what a rank holds
+                graph.graph.erase_node(source)
 
 
 def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list[tuple[fx.Node, fx.Node]]]:

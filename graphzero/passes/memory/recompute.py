@@ -23,10 +23,10 @@ from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import Role
 from graphzero.ops import CHECK
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.memory.keep import follows_parameter, gathered_again
+from graphzero.passes.memory.keep import follows_parameter, gathered_again, read_first
 
 _WILD = set("*?[")
-_HELD = (*ops.COMMUNICATING, ops.assign, CHECK)  # ranks meet there, or it has an effect
+_HELD = (*ops.COMMUNICATING, *ops.WRITING, CHECK)  # ranks meet there, or it has an effect
 AGAIN = "recompute"  # the role of what is computed again
 
 
@@ -150,11 +150,8 @@ def _hands_on(user: fx.Node) -> bool:
 
 def merge_gathers(graph: StepGraph) -> None:
     """Let backward read what forward gathers, as if it stayed: where it is gathered again then follows from readers."""
-    pairs = [pair for some in gathered_again(graph).values() for pair in some]
-    for first, again in pairs:
-        again.replace_all_uses_with(first)
-    for _, again in reversed(pairs):
-        graph.graph.erase_node(again)
+    for pairs in gathered_again(graph).values():
+        read_first(graph, pairs)
 
 
 def _read_again(graph: StepGraph, forward: Forward, dropped: set[fx.Node]) -> None:

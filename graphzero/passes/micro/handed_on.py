@@ -60,8 +60,9 @@ class HandedOn:
 
     def _asked(self) -> Iterator[Joined]:
         parts = self.parts
+        joining = parts.completed - parts.hoisted - parts.estimated
         for node in parts.nodes:
-            if node in parts.completed and node not in parts.given and node not in parts.estimated:
+            if node in joining:
                 yield self.by_box(node)
             elif node.op != "placeholder" and not parts.is_each(node):
                 for operand in node.all_input_nodes:
@@ -91,8 +92,7 @@ class HandedOn:
 
     def _reduces_each(self, box: fx.Node) -> bool:
         role = value.role_of(box)
-        is_gradient = role is not None and role.kind == "gradient"
-        return is_gradient and self.reduces_each
+        return self.reduces_each and role is not None and role.kind == "gradient"
 
     def _mean(self, node: fx.Node) -> Joined:
         type_ = value.type_of(node)

@@ -32,7 +32,8 @@ SHAPED: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 class Parts:
     """given: hangs on the batch and constants alone.  completed: boxes that join what micro-batches make.
 
-    estimated: those of them that are read before all micro-batches are through.  late: what comes after.
+    hoisted: those of them that can be computed before any micro-batch.  estimated: those that are read before all
+    micro-batches are through.  late: what comes after.
     varying: B on ``mb``, but of this micro-batch, for it hangs on what is estimated.
     """
 
@@ -45,11 +46,12 @@ class Parts:
             held = node.op == "placeholder" and role is not None and role.kind in ("param", "buffer", "state")
             if not held and all(operand in self.given for operand in node.all_input_nodes):
                 self.given.add(node)
-        self.completed = [node for node in self.nodes if self._completes(node)]
+        self.completed = {node for node in self.nodes if self._completes(node)}
+        self.hoisted = self.completed & self.given
         self.estimated: set[fx.Node] = set()
         self.late = self._late()
         again = self._read_by_each()
-        self.estimated = {node for node in self.completed if node not in self.given and node in again}
+        self.estimated = (self.completed - self.hoisted) & again
         self.late = self._late()
         self.varying: set[fx.Node] = set()
         for node in self.nodes:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import calls, ops, value
-from graphzero.ir.aliases import is_copy, is_name, is_view, is_whole_view
+from graphzero.ir.aliases import is_copy, is_name, is_view, is_whole_view, unnamed
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role, TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, UNIFORM_LIKE
@@ -18,6 +18,7 @@ from graphzero.passes.micro.handed_on import HandedOn, Joined
 from graphzero.passes.micro.parts import SHAPED, Parts
 from graphzero.passes.micro.refusals import Refusals
 from graphzero.passes.micro.sizes import EACH, LAST, Sizes
+from graphzero.passes.place.forward_sweep import HALF
 from graphzero.sbp import registry
 from graphzero.sbp.placement import MICRO_BATCHES
 from graphzero.sbp.types import Nd
@@ -26,7 +27,6 @@ aten = torch.ops.aten
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 SUMS = (aten.sum.dim_IntList, aten.sum.default)
 SQUARES = (aten.pow.Tensor_Scalar, aten.mul.Tensor)
-HALF = (torch.float16, torch.bfloat16)
 
 
 class Writer:
@@ -78,7 +78,7 @@ class Writer:
         """What has to be complete while micro-batches run, of the whole share of a rank; and what is gathered once."""
         once: dict[Any, fx.Node] = {}  # forward and backward read the same
         for node in self.parts.nodes:
-            if node in self.parts.completed and node in self.parts.given:
+            if node in self.parts.hoisted:
                 self._whole(node)
             elif (param := self._kept_param(node)) is not None:
                 key = param, value.type_of(node), value.nd_of(node)
@@ -160,9 +160,7 @@ class Writer:
 
         target: Any = node.target
         ins, outs = pairs(calls.operand_pairs(node)), pairs(calls.result_pairs(node))
-        form, _ = registry.offset_form(
-            target, node.args, node.kwargs, ins, outs, _starts
-        )  # fmt: skip
+        form, _ = registry.offset_form(target, node.args, node.kwargs, ins, outs, _starts)
         if form is not target:
             raise self.refusals.all_at_once(node, "finds rows of the batch by their number")
         return registry.local_args(target, args, kwargs, ins, outs, self.sizes.of_part)
@@ -205,7 +203,7 @@ class Writer:
                 self.done[LAST][node] = self._after(node)
 
     def _after(self, node: fx.Node) -> fx.Node:
-        if node in self.parts.completed and node in self.parts.given:
+        if node in self.parts.hoisted:
             return self._whole(node)
         if node in self.parts.completed:
             return self._boxed(self.joined[self.handed.by_box(node)], node, self.sizes.others(node))
@@ -217,9 +215,7 @@ class Writer:
     def _unrounded(self, cast: fx.Node) -> fx.Node | None:
         """What a cast gives back that was wide before it was 16 bit; the cast then goes."""
         source: Any = cast.args[0] if cast.target is aten._to_copy.default and cast.kwargs.keys() == {"dtype"} else None
-        while source is not None and is_name(source.target):
-            source = source.args[0]
-        wide = self.wide.get(source)
+        wide = None if source is None else self.wide.get(unnamed(source))
         if wide is None or value.type_of(wide) != value.type_of(cast):
             return None
         self.graph.graph.erase_node(cast)
@@ -239,18 +235,18 @@ class Writer:
         done = self.done[part]
         if node in self.kept:
             done[node] = self.kept[node]
-        elif node in self.parts.completed and node in self.parts.given:
+        elif node in self.parts.hoisted:
             done[node] = self._cut_out(self._whole(node), node, part)
         elif node.target is ops.box and self.parts.cut(node) != self.parts.cut(self.parts.source(node)):
             done[node] = self._moved(node, part)
         elif node.target in SHAPED and node.args[0] in self.parts.late:
             done[node] = self._filled(node, part)
         else:
-            done[node] = self._copied(node, part, lambda operand: self._read(operand, node, part))
+            done[node] = self._copied(node, part, lambda operand: self._read(operand, part))
         for one in self.handed.wanted.get(node, ()):
             self._join(one, done[node], node, part)
 
-    def _read(self, operand: fx.Node, reader: fx.Node, part: str) -> fx.Node:
+    def _read(self, operand: fx.Node, part: str) -> fx.Node:
         if operand.op == "placeholder" and self.parts.differs(operand):
             return self._cut_out(self.done[part][operand], operand, part)
         return self.done[part][operand]
@@ -264,9 +260,8 @@ class Writer:
         key = part, whole, value.nd_of(node)
         if key not in self.taken:
             held = self._boxed(whole, node, self.sizes.plain(others, sbp.dim), part)
-            shape = list(value.tensor_type(held).shape)
-            shape[sbp.dim] //= self.sizes.count
-            type_ = TensorType(value.tensor_type(held).dtype, tuple(shape))
+            dtype, shape = value.tensor_type(held).dtype, value.tensor_type(held).shape
+            type_ = TensorType(dtype, tuple(self.sizes.of_part(shape, (sbp,))))
             made = self._call(
                 ops.take, (held, sbp.dim, self.number, self.sizes.count), node, value.nd_of(held), part, type_
             )
@@ -276,7 +271,7 @@ class Writer:
     def _moved(self, box: fx.Node, part: str) -> fx.Node:
         """A box on ``mb`` within a micro-batch: a part of what is whole, a share of a sum, or an estimate."""
         source = self.parts.source(box)
-        have, made, held = self.parts.sbp(source), self.parts.sbp(box), self._read(source, box, part)
+        have, made, held = self.parts.sbp(source), self.parts.sbp(box), self._read(source, part)
         if box in self.parts.estimated:
             if not have.is_partial or not made.is_broadcast:
                 raise self.refusals.all_at_once(source, self.refusals.mismatch(source, box))
