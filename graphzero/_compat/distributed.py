@@ -1,0 +1,89 @@
+"""Process groups and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
+    pass
+
+
+# As these collectives are called from torch 2.13 on, and before.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that collectives of a group may take, those of CPU tensors if it has any."""
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError):
+            options = getattr(group._get_backend(torch.device(device)), "options", None)  # type: ignore[no-untyped-call]
+            found: timedelta | None = getattr(options, "_timeout", None)
+            if found is not None:
+                return found.total_seconds()
+    return default_pg_timeout.total_seconds()
+
+
+def job_store(prefix: str) -> Any:
+    """The store through which the default process group was made; keys begin with ``prefix``."""
+    return prefixed(prefix, dist.distributed_c10d._get_default_store())
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """The same store; keys begin with ``prefix`` too."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def gloo(store: Any, rank: int, ranks: int, seconds: float) -> Any:
+    """A gloo connection of some processes that torch.distributed does not list; each of them makes it.
+
+    seconds: how long one of its collectives, and making it, may take.
+    """
+    return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
+
+
+def break_gloo(group: Any) -> None:
+    """Close all connections of ``gloo``: who waits for this process, now or later, gets a RuntimeError.
+
+    gloo does that when a receive that nobody has a send for runs out of time.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                receive = group.recv([torch.empty(1)], other, _NO_TAG)
+            except RuntimeError:  # that connection is closed already
+                continue
+            with suppress(RuntimeError):
+                receive.wait(timedelta(milliseconds=1))
+            return
+
+
+def lost_by_gloo(group: Any) -> list[int]:
+    """Of which processes the connections of ``gloo`` are closed, by their numbers in it."""
+    found = []
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                group.send([torch.empty(1)], other, _NO_TAG)  # is only announced, and never taken
+            except RuntimeError:
+                found.append(other)
+    return found
+
+
+_NO_TAG = 2**31 - 1  # of messages that nobody waits for
+
+
+def fake_store() -> Any:
+    """The store of a process group that exists in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -1,0 +1,172 @@
+"""Modes of torch, and what user code is told that asks whether it is compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphzero._compat.tracing import P, R
+
+if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
+    pass
+
+
+def cpu_by_default(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` makes tensors on the CPU where it names no device, whatever the user's default device is."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
+            with torch.device("cpu"):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def modes_are_on() -> bool:
+    """Whether a mode of torch functions or of dispatch is on: what ops do then is for it to say."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Tensors are made as they are outside of torch.inference_mode; entering that for nothing costs a microsecond."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def is_compiling() -> Iterator[None]:
+    """torch's own "a graph is being traced" flag, on which optimizers drop their host reads."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+class _NoFake:
+    """In the place of FakeTensor, for those who are told that nothing is traced."""
+
+
+@contextmanager
+def answers_whether_traced(answer: Callable[[FrameType], bool]) -> Iterator[None]:
+    """What asks in this thread whether a graph is being traced is told ``answer(its frame)``.
+
+    It asks by ``torch.compiler.is_compiling()`` and its other names, or by whether a tensor is a
+    ``torch._subclasses.FakeTensor``.  A module that is imported meanwhile gets the class itself.
+    """
+    thread, compiler, fakes = get_ident(), torch.compiler, torch._subclasses
+    original = compiler.is_compiling
+
+    def is_compiling() -> bool:
+        asker: FrameType | None = sys._getframe(1)
+        while asker is not None and asker.f_code.co_name in _ASKED_BY and asker.f_globals["__name__"] in _ASKED_IN:
+            asker = asker.f_back
+        return original() if get_ident() != thread or asker is None else answer(asker)
+
+    def attribute(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module {fakes.__name__!r} has no attribute {name!r}")
+        asker = sys._getframe(1)
+        if get_ident() != thread or asker.f_code.co_name == "<module>" or answer(asker):
+            return FakeTensor
+        return _NoFake
+
+    compiler.is_compiling = is_compiling
+    vars(fakes)["__getattr__"] = attribute
+    del vars(fakes)["FakeTensor"]
+    try:
+        yield
+    finally:
+        vars(fakes)["FakeTensor"] = FakeTensor
+        del vars(fakes)["__getattr__"]
+        compiler.is_compiling = original
+
+
+_ASKED_BY = ("is_compiling", "is_dynamo_compiling")
+
+
+_ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
+
+
+@contextmanager
+def compiled_functions_inline() -> Iterator[None]:
+    """What ``torch.compile`` has wrapped is traced as the plain function that it is.
+
+    ``config.patch`` would do that too, but each of its objects stays in the thread's context for good.
+    """
+    config: Any = torch._dynamo.config
+    before = config.error_on_nested_fx_trace
+    config.error_on_nested_fx_trace = False
+    try:
+        yield
+    finally:
+        config.error_on_nested_fx_trace = before
+
+
+def sequence_number(node: Any = None) -> int:
+    """Running number of an autograd node, by default of the one made last."""
+    if node is not None:
+        return int(node._sequence_nr())
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+def device_asked(func: Any, args: Any) -> torch.device | None:
+    """What a fake tensor answers where ``func`` is torch's question for its device; None for any other op.
+
+    torch asks so two or three times an op, by way of all modes, which only pass it on.
+    """
+    if func is not torch.ops.prim.device.default or not isinstance(args[0], FakeTensor):
+        return None
+    return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+
+
+def no_modes() -> Any:
+    """Context manager: ops run for real, whatever is being traced."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def autograd_under(mode: TorchFunctionMode) -> Iterator[None]:
+    """Python code that autograd runs in this thread, what is recomputed among it, runs under ``mode``, as forward does.
+
+    torch leaves a mode for as long as it handles a call of ``backward()``.
+    """
+    autograd: Any = torch.autograd
+    thread, original = get_ident(), autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode if get_ident() == thread else nullcontext():
+            return original(*args, **kwargs)
+
+    autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = original
+
+
+def below_autograd() -> Any:
+    """Context manager: ops go straight to their kernels, past the dispatch of autograd."""
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Tensors are real and not traced, whatever goes on around."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield

@@ -1,0 +1,104 @@
+"""Modules, optimizers, dicts and tensors of the user: their hooks, versions, storages and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
+    pass
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """``step`` of the optimizer's class, without the wrapper that runs hooks and the profiler."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def gradient_hooks(x: Tensor) -> dict[Any, Any]:
+    """What ``x.register_hook`` was given."""
+    return dict(x._backward_hooks or {})
+
+
+def accumulation_hooks(x: Tensor) -> dict[Any, Any]:
+    """What ``x.register_post_accumulate_grad_hook`` was given."""
+    return dict(getattr(x, "_post_accumulate_grad_hooks", None) or {})
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the class, dtype, device, shape, strides and ``requires_grad`` of these: a fast check.
+
+    It also says no where autocast is another one than now.
+    """
+    guards = torch._C._dynamo.guards
+    check: Callable[..., bool] = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+# A number for a dict that every write to it changes; no two dicts have the same.
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+
+
+def _counts_attributes() -> bool:
+    class Probe:
+        held = 0
+
+    probe = Probe()
+    probe.held = 1
+    before = dict_version(vars(probe))
+    probe.held = 2
+    return dict_version(vars(probe)) != before
+
+
+# Whether what is assigned to attributes changes the number of an object's ``__dict__``; in Python 3.13.0 it does not.
+COUNTS_ATTRIBUTES = _counts_attributes()
+
+
+local_of_dtensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+
+
+def is_saved(module: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter or buffer ``name`` of a module is in its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def loads_by_code(module: torch.nn.Module) -> bool:
+    """Whether loading it, or a part of it, does more than to copy tensors: hooks, or a loader of the user's own."""
+    own = torch.nn.Module._load_from_state_dict
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or type(part)._load_from_state_dict is not own
+        and not type(part).__module__.startswith("torch.nn.")
+        for part in module.modules()
+    )
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that tensors share if, and only if, they share storage; fakes have one too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
+    return isinstance(x, DTensor)
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """What this process holds of a DTensor: its own piece, not a view of it; a plain tensor itself."""
+    return x._local_tensor if is_dtensor(x) else x
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer`` pass for one that has stepped, else its scheduler warns about their order."""
+    vars(optimizer)["_opt_called"] = True

@@ -1,0 +1,254 @@
+"""Tracing with fake tensors: what make_fx, symbols and guards, and constants of fakes hang on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+from torch.nn.utils import stateless
+
+if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+annotate = fx_traceback.annotate
+
+
+preserve_node_meta = fx_traceback.preserve_node_meta
+
+
+MODULE_CALL = torch.nn.Module._call_impl.__code__  # the frame of every call of a module, which it has as `self`
+
+
+def reparametrize(module: torch.nn.Module, tensors: dict[str, Any]) -> Any:
+    """Context manager: ``module`` holds ``tensors`` in place of its parameters and buffers, ties kept."""
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)
+
+
+def make_fx(program: Callable[..., Any], table: dict[Any, Callable[..., Any]]) -> Callable[..., torch.fx.GraphModule]:
+    """torch's, with a table of decompositions; it makes modules whose code is only written when it is asked for.
+
+    torch keeps the text of all code that it writes, for tracebacks, for as long as the process lives.
+    """
+    trace = proxy_tensor.make_fx(program, decomposition_table=table)
+
+    def traced(*values: Any) -> torch.fx.GraphModule:
+        with _use_lazy_graph_module(True):
+            return trace(*values)
+
+    return traced
+
+
+def forget_fakes() -> None:
+    """Let go of what torch remembers of ops on fake tensors, by shapes, for as long as the process lives."""
+    FakeTensorMode.cache_clear()
+
+
+def shape_env() -> ShapeEnv:
+    """A new, empty environment of symbolic numbers.
+
+    torch keeps what methods of one have found in caches of the class, without bound and for good.  Here each
+    environment is of a class of its own, whose caches end with it.
+    """
+    from torch.fx.experimental import symbolic_shapes
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class Env(ShapeEnv):
+        def _get_user_frame(self) -> FrameType | None:
+            """Whom to name in torch's log.  torch would import half of Inductor and export to tell its files apart."""
+            return inspect.currentframe()
+
+    cached: Any = getattr(symbolic_shapes, "_lru_cache", lru_cache)
+    for name, method in vars(ShapeEnv).items():
+        if hasattr(method, "cache_info"):
+            setattr(Env, name, cached(method.__wrapped__))
+    return Env()
+
+
+def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
+    """A symbolic float of ``env`` that stands for the run-time number ``name`` and is ``value`` now."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = env.create_unspecified_symbol(float(value), source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symfloatnode(symbol, hint=float(value), source=source)
+
+
+def last_traced() -> Any:
+    """The last node of the fx graph that ``make_fx`` is writing, None in an empty one."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def is_traced_after(x: Tensor, node: Any) -> bool:
+    """Whether the graph that is being written makes ``x``, behind ``node``."""
+    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    return made is not None and (node is None or made > node)
+
+
+def traced_from(x: Tensor) -> set[int] | None:
+    """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
+    tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    if made is None:
+        return None
+    seen, todo = {made}, [made]
+    while todo:
+        new = [node for node in todo.pop().all_input_nodes if node not in seen]
+        seen.update(new)
+        todo += new
+    return {i for i, node in enumerate(n for n in tracer.graph.nodes if n.op == "placeholder") if node in seen}
+
+
+def symbol_name(number: Any) -> str:
+    """The name that a symbolic float has in guards."""
+    return str(number.node.expr)
+
+
+def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
+    """What tracing has asked of the symbolic numbers of ``env``: a fast check, and the names it reads."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+    from torch.utils._sympy.printers import PythonPrinter
+
+    printer = PythonPrinter()
+    found: dict[str, set[str]] = {}
+    for guard in env.guards:
+        expression: Any = guard.expr
+        names = {str(symbol) for symbol in expression.free_symbols}
+        if names:
+            found.setdefault(printer.doprint(expression), names)
+    if not found:
+        return (lambda values: True), set()
+    code = compile(" and ".join(f"({text})" for text in found), "<guards>", "eval")
+    return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*found.values())
+
+
+@contextmanager
+def small_constants(most: int) -> Iterator[None]:
+    """Fakes that follow from Python's numbers alone keep their values, up to ``most`` elements."""
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = most
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+def keep_constant(fake: Any, value: Tensor) -> None:
+    """Let ``fake`` be known to have ``value``, until it is written to with what is not known."""
+    fake.constant = value
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+
+
+def constant_of(x: Any) -> Tensor | None:
+    """The value of a fake tensor, where it is known."""
+    return getattr(x, "constant", None) if isinstance(x, FakeTensor) else None
+
+
+@contextmanager
+def unknown(tensors: Sequence[Any]) -> Iterator[None]:
+    """The values of these fakes are not known; nothing may write to them meanwhile."""
+    held = [x.constant for x in tensors]
+    for x in tensors:
+        x.constant = None
+    try:
+        yield
+    finally:
+        for x, constant in zip(tensors, held, strict=True):
+            x.constant = constant
+
+
+ASSERT_ASYNC: Callable[..., Any] = torch._assert_async
+
+
+ASSERT: Callable[..., Any] = torch._assert
+
+
+foreach_lerp_: Callable[..., Any] = torch._foreach_lerp_
+
+
+@contextmanager
+def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Iterator[None]:
+    """``torch._check`` and all of its kind ask ``taken(error type, condition, message)`` first."""
+    original = torch._check_with
+
+    def check(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        if not taken(error_type, cond, message):
+            original(error_type, cond, message)
+
+    torch._check_with = check
+    try:
+        yield
+    finally:
+        torch._check_with = original
+
+
+def functions() -> Any:
+    """The namespace through which ``torch.nn.functional`` reaches ops that have no other Python name."""
+    return torch._VF
+
+
+@contextmanager
+def inferring() -> Iterator[None]:
+    """Tensors made here have shapes and no data; an op that cannot work so raises, and torch's log stays silent."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+            yield
+    finally:
+        log.disabled = before
+
+
+arguments = attrgetter("_args", "_kwargs")  # of a node, as ``args`` and ``kwargs`` give them, in one step
+
+
+def add_node(
+    graph: torch.fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    name: str | None = None,
+    type_: Any = None,
+) -> torch.fx.Node:
+    """As ``graph.create_node``, which looks through all arguments for symbolic numbers only to warn of them."""
+    node = graph.create_node(op, target, name=name, type_expr=type_)
+    if args:
+        node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
+    return node
+
+
+def forget_names(graph: torch.fx.Graph) -> None:
+    """Names of nodes that are no longer in the graph are free again, as they are in a copy of it."""
+    known = graph._graph_namespace
+    named = [(node, node.name) for node in graph.nodes]
+    if len(known._used_names) == len(named) and list(known._obj_to_name.items()) == named:
+        return
+    names = type(known)()
+    for node in graph.nodes:
+        names.create_name(node.name, node)
+    graph._graph_namespace = names
