@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import graphzero as gz
@@ -21,14 +21,17 @@ def program_of(graph: gz.Graph) -> Program:
 
 
 @contextmanager
-def failing(graph: gz.Graph, at: int, error: BaseException, done: bool = True) -> Iterator[None]:
-    """Step number ``at`` of the graph's program ends with ``error``; done: after what it does."""
+def failing(
+    graph: gz.Graph, at: int, error: BaseException, done: bool = True, meet: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Step number ``at`` of the graph's program ends with ``error``, behind ``meet``; done: after what it does."""
     steps = program_of(graph).steps
     step = steps[at]
 
     def fail(envs: list[Env]) -> None:
         if done:
             step(envs)
+        meet()
         raise error
 
     steps[at] = Barrier(step.node if isinstance(step, Barrier) else step.lines[0].node, fail)

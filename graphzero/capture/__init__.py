@@ -1,39 +1,58 @@
 """From the user's ``build`` to a StepGraph: forward, backward, clipping and optimizer as one functional graph.
 
-What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``join`` and ``assemble``.
+What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``join``, ``update_writer`` and
+``assemble``.
 Shapes are global and devices unknown: what lies where is for the passes, what runs how for the runtime.
 """
 
 from graphzero.capture.assemble import capture
-from graphzero.capture.optimizer.hyper import baked_of_group
+from graphzero.capture.optimizer.average import baked_of_average
+from graphzero.capture.optimizer.hyper import baked_of_group, baked_of_optimizer
 from graphzero.capture.optimizer.hyper import of_group as hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.optimizer.loss_scale import NAME as LOSS_SCALE
 from graphzero.capture.optimizer.loss_scale import LossScale
 from graphzero.capture.placing.local_regions import region_runs
 from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
-from graphzero.capture.spec import Captured, Input, Inputs, OptimizerSpec, Precision, Scaling, StateSpec, Step
-from graphzero.capture.trace.reads import Written, frozen
+from graphzero.capture.spec import (
+    AverageSpec,
+    Captured,
+    Input,
+    Inputs,
+    OptimizerSpec,
+    Precision,
+    Scaling,
+    StateSpec,
+    Step,
+)
+from graphzero.capture.trace.reads import Inside, attribute, frozen, is_deep, is_same, written
 
 __all__ = [
     "LOSS_SCALE",
+    "AverageSpec",
     "Captured",
     "Input",
     "Inputs",
+    "Inside",
     "LossScale",
     "OptimizerSpec",
     "Precision",
     "Scaling",
     "StateSpec",
     "Step",
-    "Written",
+    "attribute",
+    "baked_of_average",
     "baked_of_group",
+    "baked_of_optimizer",
     "capture",
     "frozen",
     "hypers_of_group",
     "initial_fill",
     "is_capturing",
+    "is_deep",
+    "is_same",
     "pin_value",
     "placement_of_capture",
     "region_runs",
+    "written",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphzero import _compat
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.rewrite.canonicalise import node_key
@@ -41,7 +42,7 @@ def plain_name(*parts: str) -> str:
 
 
 class Join:
-    """The graph under construction.  ``grads``: path -> the gradient the optimizers read."""
+    """The graph under construction.  constants: by name of their placeholder, the tensors that build closes over."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -77,6 +78,8 @@ class Join:
         made.meta = {"type": () if fake is None else type_of_fake(fake), "val": fake, "sbp": None}
         _statistics_in_float32(made)
         made.meta.update(phase=custom.get("phase", "forward"), source=custom.get("source", ""))
+        if custom.get("module"):
+            made.meta["module"] = custom["module"]
         return made
 
     def add_constants(self, module: fx.GraphModule) -> None:
@@ -109,12 +112,22 @@ class Join:
         key = node_key(target, args, kwargs)
         if key not in self.equal or phase != "update" or again:
             name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
-            node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+            node = _compat.add_node(self.graph, "call_function", target, args, kwargs, name)
             node.meta = {"type": type_, "val": fake, "phase": phase, "source": "", "sbp": None}
             if phase != "update" or again:
                 return node
             self.equal[key] = node
         return self.equal[key]
+
+    def add_update(self, given: dict[fx.Node, fx.Node], nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Add traced ``nodes`` to the update, with ``given`` in place of inputs; returns old -> new."""
+        copies = dict(given)
+        for node in nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: copies[x])
+                fake = node.meta.get("val")
+                copies[node] = self.emit(node.target, args, type_of_fake(fake), kwargs=dict(kwargs), fake=fake)
+        return copies
 
     def stamp(
         self, update: Update, model: Member, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]
@@ -123,14 +136,7 @@ class Join:
 
         Returns the results: "" -> the new parameter, key -> the new state.
         """
-        copies = dict(given)
-        for node in nodes:
-            if node.op != "call_function":
-                continue
-            args = fx.node.map_arg(node.args, lambda x: copies[x])
-            kwargs = fx.node.map_arg(node.kwargs, lambda x: copies[x])
-            fake = node.meta.get("val")
-            copies[node] = self.emit(node.target, args, type_of_fake(fake), kwargs=dict(kwargs), fake=fake)
+        copies = self.add_update(given, nodes)
         results = {"": copies[update.params[model.path]]}
         for (path, key), node in update.states.items():
             if path == model.path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from graphzero.capture.problems import SHOWN, place_of
@@ -13,21 +14,54 @@ from graphzero.errors import ConfigError
 
 
 def check_masters(step: Step, params: Mapping[str, Tensor]) -> None:
-    """Refuse mixed precision for a step all of whose trainable parameters are 16-bit.  Raises ConfigError."""
+    """Refuse mixed precision for a step without masters: all of whose trainable parameters are 16-bit, or, where these
+    are rounded stochastically, none is bfloat16 or one is float16.  Raises ConfigError."""
     if step.precision is None or not step.optimizers:
         return
     trained = {path: p for path, p in params.items() if p.requires_grad and p.is_floating_point()}
-    if not trained or any(map(is_master, trained.values())):
-        return
-    shown = [f"{path}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for path, p in trained.items()]
+    if step.precision.stochastic_rounding:
+        _check_rounded(step, trained)
+    elif trained and not any(map(is_master, trained.values())):
+        raise _refusal(
+            step,
+            f"dtype={step.precision.dtype}",
+            f"all {len(trained)} trainable parameters of {step.name} are 16-bit already, so no float32 masters are "
+            "left for the optimizer to step",
+            trained,
+            "Convert the model back before the first call, model.float(), and make its optimizer after that; step "
+            "bfloat16 parameters in float32 with enable_amp(stochastic_rounding=True); or leave enable_amp out, to "
+            "train in 16 bit alone",
+        )
+
+
+def _check_rounded(step: Step, trained: Mapping[str, Tensor]) -> None:
+    told, other = "stochastic_rounding=True", {path: p for path, p in trained.items() if p.dtype is torch.float16}
+    if other:
+        raise _refusal(
+            step,
+            told,
+            f"{len(other)} trainable parameters of {step.name} are float16, which has too few exponents for an update",
+            other,
+            "Convert the model before the first call: model.to(torch.bfloat16)",
+        )
+    if not any(p.dtype is torch.bfloat16 for p in trained.values()):
+        raise _refusal(
+            step,
+            told,
+            f"none of the {len(trained)} trainable parameters of {step.name} is bfloat16, so there is nothing to round",
+            trained,
+            "Convert the model before the first call, model.to(torch.bfloat16), or those of its parameters that are to "
+            "be kept in 16 bit; its optimizer stays as it is. Or leave stochastic_rounding out",
+        )
+
+
+def _refusal(step: Step, told: str, what: str, params: Mapping[str, Tensor], hint: str) -> ConfigError:
+    shown = [f"{path}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for path, p in params.items()]
     more = [f"... and {len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
-    raise ConfigError(
-        f"enable_amp(dtype={step.precision.dtype}): all {len(trained)} trainable parameters of {step.name} are 16-bit "
-        "already, so no float32 masters are left for the optimizer to step\n\n"
-        f"  at {place_of(step.build)}\n\n"
+    return ConfigError(
+        f"enable_amp({told}): {what}\n\n  at {place_of(step.build)}\n\n"
         + "".join(f"  {line}\n" for line in (*shown[:SHOWN], *more))
-        + "\n  Convert the model back before the first call, model.float(), and make its optimizer after that; "
-        "or leave enable_amp out, to train in 16 bit alone"
+        + f"\n  {hint}"
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
+from graphzero.ir.ragged import Along
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
@@ -68,6 +70,14 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True)
+class AverageSpec:
+    """An average that each training step updates, and the module of which it is one."""
+
+    averaged: AveragedModel
+    of: nn.Module
+
+
+@dataclass(frozen=True)
 class Scaling:
     """How the loss scale goes on from step to step; see ``LossScale``."""
 
@@ -77,6 +87,7 @@ class Scaling:
     interval: int
     hysteresis: int
     least: float
+    consecutive: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,18 +95,24 @@ class Precision:
     """Mixed precision of a step.
 
     dtype: of the casts of parameters that forward reads, and of autocast.  reduce_dtype: of gradients until they are
-    complete.  scaling: of the loss, None for none.
+    complete.  scaling: of the loss, None for none.  stochastic_rounding: whether parameters that are bfloat16 are
+    masters themselves, stepped in float32 and rounded at random.
     """
 
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     scaling: Scaling | None = None
+    stochastic_rounding: bool = False
+
+    def rounds(self, x: Tensor) -> bool:
+        """Whether what an update makes of ``x``, a parameter or state, is rounded stochastically."""
+        return self.stochastic_rounding and x.dtype is torch.bfloat16
 
 
 @dataclass
 class Step:
-    """What is captured: the user's build, its modules by attribute name, the optimizers that follow it, and in which
-    precision; None for that of the parameters."""
+    """What is captured: the user's build, its modules by attribute name, the optimizers that follow it, in which
+    precision, None for that of the parameters, and the averages that are updated behind the optimizers."""
 
     name: str
     placement: Placement
@@ -103,6 +120,11 @@ class Step:
     modules: dict[str, nn.Module]
     optimizers: list[OptimizerSpec] = field(default_factory=list)
     precision: Precision | None = None
+    averages: list[AverageSpec] = field(default_factory=list)
+
+    def rounds(self, x: Tensor) -> bool:
+        """Whether what the update makes of ``x``, a parameter or state, is rounded stochastically."""
+        return self.precision is not None and self.precision.rounds(x)
 
 
 @dataclass(frozen=True)
@@ -160,7 +182,10 @@ class Captured:
         (``hyper`` and ``scalar`` roles; a guarded number that is not given counts as changed).
     constants: tensors that build closes over, by placeholder name.
     entry: which optimizer state must be there, and which must not, for this capture to be the step.
+    padded: along what each output of build is padded, where inputs are.  least: the fewest places of a ragged dim that
+        the step reads, by its name, where that is more than one.
     attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
+    free: tensors that build has met anywhere else, and as what: see ``written``.
     """
 
     packed: Packed
@@ -172,6 +197,9 @@ class Captured:
     constants: dict[str, Tensor]
     entry: Entry = field(default_factory=Entry)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    padded: tuple[frozenset[Along], ...] = ()
+    least: Mapping[str, int] = field(default_factory=dict)
+    free: Sequence[tuple[Tensor, Any]] = ()
 
     @property
     def graph(self) -> StepGraph:

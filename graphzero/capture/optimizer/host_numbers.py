@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphzero import _compat
+
 
 class HostNumbers(TorchFunctionMode):
-    """Ops that take a host number are written out where an optimizer gives them a 0-d tensor (Adagrad's rate)."""
+    """Ops that take a host number are written out where they get a 0-d tensor (Adagrad's rate, an average's weight)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -18,6 +20,10 @@ class HostNumbers(TorchFunctionMode):
             full: Any = torch.full
             like = next((x.dtype for x in args[1:] if isinstance(x, Tensor)), None)
             args = tuple(full((), x, dtype=like) if isinstance(x, torch.SymFloat) else x for x in args)
+        if func is _compat.foreach_lerp_ and isinstance(args[2], Tensor):
+            for x, end in zip(args[0], args[1], strict=True):
+                x.lerp_(end, args[2].to(x.dtype))
+            return args[0]
         factor = kwargs.get("value", kwargs.get("alpha"))
         if isinstance(factor, Tensor):
             x, *rest = args

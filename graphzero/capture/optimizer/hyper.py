@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphzero.ir.value import Role
 
 # How torch's optimizers are told to step without host reads, one parameter at a time.
 FLAGS = {"capturable": True, "foreach": False, "fused": False, "differentiable": False}
+_PLAIN = (bool, int, float, complex, str, type(None))
+_OF_TORCH = frozenset({"_zero_grad_profile_name", "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count"})
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,16 @@ def baked_of_group(optimizer: int, index: int, group: dict[str, Any]) -> tuple[A
     if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
         found.append((optimizer, index, "fused", ("True",)))
     return tuple(found)
+
+
+def baked_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """The numbers, flags and words that an optimizer of the user's keeps in itself, which a traced step holds fixed.
+
+    torch's own optimizers keep all of theirs in groups.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return ()
+    return tuple((k, x) for k, x in vars(optimizer).items() if isinstance(x, _PLAIN) and k not in _OF_TORCH)
 
 
 def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:

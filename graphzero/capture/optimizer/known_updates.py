@@ -7,7 +7,7 @@ follows from what ``key_of`` puts into a key, and from nothing else:
   anything, a global number say, so its step is traced each time, and so is one of torch's under modes of the user's;
 * its groups and defaults: a hyperparameter that is fixed by its value, one that may change by its kind and by the value
   that branches were decided by when it was traced;
-* its members: path, group, shape and dtype, marks, states, and whether these are there;
+* its members: path, group, shape and dtype, how they are rounded, marks, states, and whether these are there;
 * what torch's factories and kernels go by: default dtype, autocast, deterministic filling.
 
 A key without one of them would give a step that was traced for something else.
@@ -76,7 +76,7 @@ def _described(member: Member) -> tuple[Any, ...]:
     param = member.param
     marks = tuple((k, repr(v)) for k, v in vars(param).items() if not isinstance(v, torch.Tensor))
     states = tuple(member.states.items()), tuple(sorted(member.counters)), member.first
-    return member.path, member.group, tuple(param.shape), param.dtype, marks, states
+    return member.path, member.group, tuple(param.shape), param.dtype, member.rounded, marks, states
 
 
 def _surroundings() -> tuple[Any, ...]:

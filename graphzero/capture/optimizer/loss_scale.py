@@ -1,7 +1,8 @@
 """The loss scale of float16: its state, how it goes on, and how a step with an overflow is skipped.
 
 All of it is part of the graph and by value: nothing waits for the host.  The sequence is that of
-``torch.amp.GradScaler``; hysteresis and the least scale are those of Megatron-LM's ``DynamicGradScaler``.
+``torch.amp.GradScaler``; hysteresis and the least scale are those of Megatron-LM's ``DynamicGradScaler``, consecutive
+hysteresis is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class LossScale(nn.Module):
                 self.scale.mul_(scaling.backoff).clamp_(min=scaling.least)
             return
         self.growth_tracker.add_(1)
+        if scaling.consecutive:
+            self.hysteresis.fill_(scaling.hysteresis)
         if self.growth_tracker >= scaling.interval:
             self.growth_tracker.zero_()
             self.hysteresis.fill_(scaling.hysteresis)
@@ -115,6 +118,8 @@ class Scale:
             "hysteresis": both(
                 _INT,
                 left,
-                emit(aten.where.self, (is_due, full(told.hysteresis), self.held["hysteresis"]), _INT),
+                full(told.hysteresis)
+                if told.consecutive
+                else emit(aten.where.self, (is_due, full(told.hysteresis), self.held["hysteresis"]), _INT),
             ),
         }

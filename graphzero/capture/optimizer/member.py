@@ -17,6 +17,7 @@ class Member:
 
     states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
     first: it has no state yet, and the step is the one that makes it.
+    rounded: whether it steps in float32, it and those of its states that are bfloat16, and is rounded behind that.
     """
 
     path: str
@@ -26,8 +27,13 @@ class Member:
     states: dict[str, tuple[torch.dtype, Shape] | None] = field(default_factory=dict)
     counters: frozenset[str] = frozenset()
     first: bool = False
+    rounded: bool = False
 
     @property
     def entering(self) -> dict[str, tuple[torch.dtype, Shape] | None]:
         """The states that are there before the step."""
         return {} if self.first else self.states
+
+    def stepped(self, dtype: torch.dtype) -> torch.dtype:
+        """In which the step computes with what is held as ``dtype``."""
+        return torch.float32 if self.rounded and dtype is torch.bfloat16 else dtype

@@ -220,14 +220,14 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
     mode = _compat.FakeTensorMode(shape_env=env)
     with mode:
         for member in members:
-            shape, dtype = member.param.shape, member.param.dtype
+            shape, dtype = member.param.shape, member.stepped(member.param.dtype)
             for kind in ("param", "grad"):
                 labels.append((kind, member.path, ""))
                 values.append(torch.empty(shape, dtype=dtype))
             for key, entry in member.entering.items():
                 if entry is not None:
                     labels.append(("state", member.path, key))
-                    values.append(torch.empty(entry[1], dtype=entry[0]))
+                    values.append(torch.empty(entry[1], dtype=member.stepped(entry[0])))
     results: list[tuple[Any, ...]] = []
 
     def program(*given: Any) -> list[Any]:
@@ -278,7 +278,7 @@ def _step(
         for key, entry in state[param].items():
             if isinstance(entry, Tensor):
                 results.append(("state", member.path, key))
-                out.append(entry.to(member.states[key][0]))  # type: ignore[index]
+                out.append(entry.to(member.stepped(member.states[key][0])))  # type: ignore[index]
     return out
 
 
@@ -286,12 +286,7 @@ def _read(
     module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[Member], symbols: dict[str, Hyper],
     env: Any,
 ) -> Update:  # fmt: skip
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten.copy_.default and not node.users:
-            graph.erase_node(node)
-        elif node.op == "get_attr":
-            _write_out(module, node)
+    graph = plain_module(module).graph
     inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
     update = Update(members, inputs, {}, {}, symbols, env)
     flat: Any = graph.output_node().args[0]
@@ -301,6 +296,16 @@ def _read(
         else:
             update.states[path, key] = node
     return update
+
+
+def plain_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Without writes into inputs, which are results too, and without tensors that it holds."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            module.graph.erase_node(node)
+        elif node.op == "get_attr":
+            _write_out(module, node)
+    return module
 
 
 def _write_out(module: fx.GraphModule, node: fx.Node) -> None:

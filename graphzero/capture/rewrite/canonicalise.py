@@ -104,7 +104,8 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 
 def _widened(node: fx.Node) -> fx.Node | None:
     """The 16-bit value that ``node`` is in a wider dtype: cast back it is itself."""
-    source = node.args[0] if node.target is aten._to_copy.default and not node.meta.get("keep") else None
+    is_meant = node.meta.get("keep") or node.meta.get("reduced")
+    source = node.args[0] if node.target is aten._to_copy.default and not is_meant else None
     if not isinstance(source, fx.Node):
         return None
     old, new = source.meta["val"].dtype, node.meta["val"].dtype

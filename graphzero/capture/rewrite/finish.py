@@ -13,7 +13,7 @@ from graphzero.ir.value import Role, is_tensor
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
 aten = torch.ops.aten
-_KNOWN = ("type", "sbp", "pins", "role", "phase", "source")
+_KNOWN = ("type", "sbp", "pins", "role", "phase", "source", "module")
 
 
 def origin(node: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` becomes the op ``graphzero.ops.attention_kernels``.
+"""``scaled_dot_product_attention`` becomes the op ``graphzero.ops.attention``.
 
 One op with one rule on every device; what the op does not do (dropout inside, a mask that wants a gradient, other
 than four dims) is written out as matrix products and a softmax.
@@ -23,6 +23,9 @@ def attention(
     """As ``torch.nn.functional.scaled_dot_product_attention``, which is on autocast's list of 16-bit ops."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (_narrow(x) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _narrow(attn_mask)
+        with torch.autocast("cpu", enabled=False):
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key = repeat_heads(key, query.shape[-3] // key.shape[-3])
         value = repeat_heads(value, query.shape[-3] // value.shape[-3])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from graphzero import _compat
 from graphzero.capture.objects.contents import TensorContents
 from graphzero.capture.problems import problem, problem_here
+from graphzero.capture.trace.reads import Same, written
 from graphzero.errors import CaptureError
 
 _WRITE_HINT = (
@@ -123,6 +124,10 @@ class FreeTensors:
         if self._shown and isinstance(error, ValueError) and "read-only" in str(error):
             return problem("build writes to a tensor that is no buffer of its modules: .numpy()", _WRITE_HINT, where)
         return None
+
+    def met(self) -> list[tuple[Tensor, Same]]:
+        """Each of them, and as what build has read it."""
+        return [(x, written(x)) for x in self._known.values()]
 
     def put_back(self) -> None:
         for kept in self.flags.values():

@@ -127,7 +127,7 @@ class Gradients:
         assert grad is not None
         if precision is None:
             return grad.clone()
-        made = grad.to(precision.reduce_dtype) if is_master(p) else grad.clone()
+        made = grad.to(precision.reduce_dtype) if is_master(p) or precision.rounds(p) else grad.clone()
         wide = made.to(torch.float32) if self._scale is not None else made
         if self._scale is not None:
             wide = wide * self._scale.double().reciprocal().float()

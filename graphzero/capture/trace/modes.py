@@ -7,7 +7,7 @@ marks each with phase and source, and refuses the ops whose result depends on da
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.ir.aliases import UNMARKED, is_view
-from graphzero.ir.source import user_frame, user_frames
+from graphzero.ir.source import running_module, user_frame, user_frames
 from graphzero.ops import CHECK
 
 aten = torch.ops.aten
@@ -149,29 +149,34 @@ class Watch(TorchDispatchMode):
     """Marks every op with phase and source.
 
     phase: what the following ops belong to.
-    line: the user's line whose gradient is being computed, while backward runs.
+    modules: id of each module -> its path.
+    line, module: the user's line whose gradient is being computed, and the module it is of, while backward runs.
     """
 
-    def __init__(self, free: FreeTensors, looks: Looks) -> None:
+    def __init__(self, free: FreeTensors, looks: Looks, modules: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
-        self.line = self.backward_line = ""
+        self.modules = modules
+        self.line = self.backward_line = self.module = ""
         self.running = False  # whether autograd runs
         self.views: dict[int, list[Tensor]] = {}  # of each storage
         self.given: dict[int, str] = {}  # id of a fake that stands for an input, parameter or buffer -> its name
-        self.lines: dict[int, str] = {}  # autograd sequence number -> source
+        self.lines: dict[int, tuple[str, str]] = {}  # autograd sequence number -> source and module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := _compat.device_asked(func, args)) is not None:
+            return device
         fold = folding(func, args, kwargs or {}) if _sized_by_values(func, args) else None
         if fold is None:
             self._refuse(func, args, kwargs)
         source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
+        module = running_module(self.modules, self.build)
         if self.line and source == self.backward_line:
-            source = self.line
+            source, module = self.line, self.module
         elif self.phase != "backward":
-            self.lines[_compat.sequence_number()] = source
+            self.lines[_compat.sequence_number()] = source, module
         before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
-        with _compat.annotate({"phase": self.phase, "source": source}):
+        with _compat.annotate({"phase": self.phase, "source": source, "module": module}):
             result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
         if before is not None and before != (result.shape, result.stride()):
             self._check_turned(args[0], func._schema.name.split("::")[1])
@@ -194,14 +199,17 @@ class Watch(TorchDispatchMode):
                 continue
             seen.add(node)
             todo.extend(following for following, _ in node.next_functions)
-            line = self.lines.get(_compat.sequence_number(node), "")
-            hooks.append(node.register_prehook(lambda grads, line=line: setattr(self, "line", line)))
+            found = self.lines.get(_compat.sequence_number(node), ("", ""))
+            hooks.append(node.register_prehook(lambda grads, found=found: self._computes_gradient_of(*found)))
         try:
             yield
         finally:
-            self.line = ""
+            self._computes_gradient_of("", "")
             for hook in hooks:
                 hook.remove()
+
+    def _computes_gradient_of(self, line: str, module: str) -> None:
+        self.line, self.module = line, module
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:

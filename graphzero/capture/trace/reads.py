@@ -1,5 +1,5 @@
-"""Attributes of the Graph and its modules that build reads: numbers, flags, words, functions, and tensors that
-are no buffers.
+"""Attributes of the Graph and its modules that build reads, and of plain objects that stand in these: numbers, flags,
+words, functions, tensors that are no buffers, and containers of all that.
 
 Tracing writes down what they are, as ``dropout.p``, so a capture holds only while they are that.
 """
@@ -7,90 +7,198 @@ Tracing writes down what they are, as ``dropout.p``, so a capture holds only whi
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.spec import Step
+from graphzero.ir.source import is_project
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _CODE = (FunctionType, BuiltinFunctionType)
-_NEVER = frozenset({"training"})  # part of the program's key
+_CONTAINERS = (dict, list, tuple, SimpleNamespace, functools.partial)
+_CLOSED = (*_CODE, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer, set, frozenset)
+_NEVER = frozenset({"training", *vars(nn.Module())})  # part of the program's key
+_DEEP, _MANY = 4, 1000  # how far containers are looked into, and up to how many entries
+_NAMES = 1 << 9  # of a class's flags: whether attributes of the class can be set
+_FIXED = 1 << 8
+_GONE: Any = object()
 
 
-@contextmanager
-def reading(step: Step, root: nn.Module) -> Iterator[dict[str, Any]]:
-    """Path -> ``frozen`` value of every attribute read inside: ``model.1.p``, or ``scale`` of the Graph itself."""
-    found: dict[str, Any] = {}
-    graph = getattr(step.build, "__self__", None)
-    paths = {id(module): f"{path}." for path, module in root.named_modules() if path}
-    classes: list[type] = [nn.Module]
-    if graph is not None and not isinstance(graph, nn.Module):
-        paths[id(graph)] = ""
-        classes.append(type(graph))
+@dataclass(frozen=True)
+class Same:
+    """Which object it is, by identity; it is kept, so that no later one has its address.
 
-    def watched(original: Any) -> Any:
-        def read(self: Any, name: str) -> Any:
-            held = original(self, name)
-            path = paths.get(id(self))
-            if path is not None and name not in _NEVER and _is_fixed(held) and _is_stored(self, name, held):
-                found.setdefault(path + name, frozen(held))
+    version: of a tensor, how often it has been written to.  place: where its values lie, which ``x.data = y`` changes.
+    """
+
+    id: int
+    name: str
+    version: int = 0
+    place: int = 0
+    held: Any = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"{self.name}, written to {self.version} times" if isinstance(self.held, Tensor) else self.name
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a container holds: its class, and its keys and entries."""
+
+    kind: str
+    entries: tuple[Any, ...]
+
+
+class Reads:
+    """What build has read.  root: of the modules, whose parameters and buffers are the step's own."""
+
+    def __init__(self, root: nn.Module, graph: Any) -> None:
+        self.found: dict[str, Any] = {}  # path -> ``frozen`` value
+        self._paths = {id(module): f"{path}." for path, module in root.named_modules() if path}
+        self._owners = {path: module for path, module in root.named_modules() if path}
+        self._state = {id(x) for x in (*root.parameters(), *root.buffers())}
+        self._watched: set[type] = set()
+        self._patches = ExitStack()
+        if graph is not None and not isinstance(graph, nn.Module):
+            self._paths[id(graph)], self._owners[""] = "", graph
+
+    def __enter__(self) -> Reads:
+        self._watch(nn.Module)
+        if "" in self._owners:
+            self._watch(type(self._owners[""]))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._patches.close()
+
+    def settled(self) -> dict[str, Any]:
+        """Those that are, behind tracing, what they were when build read them: it has not set them before itself."""
+        return {path: held for path, held in self.found.items() if is_same(frozen(self._now(path)), held)}
+
+    def _now(self, path: str) -> Any:
+        owner, _, name = path.rpartition(".")
+        return attribute(self._owners[owner], name)
+
+    def _watch(self, kind: type) -> None:
+        if kind not in self._watched:
+            self._watched.add(kind)
+            self._patches.enter_context(patched(kind, "__getattribute__", self._reader(kind.__getattribute__)))
+
+    def _reader(self, original: Any) -> Any:
+        def read(owner: Any, name: str) -> Any:
+            held = original(owner, name)
+            path = self._paths.get(id(owner))
+            if path is not None and name not in _NEVER and name[:2] != "__" and _is_stored(owner, name, held):
+                self._note(owner, path + name, held)
             return held
 
         return read
 
-    first, *others = classes
-    with patched(first, "__getattribute__", watched(first.__getattribute__)):
-        if not others:
-            yield found
+    def _note(self, owner: Any, path: str, held: Any) -> None:
+        if path in self.found or id(held) in self._state:
             return
-        with patched(others[0], "__getattribute__", watched(others[0].__getattribute__)):
-            yield found
+        if _is_fixed(held):
+            self.found[path] = frozen(held)
+        elif _is_open(type(held), type(owner)):
+            self.found[path] = frozen(held)
+            if id(held) not in self._paths:
+                self._paths[id(held)], self._owners[path] = f"{path}.", held
+                self._watch(type(held))
 
 
-@dataclass(frozen=True)
-class Written:
-    """Which tensor it is, and how often it has been written to."""
-
-    id: int
-    version: int
-
-    def __repr__(self) -> str:
-        return f"a tensor, written to {self.version} times"
+def reading(step: Step, root: nn.Module) -> Reads:
+    """A context manager that notes every attribute read inside: ``model.1.p``, or ``scale`` of the Graph itself."""
+    return Reads(root, getattr(step.build, "__self__", None))
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Which function it is."""
-
-    id: int
-    name: str
-
-    def __repr__(self) -> str:
-        return f"the function {self.name}"
+def attribute(owner: Any, name: str) -> Any:
+    """What stands in ``owner`` under a name with or without dots; if nothing does, what equals nothing else."""
+    try:
+        return attrgetter(name)(owner)
+    except AttributeError:
+        return _GONE
 
 
-def frozen(held: Any) -> Any:
-    """What can be compared: a tensor by identity and version, a function by identity, anything else by itself."""
-    if isinstance(held, _CODE):
-        return Chosen(id(held), held.__qualname__)
-    return Written(id(held), held._version) if isinstance(held, Tensor) else held
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two ``frozen`` values are one; nan is itself."""
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # a number has become an array, say
+        return False
+
+
+def written(x: Tensor) -> Same:
+    """Which tensor it is, and what has been written to it; torch does not count that under inference_mode."""
+    place = x.data_ptr() if type(x) is Tensor and x.layout is torch.strided else 0
+    return Same(id(x), "a tensor", 0 if x.is_inference() else x._version, place, x)
+
+
+def is_deep(held: Any) -> bool:
+    """Whether a ``frozen`` value has to be made anew to be compared, for it is not what stands in the attribute."""
+    return isinstance(held, (Same, Inside))
+
+
+def frozen(held: Any, deep: int = 0) -> Any:
+    """What can be compared: a tensor by identity and version, a function by identity, a container by what it holds,
+    another object by its class, anything else by itself.  deep: in how many containers it stands.
+    """
+    kind = type(held)  # not isinstance, which asks objects of other classes for their __class__, at a price
+    if issubclass(kind, _PLAIN) or held is _GONE or (kind is tuple and all(isinstance(x, _PLAIN) for x in held)):
+        return held
+    if issubclass(kind, _CODE):
+        return Same(id(held), f"the function {held.__qualname__}", held=held)
+    if issubclass(kind, Tensor) and not isinstance(held, nn.Parameter):  # those in containers may be the step's own
+        return Same(id(held), "a tensor", held=held) if deep else written(held)
+    if issubclass(kind, _CONTAINERS) and deep < _DEEP:
+        entries = _entries(held)
+        if len(entries) <= _MANY:
+            return Inside(kind.__name__, tuple(frozen(x, deep + 1) for x in entries))
+    kind = held if issubclass(kind, type) else kind
+    return Same(id(kind), kind.__qualname__, held=kind)
+
+
+def _entries(held: Any) -> Sequence[Any]:
+    if isinstance(held, functools.partial):
+        return (held.func, held.args, held.keywords)
+    if isinstance(held, SimpleNamespace):
+        held = vars(held)
+    return [x for pair in dict.items(held) for x in pair] if isinstance(held, dict) else held
 
 
 def _is_fixed(held: Any) -> bool:
-    if type(held) is tuple:
-        return all(isinstance(item, _PLAIN) for item in held)
-    return isinstance(held, (*_PLAIN, *_CODE)) or type(held) is Tensor
+    return isinstance(held, (*_PLAIN, *_CODE, *_CONTAINERS)) or type(held) is Tensor
+
+
+def _is_open(kind: type, owner: type) -> bool:
+    """Whether objects of a class hold settings, and reads of these can be watched: those of the user's classes, and
+    of a library's what stands in its own modules, as a model's configuration.
+    """
+    if issubclass(kind, _CLOSED) or not kind.__flags__ & _NAMES or kind.__flags__ & _FIXED:
+        return False
+    package = kind.__module__.partition(".")[0]
+    is_own = package == owner.__module__.partition(".")[0] and package not in ("torch", "graphzero")
+    return issubclass(kind, Namespace) or is_own or is_project(kind.__module__)
 
 
 def _is_stored(owner: Any, name: str, held: Any) -> bool:
     """Whether it stands in the object or its class, and is not computed by a property."""
-    inside = object.__getattribute__(owner, "__dict__")
-    return name in inside or inspect.getattr_static(type(owner), name, inside) is held
+    try:
+        inside = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        inside = {}
+    if name in inside:
+        return True
+    static = inspect.getattr_static(type(owner), name, inside)
+    return static is held or inspect.ismemberdescriptor(static)

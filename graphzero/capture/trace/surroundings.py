@@ -20,6 +20,7 @@ from graphzero.capture.placing.dtensor_calls import dtensor_calls
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.capture.trace.attention import attention
+from graphzero.capture.trace.cuda_autocast import cuda_autocast
 from graphzero.sbp.placement import Placement
 
 
@@ -43,7 +44,8 @@ def _autocast_of(kind: str) -> Any:
 def surroundings(placement: Placement) -> Iterator[None]:
     """Our attention and dropout in place of torch's, no fast paths that skip autograd or hide a network in one op.
 
-    An autocast region of the placement's device, around build or in it, counts for the fakes, which are on the CPU.
+    An autocast region of the placement's device, around build or in it, counts for the fakes, which are on the CPU; on
+    CUDA it does with them what it does there.
     """
     device_type = placement.device_type
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -66,6 +68,8 @@ def surroundings(placement: Placement) -> Iterator[None]:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device_type)))
             stack.enter_context(patched(torch.autocast, "__init__", _autocast_of(device_type)))
+        if device_type == "cuda":
+            stack.enter_context(cuda_autocast())
         yield
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from graphzero.capture.objects.patches import patched
 from graphzero.errors import CaptureError
+from graphzero.logs.progress import Ticker
 
 one_at_a_time = threading.RLock()  # what is arranged around build is put back in the opposite order, by one thread
 
@@ -34,7 +35,7 @@ def others_wait(root: nn.Module) -> Iterator[None]:
     minutes: build waits for it in turn.
     """
     own = threading.get_ident()
-    others = {thread.ident for thread in threading.enumerate()} - {own}
+    others = {thread.ident for thread in threading.enumerate() if not isinstance(thread, Ticker)} - {own}
     if not others:
         yield
         return

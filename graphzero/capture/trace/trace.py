@@ -65,6 +65,7 @@ class Traced:
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
+    free: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class BuildTrace:
         self.code = getattr(step.build, "__code__", None)
         self.free = FreeTensors(self.mode, {**self.params, **self.buffers}, self.code)
         self.looks = Looks(self.code)
-        self.watch = Watch(self.free, self.looks)
+        paths = {id(module): path for path, module in root.named_modules() if path}
+        self.watch = Watch(self.free, self.looks, paths)
         self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
         self.casts = Casts(None)
         self.gradients = Gradients(step, self.watch, self.code)
@@ -152,7 +154,7 @@ class BuildTrace:
         with untouched(self.step, self.root), draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
-                    with reading(self.step, self.root) as attributes:
+                    with reading(self.step, self.root) as reads:
                         module = _compat.make_fx(program, table)(*flat)
                     module = functional(module, flat, table, self.mode)
             except CaptureError:
@@ -165,7 +167,8 @@ class BuildTrace:
             finally:
                 self.free.put_back()
         traced = self._traced(module)
-        traced.pins, traced.attributes = pins, attributes
+        traced.pins, traced.attributes = pins, reads.settled()
+        traced.free = self.free.met()
         return traced
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:

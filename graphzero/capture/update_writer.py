@@ -1,0 +1,227 @@
+"""The update of a step, joined to its build: gradients scaled back, clipped, stepped with, and what is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphzero.capture.join import Join, ancestors, separable
+from graphzero.capture.optimizer.average import tensors_of, trace_average
+from graphzero.capture.optimizer.clip import clip
+from graphzero.capture.optimizer.loss_scale import NAME, Scale
+from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.optimizer import Update
+from graphzero.capture.precision import check_born
+from graphzero.capture.problems import problem
+from graphzero.capture.rewrite.finish import origin
+from graphzero.capture.spec import AverageSpec, StateSpec, Step
+from graphzero.capture.trace.trace import Traced
+from graphzero.ir.value import Role, TensorType, tensor_type
+from graphzero.ops import STOCHASTIC_ROUND
+
+aten = torch.ops.aten
+
+
+class UpdateWriter:
+    """Writes behind build what happens to gradients, parameters and states.
+
+    updates: name of a placeholder -> its new value.  aux: what else the step hands out.  ended: path -> the gradient
+    that backward left.
+    """
+
+    def __init__(self, step: Step, root: nn.Module, join: Join, states: list[StateSpec]) -> None:
+        self.step, self.root, self.join, self.states = step, root, join, states
+        self.params = dict(root.named_parameters())
+        self.aux: dict[str, fx.Node] = {}
+        self.updates: dict[str, fx.Node] = {}
+        self.ended: dict[str, fx.Node] = {}
+        self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
+        self.scale: Scale | None = None
+        self.non_finite: fx.Node | None = None
+        self.rounded = 0  # how many values the update has rounded stochastically
+
+    def gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
+        found: dict[str, fx.Node] = {}
+        wide = dict(zip(traced.with_wide, traced.results["wide"], strict=True))
+        for path, old, new in zip(traced.with_grad, traced.results["ended"], traced.results["final"], strict=True):
+            self.ended[path] = copies[old]
+            if self.step.rounds(self.params[path]):  # build reads it in 16 bit again, but ranks do not add it up so
+                copies[old].meta["reduced"] = True
+            if new is None:
+                continue
+            if path in wide and origin(new) is origin(wide[path]):  # as build left it: the update does it once more
+                self.narrow.add(path)
+                found[path] = self._kept(path, copies[old])
+                continue
+            found[path] = copies[new]
+            if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
+                found[path] = self._kept(path, copies[old])
+        return found
+
+    def _kept(self, path: str, grad: fx.Node) -> fx.Node:
+        type_ = grad.meta["type"]
+        made = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
+        made.meta["keep"] = True
+        self.ended[path] = made
+        return made
+
+    def begin_scale(self, paths: list[str]) -> None:
+        """Unless no loss is scaled: how many elements of gradients are not finite, of parameters that are stepped."""
+        precision, held = self.step.precision, self.join.placeholders
+        if precision is None or precision.scaling is None or not paths:
+            return
+        check_born(self.step, self.states)
+        roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
+        self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
+        self.non_finite = self.scale.count([self.ended[path] for path in paths])
+
+    @property
+    def overflow(self) -> fx.Node:
+        """Whether there are any.  Asked for behind the first norm, whose sum over ranks then goes with theirs."""
+        assert self.scale is not None and self.non_finite is not None
+        return self.scale.overflow(self.non_finite)
+
+    def end_scale(self) -> None:
+        """The loss scale of the next step, behind all updates."""
+        if self.scale is not None:
+            self.aux["skipped"] = self.overflow
+            for name, new in self.scale.after(self.overflow).items():
+                self.put(Role("buffer", f"{NAME}.{name}"), new)
+
+    def _widened(self, path: str, grad: fx.Node) -> fx.Node:
+        """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""
+        dtype = torch.float32 if self.step.rounds(self.params[path]) else self.params[path].dtype
+        if path not in self.narrow:
+            return self._cast(grad, dtype)
+        if self.scale is not None:
+            grad = self._cast(grad, torch.float32)
+            grad = self.join.emit(aten.mul.Tensor, (grad, self.scale.inverse()), tensor_type(grad))
+        return self._cast(grad, dtype)
+
+    def _rounded(self, node: fx.Node) -> fx.Node:
+        """What an update has made of a bfloat16 value, in float32, as it is held."""
+        shape = tensor_type(node).shape
+        number, self.rounded = self.rounded, self.rounded + 1
+        args = (node, self.join.placeholders[Role("seed")], number, [0] * len(shape), list(shape))
+        return self.join.emit(STOCHASTIC_ROUND, args, TensorType(torch.bfloat16, shape))
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        type_ = TensorType(dtype, tensor_type(node).shape)
+        if tensor_type(node).dtype == dtype:
+            return node
+        return self.join.emit(aten._to_copy.default, (node,), type_, kwargs={"dtype": dtype})
+
+    def add(self, index: int, members: list[Member], update: Update | None, grads: dict[str, fx.Node]) -> None:
+        """The step of one optimizer; ``update``: what was traced of it, None where no parameter has a gradient."""
+        if update is None:
+            return
+        own = {member.path: grads[member.path] for member in members if member.path in grads}
+        clipped, norm = self._clipping(index, own)
+        begun = len(self.join.graph.nodes)
+        own = {path: clipped(self._widened(path, grad)) for path, grad in own.items()}
+        is_wider = bool(self.narrow) or any(member.rounded for member in members)
+        late = list(self.join.graph.nodes)[begun:] if is_wider else []
+        if norm is not None:
+            self.aux[f"grad_norm.{index}"] = norm
+        places = {(spec.param, spec.key): spec for spec in self.states if spec.optimizer == index}
+        by_name = {node.name: node for node in self.join.placeholders.values()}
+        models = {member.path: member for member in update.members}
+        by_path = {member.path: member for member in members}
+        by_kind = {member.kind: member for member in reversed(update.members)}
+        needed = {member.path: ancestors(update, member) for member in update.members}
+        whole = not separable(update)
+        for member in members:
+            model = models.get(member.path) or by_kind[member.kind]
+            given = {}
+            for node, label in update.inputs.items():
+                if label[0] == "hyper":
+                    given[node] = self.join.placeholders[label[1].role]
+                elif label[1] == model.path or whole:
+                    path = label[1] if whole else member.path
+                    entering = self._input(label[0], path, label[2], own, places, by_name)
+                    given[node] = self._cast(entering, by_path[path].stepped(tensor_type(entering).dtype))
+            results = self.join.stamp(update, model, given, needed[model.path])
+            for key, node in results.items():
+                self._add_result(member, key, node, places, by_name)
+        _sink(self.join.graph, late)
+
+    def _clipping(self, index: int, grads: dict[str, fx.Node]) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
+        """See ``clip``.  The norm is that of unscaled gradients: where all are scaled alike, it is unscaled itself."""
+        emit, spec = self.join.emit, self.step.optimizers[index]
+        if self.scale is None or spec.clip_grad_norm is None:
+            return clip(emit, spec, grads, grads, None)
+        if self.narrow.issuperset(grads):
+            return clip(emit, spec, grads, grads, self.scale.inverse())
+        return clip(emit, spec, grads, {path: self._widened(path, grad) for path, grad in grads.items()}, None)
+
+    def _input(
+        self, kind: str, path: str, key: str, grads: dict[str, fx.Node], places: dict[Any, StateSpec],
+        by_name: dict[str, fx.Node],
+    ) -> fx.Node:  # fmt: skip
+        if kind == "grad":
+            return grads[path]
+        if kind == "state":
+            return by_name[places[path, key].placeholder]
+        return self._held(self.join.placeholders[Role("param", path)])
+
+    def _add_result(
+        self, member: Member, key: str, node: fx.Node, places: dict[Any, StateSpec], by_name: dict[str, fx.Node]
+    ) -> None:
+        param = self.join.placeholders[Role("param", member.path)]
+        name = places[member.path, key].placeholder if key else param.name
+        dtype = tensor_type(by_name[name]).dtype
+        if member.stepped(dtype) != dtype:
+            node = by_name[name] if node is self._cast(by_name[name], tensor_type(node).dtype) else self._rounded(node)
+        if node is not by_name[name]:
+            if self.scale is not None:
+                node = self.scale.kept(self.overflow, by_name[name] if key else self._held(param), node)
+            before = self.updates.setdefault(name, node)
+            if not key:
+                self.updates[name] = node
+            elif before is not node:
+                raise problem(
+                    f"the parameters of one group change their common state {key!r} differently",
+                    "give these parameters a parameter group each",
+                )
+
+    def add_average(self, spec: AverageSpec) -> None:
+        """The average follows the parameters and buffers with which the step ends."""
+        traced, held = trace_average(spec, self.step.precision), self.join.placeholders
+        roles = {id(x): Role("param", path) for path, x in self.params.items()}
+        roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
+        params, buffers = tensors_of(spec.averaged.module)
+        ours = [held[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
+        model = [self._held(held[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
+        entering = [
+            self._cast(node, input_.meta["val"].dtype)
+            for input_, node in zip(traced.inputs, (*ours, *model), strict=True)
+        ]
+        copies = self.join.add_update(dict(zip(traced.inputs, entering, strict=True)), traced.module.graph.nodes)
+        for placeholder, old, new in zip(ours, entering[: len(ours)], traced.results, strict=True):
+            if copies[new] is not old:
+                is_wider = tensor_type(copies[new]).dtype != tensor_type(placeholder).dtype
+                self.updates[placeholder.name] = self._rounded(copies[new]) if is_wider else copies[new]
+
+    def _held(self, param: fx.Node) -> fx.Node:
+        """A parameter as it enters the update."""
+        return self.updates.get(param.name, param)
+
+    def put(self, role: Role, node: fx.Node) -> None:
+        """Say what is new of what ``role`` names, if it is."""
+        placeholder = self.join.placeholders[role]
+        if node is not placeholder:
+            self.updates[placeholder.name] = node
+
+
+def _sink(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Put each of ``nodes`` right before its first reader, so that few of them are held at a time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed(list(nodes)):
+        first = min(node.users, key=position.__getitem__, default=None)
+        if first is not None:
+            first.prepend(node)
+            position[node] = position[first]
