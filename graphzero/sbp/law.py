@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from graphzero.errors import SbpError
 from graphzero.sbp.call import op_name, overload_of
 from graphzero.sbp.local import chunk, cut, joined, piece_shape
+from graphzero.sbp.rank_call import local_args, offset_form
 from graphzero.sbp.reductions import REDUCTIONS
-from graphzero.sbp.registry import has_rule, local_args, offset_form, signatures
+from graphzero.sbp.registry import has_rule, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import Nd, S, Sbp
 

@@ -9,9 +9,11 @@ moves there are is ``boxing``'s, which of them is taken ``route``'s and propagat
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, TypeGuard
 
 from graphzero.errors import ConfigError
 from graphzero.sbp.boxing import move, wire_bytes
@@ -41,6 +43,23 @@ class Link:
     def seconds(self, kind: str, sent: float, ranks: int) -> float:
         """Seconds of a collective of ``kind`` over ``ranks`` ranks, each of which sends ``sent`` bytes."""
         return self.latency * messages(kind, ranks) + sent / self.bandwidth
+
+
+def link_of(given: Any, what: str) -> Link:
+    """A Link, or a mapping of its two numbers as JSON has it.  Raises ConfigError, which begins with ``what``."""
+    if isinstance(given, Link):
+        return given
+    if not isinstance(given, Mapping) or set(given) != {"latency", "bandwidth"}:
+        raise ConfigError(f"{what} is {given!r}; give gz.Link(latency=..., bandwidth=...), or a dict of these two")
+    try:
+        return Link(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+def is_finite(x: object) -> TypeGuard[float]:
+    """Whether it is a number that a float can hold: no bool, no NaN, no infinity, no int beyond all floats."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 Links = tuple[Link, ...]  # one per placement axis, outermost first; () where nobody has said
@@ -104,5 +123,5 @@ def _box(src: Sbp, dst: Sbp, ranks: int) -> tuple[int, float]:
 
 
 def _check(name: str, found: object, unit: str) -> None:
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0:
+    if not is_finite(found) or found < 0:
         raise ConfigError(f"Link({name}={found!r}): give {unit}, a finite number")

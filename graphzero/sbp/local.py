@@ -51,6 +51,20 @@ def alike(a: Nd, b: Nd, hierarchy: Sequence[int]) -> bool:
     return plain[0] == plain[1] and cuts(a, hierarchy) == cuts(b, hierarchy)
 
 
+def lifted(nd: Nd, axis: int, to: Sbp, hierarchy: Sequence[int]) -> Nd:
+    """``nd`` with ``to`` in the place of the split on one axis, and every other cut where it is.
+
+    Axes inside that cut what that axis has left to each rank go on cutting just that, in as many sections as it has
+    ranks: ``(S(0), S(0))`` on 2 x 4 becomes ``(B, S(0, 2))``.  So one collective, along that axis, leads from one to
+    the other.  Whether a tensor's sizes allow the sections says ``nests``.
+    """
+    mine = nd[axis]
+    if not mine.is_split:
+        return nd
+    inside = (S(mine.dim, mine.sections * hierarchy[axis]) if sbp is mine else sbp for sbp in nd[axis + 1 :])
+    return (*nd[:axis], to, *inside)
+
+
 def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
     """In how many sections a rank holds what ``axis`` splits, after all other axes' cuts."""
     mine = nd[axis]

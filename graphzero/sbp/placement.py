@@ -127,6 +127,8 @@ class Placement:
         """
         if self.virtual or not dist.is_initialized() or dist.get_rank() not in self.ranks:
             return None
+        if self._mesh is not None and self._mesh[1] is mesh:
+            return tuple(range(len(self.names)))
         at, count = self.coordinate(dist.get_rank()), len(self.names)
         fits = []
         for axes in itertools.combinations(range(count), mesh.ndim):

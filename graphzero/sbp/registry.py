@@ -24,13 +24,11 @@ from graphzero.errors import SbpError
 from graphzero.sbp.call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
 from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import Factors, parse
-from graphzero.sbp.local import LocalSize, LocalStart
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
-from graphzero.sbp.types import Nd, S
+from graphzero.sbp.types import S
 
 Shape = Sequence[Any]  # of ints or LocalSize
 SizeRule = Callable[[Sequence[Shape], Sequence[Shape]], Any]  # local shapes of inputs and outputs -> the argument
-Pair = tuple[Sequence[int], Nd]  # global shape and SBP of a tensor
 
 
 class NoRuleWarning(UserWarning):
@@ -76,14 +74,16 @@ class Offset:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """What is registered of an op; see ``rule``."""
+
     rule: Rule
     sizes: Mapping[str, SizeRule]
     nonempty: bool
     offset: Offset | None
 
 
-_entries: dict[Op, _Entry] = {}
+_entries: dict[Op, Entry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
 _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: calls of many shapes have the same
 _CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
@@ -144,11 +144,11 @@ def rule(
     if offset is not None:
         offset = replace(offset, op=overload_of(offset.op))
     for op in ops if isinstance(ops, Sequence) else (ops,):
-        _register(overload_of(op), _Entry(written, dict(sizes or {}), nonempty, offset))
+        _register(overload_of(op), Entry(written, dict(sizes or {}), nonempty, offset))
     return None
 
 
-def _register(op: Op, entry: _Entry) -> None:
+def _register(op: Op, entry: Entry) -> None:
     if _state["loading"]:
         if op in _own:
             raise SbpError(f"{op_name(op)} has two rules in graphzero.sbp.rules")
@@ -216,7 +216,7 @@ def signatures(
 def _forget() -> None:
     _cache.clear()
     _equal.clear()
-    _base_of.cache_clear()
+    _bases.cache_clear()
 
 
 @lru_cache(maxsize=2**8)
@@ -256,82 +256,21 @@ def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signatur
     return tuple(Signature(tuple(s.inputs[i] for i in order), s.outputs) for s in derived)
 
 
-def local_args(
-    op: Op,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    inputs: Sequence[Pair],
-    outputs: Sequence[Pair],
-    local: Callable[[Sequence[int], Nd], Shape],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` with arguments that hold global sizes rewritten to what one rank passes.
-
-    ``inputs`` and ``outputs`` are (global shape, SBP) pairs; ``local`` turns one into local sizes, ints or LocalSize.
-    """
+def entry_of(op: Op) -> Entry | None:
+    """All that was said of an op; None where nothing was."""
     _load()
-    entry = _entries.get(op)
-    if entry is None or not entry.sizes:
-        return tuple(args), dict(kwargs)
-    local_inputs = [list(local(shape, sbp)) for shape, sbp in inputs]
-    local_outputs = [list(local(shape, sbp)) for shape, sbp in outputs]
-    new_args, new_kwargs = list(args), dict(kwargs)
-    names = argument_names(op)
-    for name, compute in entry.sizes.items():
-        at, size = names.index(name), compute(local_inputs, local_outputs)
-        if size is None:  # it says nothing here
-            continue
-        if name in new_kwargs:
-            new_kwargs[name] = size
-        elif at < len(new_args) and new_args[at] is not None:
-            new_args[at] = size
-    return tuple(new_args), new_kwargs
+    return _entries.get(op)
 
 
-def offset_form(
-    op: Op,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    inputs: Sequence[Pair],
-    outputs: Sequence[Pair],
-    starts: Callable[[Sequence[int], Nd], Sequence[Any]],
-) -> tuple[Op, dict[str, Any]]:
-    """What one rank calls for ``op``, and with which keyword arguments: the op itself, or its offset form.
-
-    ``inputs`` and ``outputs`` are as for ``local_args``; ``starts`` tells of each dim where the rank's piece begins, an
-    int or LocalStart, or None where it is whole.
-    """
-    _load()
-    offset = _entries[op].offset if op in _entries else None
-    shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
-    if offset is not None and shape:
-        dim = offset.dim_in(op, args, kwargs, len(shape))
-        start = starts(shape, nd)[dim]
-        if start is not None:
-            return offset.op, {**kwargs, "start": start, "total": shape[dim]}
-    return op, dict(kwargs)
-
-
-def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
-    """The call on whole tensors of which this is what one rank makes: the way back from the two above."""
-    base = _base_of().get(op, op)
-    named = {name: arg for name, arg in kwargs.items() if base is op or name not in ("start", "total")}
-    return base, tuple(map(_global, args)), {name: _global(arg) for name, arg in named.items()}
+def base_of(op: Op) -> Op:
+    """The op whose offset form this is; any other one itself."""
+    return _bases().get(op, op)
 
 
 @lru_cache(maxsize=1)
-def _base_of() -> dict[Op, Op]:
+def _bases() -> dict[Op, Op]:
     _load()
     return {entry.offset.op: op for op, entry in _entries.items() if entry.offset is not None}
-
-
-def _global(arg: Any) -> Any:
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(map(_global, arg)) if any(map(_is_local, arg)) else arg
-    return _global(arg.size) if isinstance(arg, LocalSize) else 0 if isinstance(arg, LocalStart) else arg
-
-
-def _is_local(arg: Any) -> bool:
-    return isinstance(arg, (LocalSize, LocalStart, list, tuple))
 
 
 def _warn(op: Op) -> None:

@@ -3,14 +3,19 @@
 A move on one axis works within groups of ranks that differ on that axis alone.  Each holds a piece as the axes
 outside have cut it, so a split of a dim may come or go on an axis only while no axis inside splits the same dim:
 
-    (S(0), S(0)) -> (B, B)     gathers inside first, then outside
+    (S(0), S(0)) -> (B, B)     gathers inside first, then outside, whole values
     (B, B) -> (S(0), S(0))     cuts outside first, then inside
     (B, S(0)) -> (S(0), S(0))  is no cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
     (B, S(0)) -> (S(0, 2), S(0))  is one: it comes within what the inner axis has cut
 
-Cuts of two names may be one, as ``(S(0), S(0, 2))`` and ``(S(0), S(0))`` on 2 x 2 are: then nothing moves.  Partial
-values complete inside first where the axes combine by different reductions.  An axis of one rank cuts nothing and
-completes nothing, whatever it says.
+Cuts of two names may be one, as ``(S(0), S(0, 2))`` and ``(S(0), S(0))`` on 2 x 2 are: then nothing moves.  By the
+first name the outer split may come or go while the inner one stays, so that what the outer axis carries is cut:
+
+    (S(0), S(0)) = (S(0), S(0, 2)) -> (B, S(0, 2)) -> (B, B)     gathers outside first, pieces alone
+    (P, P) -> (P, S(0, 2)) -> (S(0), S(0, 2)) = (S(0), S(0))     reduces inside first
+
+Partial values complete inside first where the axes combine by different reductions.  An axis of one rank cuts nothing
+and completes nothing, whatever it says.
 """
 
 from __future__ import annotations
@@ -46,7 +51,6 @@ def route(
     the one with fewer bytes on the outer axes, which are the slower ones.  With ``links`` it is the way that takes the
     least time for a tensor of ``nbytes`` in all.  The same on every rank.
     """
-    checked = tuple(shape) if any(sbp.sections > 1 for sbp in (*src, *dst)) else None
     changed = [axis for axis, (a, b) in enumerate(zip(src, dst, strict=True)) if a is not b]
     if len(changed) == 1 and alike(src, dst, hierarchy):
         return ((changed[0], Move("same", src[changed[0]], dst[changed[0]])),)
@@ -54,10 +58,13 @@ def route(
         steps = tuple((changed[0], step) for step in move(src[changed[0]], dst[changed[0]]).steps)
         if all(is_possible(src, axis, step.src, step.dst, hierarchy) for axis, step in steps):
             return steps
-    few = is_small and not links
-    spare = () if few else _even_dims(shape, prod(hierarchy))
-    size = nbytes if links else prod(hierarchy) ** 2  # without links any does; of this one pieces are whole numbers
-    return _shortest(src, dst, Costs(hierarchy, links), size, spare, few, checked)
+    few, ranks = is_small and not links, prod(hierarchy)
+    even = tuple(dim for dim, size in enumerate(shape) if size and size % ranks == 0)
+    named = any(sbp.sections > 1 for sbp in (*src, *dst))
+    # where nobody has said sections, only even dims get some: all even sizes are alike, and share one way
+    sizes = tuple(shape) if named else tuple(ranks if dim in even else 1 for dim in range(len(shape)))
+    size = nbytes if links else ranks**2  # without links any does; of this one pieces are whole numbers
+    return _shortest(src, dst, Costs(hierarchy, links), size, () if few else even[:2], few, sizes)
 
 
 def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes: int) -> float:
@@ -79,11 +86,6 @@ def is_possible(nd: Nd, axis: int, src: Sbp, dst: Sbp, hierarchy: Sequence[int])
     return not (src.is_partial and any(s.is_partial and s is not src for s in inside))
 
 
-def _even_dims(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Two dims, if there are as many, that a value may be split along on the way without padding."""
-    return tuple(dim for dim, size in enumerate(shape) if size and size % ranks == 0)[:2]
-
-
 @lru_cache(maxsize=2**14)
 def _shortest(
     src: Nd,
@@ -92,9 +94,12 @@ def _shortest(
     nbytes: int,
     spare: tuple[int, ...],
     few: bool,
-    shape: tuple[int, ...] | None,
+    shape: tuple[int, ...],
 ) -> tuple[Step, ...]:
-    """Dijkstra's way through the SBPs that the moves of the table join; ``shape`` is given where cuts must fit it."""
+    """Dijkstra's way through the SBPs that the moves of the table join.
+
+    spare: dims that a value may be split along on the way without padding; shape: what sections must fit.
+    """
     hierarchy = costs.hierarchy
     options = _options(src, dst, hierarchy, spare)
     count = itertools.count(1)  # what was found first wins between equals
@@ -108,7 +113,7 @@ def _shortest(
             continue
         done.add(nd)
         for axis, step in _moves(nd, options, hierarchy):
-            if shape is not None and not nests(shape, _put(nd, axis, step.dst), hierarchy):
+            if not nests(shape, _put(nd, axis, step.dst), hierarchy):
                 continue
             further = tuple(a + b for a, b in zip(cost, _cost(nd, axis, step, costs, nbytes, few), strict=True))
             heapq.heappush(queue, (further, next(count), _put(nd, axis, step.dst), (*steps, (axis, step))))
@@ -118,11 +123,20 @@ def _shortest(
 def _options(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...]) -> list[list[Sbp]]:
     """Per axis, what a value may be there on the way.  It becomes partial only if that is where it goes."""
     splits = {*map(S, spare), *(sbp for sbp in (*src, *dst) if sbp.is_split)}
-    ordered = sorted(splits, key=lambda sbp: (sbp.dim, sbp.sections))
-    return [
-        list(dict.fromkeys((b, B, *ordered, a))) if ranks > 1 else [a, b]
-        for a, b, ranks in zip(src, dst, hierarchy, strict=True)
-    ]
+    found = []
+    for axis, (a, b) in enumerate(zip(src, dst, strict=True)):
+        parts = {S(sbp.dim, sbp.sections * n) for sbp in splits for n in _left_by(axis, sbp, src, dst, hierarchy)}
+        ordered = sorted(splits | parts, key=lambda sbp: (sbp.dim, sbp.sections))
+        found.append(list(dict.fromkeys((b, B, *ordered, a))) if hierarchy[axis] > 1 else [a, b])
+    return found
+
+
+def _left_by(axis: int, sbp: Sbp, src: Nd, dst: Nd, hierarchy: tuple[int, ...]) -> Iterator[int]:
+    """Into how many pieces neighbouring axes outside ``axis``, which come or go as it does, cut what it splits as
+    ``sbp``.  An axis that stays is left alone: what is whole there needs no transfers of its own."""
+    for first, last in itertools.combinations(range(axis + 1), 2) if src[axis] is not dst[axis] else ():
+        if all(src[i] is not dst[i] for i in range(first, last)):
+            yield prod(hierarchy[first:last])
 
 
 def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iterator[Step]:
@@ -130,10 +144,16 @@ def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iter
         for sbp in sbps:
             if sbp is nd[axis]:
                 continue
-            if hierarchy[axis] == 1:
+            if hierarchy[axis] == 1 or _is_renamed(nd, axis, sbp, hierarchy):
                 yield axis, Move("same", nd[axis], sbp)
             elif not move(nd[axis], sbp).via and is_possible(nd, axis, nd[axis], sbp, hierarchy):
                 yield axis, move(nd[axis], sbp)
+
+
+def _is_renamed(nd: Nd, axis: int, sbp: Sbp, hierarchy: tuple[int, ...]) -> bool:
+    """Whether the cut on ``axis`` is the same one in as many sections as ``sbp`` has."""
+    same_dim = sbp.is_split and nd[axis].is_split and sbp.dim == nd[axis].dim
+    return same_dim and alike(nd, _put(nd, axis, sbp), hierarchy)
 
 
 def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -> tuple[int, ...]:

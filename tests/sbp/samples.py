@@ -23,7 +23,10 @@ UNCHECKED_VALUES = ("aten.empty.memory_format", "aten.empty_like.default", "aten
                     "aten.empty_strided.default", "aten.new_empty_strided.default",
                     "aten.empty_permuted.default")  # fmt: skip
 NO_CPU_KERNEL = ("aten._fused_rms_norm_backward.default",)
-LOCALIZED_ELSEWHERE = ("graphzero.uniform_like.default", "graphzero.rank_key.default")
+LOCALIZED_ELSEWHERE = (
+    "graphzero.uniform_like.default", "graphzero.rank_key.default", "graphzero.stochastic_round.default",
+    "graphzero.adam_rounded.default",
+)  # fmt: skip
 PARTS = (
     pointwise.pointwise, reductions.reduce, reductions.matmul, shapes.view, shapes.slicing, shapes.index, layers.norm,
     layers.loss, layers.conv_pool, shapes.creation, layers.attention, reductions.linalg, rare.matrices,

@@ -9,7 +9,7 @@ import torch
 
 import graphzero as gz
 from graphzero.sbp import B, P, S
-from graphzero.sbp.local import alike, cut, nests
+from graphzero.sbp.local import alike, cut, lifted, nests
 from graphzero.sbp.route import route
 from graphzero.sbp.types import Nd
 
@@ -58,3 +58,28 @@ def test_a_step_between_two_names_of_one_layout_sends_nothing() -> None:
     before_the_output = [entry for entry in graph.plan.collectives if "output" not in str(entry.what_for)]
     assert len(before_the_output) <= 1, graph.program  # the output is gathered along tp
     assert str(gz.parse(str(graph.program))) == str(graph.program)
+
+
+def test_a_longer_way_takes_another_name_of_its_layout_for_nothing() -> None:
+    """A sum is made in each node first, then between nodes: what arrives is the nested split under its other name."""
+    steps = route((P, S(0, 2)), (S(0), S(0)), (2, 2), (8, 8))
+    assert [(axis, step.kind) for axis, step in steps] == [(0, "reduce_scatter"), (1, "same")]
+    back = route((S(0), S(0)), (B, S(0, 2)), (2, 2), (8, 8))
+    assert [(axis, step.kind) for axis, step in back] == [(1, "same"), (0, "all_gather")]
+    other = route((P, S(0, 4)), (S(0), S(0)), (2, 2), (16, 8))  # other sections are other cuts
+    assert "all_gather" in [step.kind for _, step in other]
+
+
+@pytest.mark.parametrize("hierarchy", [(2, 2), (2, 3), (4, 2), (2, 1, 2)])
+def test_a_lifted_split_is_one_gather_away(hierarchy: tuple[int, ...]) -> None:
+    """And every rank keeps of each part that is joined the piece that it had."""
+    options = (B, S(0), S(0, 2), S(1))
+    for nd in itertools.product(options, repeat=len(hierarchy)):
+        for axis, sbp in enumerate(nd):
+            up = lifted(nd, axis, B, hierarchy)
+            if not sbp.is_split:
+                assert up == nd
+            elif hierarchy[axis] > 1 and nests(SHAPE, nd, hierarchy) and nests(SHAPE, up, hierarchy):
+                moved = [(i, step.kind) for i, step in route(nd, up, hierarchy, SHAPE) if step.kind != "same"]
+                finer = any(s.is_split and s.dim == sbp.dim and s.sections < sbp.sections for s in nd[axis + 1 :])
+                assert finer or moved == [(axis, "all_gather")], (nd, axis, up, moved)

@@ -14,7 +14,8 @@ from graphzero.sbp import registry
 from graphzero.sbp.call import Call
 from graphzero.sbp.law import violations
 from graphzero.sbp.local import LocalSize
-from graphzero.sbp.registry import NoRuleWarning, has_rule, local_args, rule, signatures
+from graphzero.sbp.rank_call import local_args
+from graphzero.sbp.registry import NoRuleWarning, has_rule, rule, signatures
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, P, S
 
@@ -165,6 +166,12 @@ def test_random_numbers_follow_the_split_of_what_they_are_like() -> None:
     args = (M((4, 6)), M((), torch.int64), 0, [0, 0], [4, 6])
     found = lines(torch.ops.graphzero.uniform_like.default, args, M((4, 6)))
     assert found[:4] == ["B, B -> B", "S(0), B -> S(0)", "S(1), B -> S(1)", "P, B -> B"]
+
+
+def test_rounding_at_random_follows_the_split_and_takes_no_partial_sums() -> None:
+    args = (M((4, 6)), M((), torch.int64), 0, [0, 0], [4, 6])
+    found = lines(torch.ops.graphzero.stochastic_round.default, args, M((4, 6), torch.bfloat16))
+    assert found == ["B, B -> B", "S(0), B -> S(0)", "S(1), B -> S(1)"]
 
 
 def test_dropout_masks_of_pieces_are_pieces_of_the_mask() -> None:

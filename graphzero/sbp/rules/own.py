@@ -10,6 +10,7 @@ from graphzero.sbp.registry import rule
 from graphzero.sbp.rules._write import MOVE
 
 rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
+rule(torch.ops.graphzero.stochastic_round.default, "~...,~->...")
 rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
 rule(torch.ops.graphzero.check.default, "~...->...")  # every rank knows, and all of them raise
 
@@ -19,6 +20,13 @@ def adam(call: Call) -> str | None:
     """Element by element, of one parameter; of several all-B, for each of them could be split in its own way."""
     count, moments = len(call.args[0]), len(call.outputs)
     return f"{'~...,' * (moments + 1)}~->{','.join(['...'] * moments)}" if count == 1 else None
+
+
+@rule(torch.ops.graphzero.adam_rounded.default)
+def adam_rounded(call: Call) -> str:
+    """Of one parameter; start and total follow the split, as of draws."""
+    moments = len(call.outputs)
+    return f"{'~...,' * (moments + 1)}~,~->{','.join(['...'] * moments)}"
 
 
 @rule(torch.ops.graphzero.rank_key.default)

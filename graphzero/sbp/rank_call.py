@@ -1,0 +1,93 @@
+"""What one rank calls for an op on whole tensors: sizes in arguments are those of its pieces, places count from theirs.
+
+Which arguments hold sizes, and which ops have another form where an index points into a split dim, is said with rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from graphzero.sbp.call import Op, argument_names
+from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.registry import Shape, base_of, entry_of
+from graphzero.sbp.types import Nd
+
+Pair = tuple[Sequence[int], Nd]  # global shape and SBP of a tensor
+
+
+def size_arguments(op: Op) -> Collection[str]:
+    """The arguments of ``op`` that say how long its results are, or its operands: see ``rule``."""
+    entry = entry_of(op)
+    return entry.sizes.keys() if entry is not None else ()
+
+
+def local_args(
+    op: Op,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Pair],
+    outputs: Sequence[Pair],
+    local: Callable[[Sequence[int], Nd], Shape],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` with arguments that hold global sizes rewritten to what one rank passes.
+
+    ``inputs`` and ``outputs`` are (global shape, SBP) pairs; ``local`` turns one into local sizes, ints or LocalSize.
+    """
+    entry = entry_of(op)
+    if entry is None or not entry.sizes:
+        return tuple(args), dict(kwargs)
+    local_inputs = [list(local(shape, sbp)) for shape, sbp in inputs]
+    local_outputs = [list(local(shape, sbp)) for shape, sbp in outputs]
+    new_args, new_kwargs = list(args), dict(kwargs)
+    names = argument_names(op)
+    for name, compute in entry.sizes.items():
+        at, size = names.index(name), compute(local_inputs, local_outputs)
+        if size is None:  # it says nothing here
+            continue
+        if name in new_kwargs:
+            new_kwargs[name] = size
+        elif at < len(new_args) and new_args[at] is not None:
+            new_args[at] = size
+    return tuple(new_args), new_kwargs
+
+
+def offset_form(
+    op: Op,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Pair],
+    outputs: Sequence[Pair],
+    starts: Callable[[Sequence[int], Nd], Sequence[Any]],
+) -> tuple[Op, dict[str, Any]]:
+    """What one rank calls for ``op``, and with which keyword arguments: the op itself, or its offset form.
+
+    ``inputs`` and ``outputs`` are as for ``local_args``; ``starts`` tells of each dim where the rank's piece begins, an
+    int or LocalStart, or None where it is whole.
+    """
+    entry = entry_of(op)
+    offset = entry.offset if entry is not None else None
+    shape, nd = (*inputs, *outputs)[offset.tensor] if offset is not None else ((), ())
+    if offset is not None and shape:
+        dim = offset.dim_in(op, args, kwargs, len(shape))
+        start = starts(shape, nd)[dim]
+        if start is not None:
+            return offset.op, {**kwargs, "start": start, "total": shape[dim]}
+    return op, dict(kwargs)
+
+
+def of_whole(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
+    """The call on whole tensors of which this is what one rank makes: the way back from the two above."""
+    base = base_of(op)
+    named = {name: arg for name, arg in kwargs.items() if base is op or name not in ("start", "total")}
+    return base, tuple(map(_global, args)), {name: _global(arg) for name, arg in named.items()}
+
+
+def _global(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map(_global, arg)) if any(map(_is_local, arg)) else arg
+    return _global(arg.size) if isinstance(arg, LocalSize) else 0 if isinstance(arg, LocalStart) else arg
+
+
+def _is_local(arg: Any) -> bool:
+    return isinstance(arg, (LocalSize, LocalStart, list, tuple))
