@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from graphzero import sbp as sbp
     from graphzero import testing as testing
     from graphzero.config import GraphConfig
+    from graphzero.config.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.convert import to_global, to_local
     from graphzero.errors import CaptureError as CaptureError
     from graphzero.errors import CheckError as CheckError
@@ -25,12 +26,22 @@ if TYPE_CHECKING:
     from graphzero.errors import RankError as RankError
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
+    from graphzero.files import latest as latest
+    from graphzero.files import load as load
+    from graphzero.files import save as save
     from graphzero.graph import Graph
     from graphzero.inspect import check as check
     from graphzero.ir.graph import StepGraph
     from graphzero.ir.text.parser import parse
+    from graphzero.logs import set_logs as set_logs
+    from graphzero.measure import TensorBoard as TensorBoard
+    from graphzero.measure import Trace as Trace
+    from graphzero.measure import trace as trace
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
+    from graphzero.pretrained import load_pretrained as load_pretrained
+    from graphzero.pretrained import materialize as materialize
+    from graphzero.pretrained import save_pretrained as save_pretrained
     from graphzero.region import local_region
     from graphzero.runtime.host_memory import keep_freed_memory
     from graphzero.sbp.links import Link
@@ -43,6 +54,7 @@ _HOMES = {
     "CheckError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "DeepSpeed": "config.deepspeed",
     "Graph": "graph",
     "GraphConfig": "config",
     "GraphZeroError": "errors",
@@ -54,17 +66,25 @@ _HOMES = {
     "RankError": "errors",
     "SbpError": "errors",
     "StepGraph": "ir.graph",
+    "TensorBoard": "measure",
+    "Trace": "measure",
     "VerifyError": "errors",
     "check": "inspect",
     "explain": "inspect.explain",
     "keep_freed_memory": "runtime.host_memory",
+    "latest": "files",
     "load": "files",
+    "load_pretrained": "pretrained",
+    "materialize": "pretrained",
     "local_region": "region",
     "parse": "ir.text.parser",
     "placement": "sbp.placement",
     "save": "files",
+    "save_pretrained": "pretrained",
+    "set_logs": "logs",
     "to_global": "convert",
     "to_local": "convert",
+    "trace": "measure",
 }
 _MODULES = ("errors", "nn", "passes", "sbp", "testing")
 
@@ -73,6 +93,7 @@ __all__ = [
     "CheckError",
     "CheckpointError",
     "ConfigError",
+    "DeepSpeed",
     "Graph",
     "GraphConfig",
     "GraphZeroError",
@@ -84,19 +105,29 @@ __all__ = [
     "RankError",
     "SbpError",
     "StepGraph",
+    "TensorBoard",
+    "Trace",
     "VerifyError",
     "check",
     "errors",
     "explain",
     "keep_freed_memory",
+    "latest",
+    "load",
+    "load_pretrained",
     "local_region",
+    "materialize",
     "parse",
     "passes",
     "placement",
+    "save",
+    "save_pretrained",
     "sbp",
+    "set_logs",
     "testing",
     "to_global",
     "to_local",
+    "trace",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, PIN, SAME
-from graphzero.sbp import registry
+from graphzero.sbp import rank_call, registry
 from graphzero.sbp.local import nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
@@ -69,16 +69,27 @@ def signatures_of(
     """
     if node.target in (AS_LOCAL, AS_GLOBAL):
         return (_end_of_region(node, axis),)
-    op, args, kwargs = registry.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
+    sections = {sbp.sections for sbp in stand if sbp is not None} - {1}
+    return allowed_on(node, graph.placement.hierarchy[axis], sections, pieces, part)
+
+
+def allowed_on(
+    node: fx.Node, ranks: int, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
+) -> tuple[Signature, ...]:
+    """What the op at ``node`` allows on an axis of so many ranks, all-B first; the rest as of ``signatures_of``.
+
+    Not of an end of per-rank code, which hangs on the axis.
+    """
+    op, args, kwargs = rank_call.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
     try:
         return registry.signatures(
             op,
             [meta_of(arg) for arg in args],
             {name: meta_of(arg) for name, arg in kwargs.items()},
             result_metas(node, part),
-            ranks=graph.placement.hierarchy[axis],
+            ranks=ranks,
             pieces=pieces,
-            sections={sbp.sections for sbp in stand if sbp is not None} - {1},
+            sections=sections,
         )
     except SbpError as error:
         source = value.source_of(node)

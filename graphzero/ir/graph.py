@@ -10,7 +10,7 @@ What is known of each value is in ``graphzero.ir.value``.  Passes change a clone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeVar
 
@@ -141,22 +141,31 @@ class StepGraph:
 
     def clone(self) -> StepGraph:
         """A copy that shares no node; types, SBPs and roles are immutable and shared."""
-        graph = Graph()
-        results = graph.graph_copy(self.graph, {})
-        graph.output(results)
+        graph, made = Graph(), dict[Node, Node]()
+        for node in self.graph.nodes:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            if node.op == "output":
+                graph.output(args[0])
+                break
+            made[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)  # type: ignore[arg-type]
+            made[node].meta = {**node.meta}
         return StepGraph(self.name, self.placement, graph, self.level, self.stated)
 
-    def with_axis(self, placement: Placement, axis: int) -> StepGraph:
-        """A copy of a captured graph for a placement with one axis more, number ``axis``; nothing is pinned there."""
+    def with_axes(self, placement: Placement, origins: Sequence[int | None]) -> StepGraph:
+        """A copy of a captured graph for a placement with other axes.
+
+        origins: of each axis of the placement, the number of the axis here that it is, or is a part of; None for a new
+        one, on which nothing is pinned.
+        """
         made = self.clone()
         made.placement = placement
         for node in made.nodes:
             for key, new in (("sbp", None), ("pins", False)):
                 if found := node.meta.get(key):
-                    node.meta[key] = (*found[:axis], new, *found[axis:])
+                    node.meta[key] = tuple(new if i is None else found[i] for i in origins)
             if node.target in (AS_LOCAL, AS_GLOBAL):
                 x, said, *rest = node.args
-                node.args = (x, [*said[:axis], SAME, *said[axis:]], *rest)  # type: ignore[index,misc]
+                node.args = (x, [SAME if i is None else said[i] for i in origins], *rest)  # type: ignore[index]
         return made
 
     def settle(self) -> None:
@@ -199,11 +208,13 @@ class StepGraph:
         type_: of the result, with its global shape: a TensorType, a ScalarType, or a tuple for several results.
         sbp: one per placement axis; None before ``propagate``.
         """
-        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node = _compat.add_node(self.graph, "call_function", target, args, kwargs or {}, name)
         node.meta["type"] = type_
         node.meta["sbp"] = sbp
         node.meta["phase"] = phase or (value.phase_of(like) if like is not None else "forward")
         node.meta["source"] = value.source_of(like) if like is not None else ""
+        if like is not None and "module" in like.meta:
+            node.meta["module"] = like.meta["module"]
         if like is not None and value.repeats_of(like):
             node.meta["repeat"] = value.repeats_of(like)
         return node

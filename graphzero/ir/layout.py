@@ -7,10 +7,12 @@ to the fullest rank's size: a line.  Which lines of a slot are sent and received
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -20,8 +22,10 @@ from graphzero.ir.transfer import Transfer, transfer_of
 from graphzero.ir.value import TensorType
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES, Lines
-from graphzero.sbp.local import piece_shape
+from graphzero.sbp.local import piece_shape, sections_at
 from graphzero.sbp.types import Nd
+
+LONG = 256 * 2**10  # bytes of a run, over all ranks, from which it may travel by itself
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class Layout:
 
     moves: the transfer; ranks: length of its axis.
     sizes: elements of one padded piece, per member; offsets: where it starts; total: elements of one line.
+    sections: into how many a rank's piece of each member falls along the dim that is joined or cut.
     """
 
     moves: Transfer
     ranks: int
     sizes: tuple[int, ...]
+    sections: tuple[int, ...] = ()
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -93,9 +99,45 @@ def lay_out(graph: StepGraph, moves: Transfer) -> Layout:
         return Layout(moves, ranks, tuple(prod(local_shape(graph, node)) for node in moves.members))
     cuts = [dims if isinstance(dims, tuple) else (dims,) for dims in moves.dims]
     pairs = zip(moves.members, cuts, strict=True)
-    return Layout(
-        moves, ranks, tuple(_piece(graph, node, dict.fromkeys(dims, ranks), moves.axis) for node, dims in pairs)
-    )
+    sizes = tuple(_piece(graph, node, dict.fromkeys(dims, ranks), moves.axis) for node, dims in pairs)
+    return Layout(moves, ranks, sizes, _sections(graph, moves))
+
+
+def _sections(graph: StepGraph, moves: Transfer) -> tuple[int, ...]:
+    made: Any = value.sbp_of(moves.node) if value.is_multi(moves.node) else (value.nd_of(moves.node),)
+    split: Any = [value.nd_of(x) for x in moves.members] if moves.collective.src == "S" else made
+    at, hierarchy = graph.placement.axis(moves.axis), graph.placement.hierarchy
+    return tuple(sections_at(nd, hierarchy, at) for nd in split)
+
+
+def lies_in_long_runs(graph: StepGraph, layout: Layout) -> bool:
+    """Whether each piece of the one member is one run of elements of the whole, or even runs worth a message each."""
+    if not layout.moves.dims:
+        return True
+    (member,), (dim,) = layout.moves.members, layout.moves.dims
+    runs = count_runs(local_shape(graph, member), dim, layout.sections[0])
+    if runs == 1:
+        return True
+    long = layout.ranks * layout.total * layout.itemsize >= runs * LONG
+    return long and all(_is_alike_on_all(graph, x) for x in (member, layout.moves.results[0]))
+
+
+def _is_alike_on_all(graph: StepGraph, node: fx.Node) -> bool:
+    """Whether all ranks hold pieces of one shape: the first one's are the longest, the last one's the shortest."""
+    type_, nd = _one_result(node)
+    return shape_on(graph, type_, nd) == shape_on(graph, type_, nd, int(graph.placement.ranks.flat[-1]))
+
+
+def _one_result(node: fx.Node) -> tuple[TensorType, Nd]:
+    if not value.is_multi(node):
+        return value.tensor_type(node), value.nd_of(node)
+    ((type_,), (nd,)) = value.type_of(node), value.sbp_of(node)
+    return type_, nd
+
+
+def count_runs(shape: Sequence[int], dim: int, sections: int) -> int:
+    """In how many runs of neighbouring elements a piece of a rank's ``shape`` lies, cut along ``dim`` in sections."""
+    return prod(shape[:dim]) * sections
 
 
 def _piece(graph: StepGraph, node: fx.Node, cuts: dict[int, int], axis: str) -> int:

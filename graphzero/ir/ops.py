@@ -9,8 +9,8 @@ use(p)                                how one phase reads a parameter, or its ca
 box(x)                                x, boxed to the SBP in the node's type
 relabel(x)                            x itself, where both SBPs mean the same (one rank, or ``alike``)
 slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view
-all_gather(x, dim, axis)              the pieces of all ranks, joined along dim
-reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values
+all_gather(x, dim, axis)              the pieces of all ranks, joined along dim: section by section, if x has several
+reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values; likewise
 all_reduce(x, axis, reduction)        the sum, max or min of all ranks' values
 all_to_all(x, src, dst, axis)         split along src -> split along dst
 keep_first(x, axis)                   x on the first rank of the axis, zeros elsewhere (B -> P)
@@ -139,6 +139,8 @@ def carry(a: Any, x: Any) -> Any:
 
 COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all)
 BUCKETS: tuple[Callable[..., Any], ...] = (bucket_all_gather, bucket_reduce_scatter, bucket_all_reduce)
+# In how many sections of a dim a piece falls, the SBPs of operand and result say; so does ``ir.layout``.
+IN_SECTIONS = tuple(op.__name__ for op in (all_gather, reduce_scatter, all_reduce))
 MOVES: tuple[Callable[..., Any], ...] = (*COLLECTIVES, relabel, slice_shard, keep_first, place_shard)
 
 

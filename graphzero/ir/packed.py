@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from graphzero import _compat
 from graphzero.ir.graph import StepGraph
 
 # Containers and numbers that are written as what they are made of; strings, ints, tuples and their kind always are.
@@ -43,7 +44,7 @@ class Packed:
         reader = _Reader(io.BytesIO(zlib.decompress(self._bytes)), nodes, self._count, self._kept)
         for _ in range(self._count):
             *row, meta = reader.load()
-            nodes.append(graph.create_node(*row))
+            nodes.append(_compat.add_node(graph, *row))
             nodes[-1].meta = meta
         return StepGraph(self._name, self._placement, graph, self._level)
 

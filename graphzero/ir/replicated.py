@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _EXACT_NAMES = {
     "cat", "stack", "clone", "copy", "_to_copy", "index_select", "gather", "embedding", "index", "amax", "amin", "max",
     "min", "argmax", "argmin", "any", "all", "sort", "topk", "flip", "roll", "constant_pad_nd", "tril", "triu",
-    "repeat", "adam", "adam_",
+    "repeat", "adam", "adam_", "adam_rounded", "adam_rounded_", "stochastic_round",
 }  # fmt: skip
 
 
@@ -76,8 +76,8 @@ def _is_exact(node: fx.Node) -> bool:
 
 def arithmetic(device: torch.device) -> str:
     """What the last bits of this process' sums depend on."""
-    if device.type == "cuda":
-        how = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        how = torch.get_device_module(device).get_device_name(device)
     else:
         threads = torch.get_num_threads()
         how = f"{threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}"

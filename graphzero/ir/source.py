@@ -5,25 +5,35 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Mapping
 from types import CodeType, FrameType, ModuleType
 
 import torch
+
+from graphzero import _compat
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-_known: dict[CodeType, str | None] = {}
+_known: dict[str, str | None] = {}  # by file: code of the same text and line in two files is equal
 
 
 def _file_of(code: CodeType) -> str | None:
     """How the user's file is called, or None for code of torch, graphzero and Python itself."""
-    if code not in _known:
-        file = code.co_filename
+    file = code.co_filename
+    if file not in _known:
         short = os.path.relpath(file) if os.path.isabs(file) else file
         shown = file if short.startswith(os.pardir) else short
-        _known[code] = None if _is_ours(file) else shown
-    return _known[code]
+        _known[file] = None if _is_ours(file) else _cell(file) or shown
+    return _known[file]
+
+
+def _cell(file: str) -> str:
+    """What IPython calls the cell of a running notebook for which a file stands, "Cell In[3]"; "" for other files."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    return " ".join(named) if named else ""
 
 
 def is_library(module: ModuleType | None) -> bool:
@@ -69,6 +79,19 @@ def user_frame() -> str:
     """The innermost frame of the user, or ""."""
     found = user_frames()
     return found[0] if found else ""
+
+
+def running_module(modules: Mapping[int, str], until: CodeType | None = None) -> str:
+    """The path of the innermost module of the running stack that is among ``modules``, by id; "" for none.
+
+    until: code object of the outermost function of interest.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        if frame.f_code is _compat.MODULE_CALL and (path := modules.get(id(frame.f_locals["self"]))) is not None:
+            return path
+        frame = frame.f_back
+    return ""
 
 
 def line_of(code: CodeType, number: int) -> str:

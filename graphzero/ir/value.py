@@ -13,6 +13,7 @@ pins     per placement axis, whether the SBP is fixed by the user or by a pass
 role     ``Role`` or None: what a value is for the user's step
 phase    "input", "forward", "backward" or "update"
 source   "file:line in function" of the user's code, or ""
+module   path of the innermost module that ran the op, or whose op's gradient it is; else it is not there
 repeat   of an op that runs once a micro-batch, how often it does; else it is not there
 ======== ==================================================================================
 """
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphzero._compat import arguments
 from graphzero.sbp.signature import TensorMeta
 from graphzero.sbp.types import Nd
 
@@ -141,6 +143,13 @@ def tensor_type(node: fx.Node) -> TensorType:
     return found
 
 
+def shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """The global shape of each result, () for what is no tensor."""
+    found = node.meta.get("type")
+    types = found if isinstance(found, tuple) else (found,)
+    return tuple(type_.shape if isinstance(type_, TensorType) else () for type_ in types)
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("type"), TensorType)
 
@@ -195,6 +204,18 @@ def source_of(node: fx.Node) -> str:
     return str(node.meta.get("source", ""))
 
 
+def module_of(node: fx.Node) -> str:
+    """The path of the module that a value belongs to, "model.layers.0"; "" for none that is known.
+
+    That is the module that holds what the role names, or the innermost one that ran the op; what computes a gradient
+    belongs to the module of the op whose gradient it is.
+    """
+    role = role_of(node)
+    if role is not None and role.kind in ("param", "buffer", "state", "gradient", "accumulator"):
+        return role.of.rpartition(".")[0]
+    return str(node.meta.get("module", ""))
+
+
 def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     """All that may be known of a program by its nodes, as objects: as long as these are the same ones, so is it.
 
@@ -203,7 +224,16 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     found: list[Any] = []
     for node in nodes:
         meta = node.meta.get
-        found += (node, node.args, node.kwargs, meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
+        found += (node, *arguments(node), meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
+    return found
+
+
+def all_facts(nodes: Iterable[fx.Node]) -> list[Any]:
+    """As ``facts``, and whatever else stands at the nodes: names, source lines, modules, what passes note there."""
+    found: list[Any] = []
+    for node in nodes:
+        meta = node.meta
+        found += (node, node.op, node.name, node.target, *arguments(node), node.type, *meta, *meta.values())
     return found
 
 

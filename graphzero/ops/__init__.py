@@ -2,6 +2,7 @@
 
 from graphzero.ops import pieces as pieces
 from graphzero.ops.adam import ADAM, ADAM_
+from graphzero.ops.adam_rounded import ADAM_ROUNDED, ADAM_ROUNDED_
 from graphzero.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from graphzero.ops.bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
@@ -9,10 +10,13 @@ from graphzero.ops.ends import AS_GLOBAL, AS_LOCAL, SAME, dual
 from graphzero.ops.grouped_mm import GROUPED_MM
 from graphzero.ops.marks import CHECK, PIN
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
+from graphzero.ops.stochastic_round import STOCHASTIC_ROUND
 
 __all__ = [
     "ADAM",
     "ADAM_",
+    "ADAM_ROUNDED",
+    "ADAM_ROUNDED_",
     "AS_GLOBAL",
     "AS_LOCAL",
     "ATTENTION",
@@ -26,6 +30,7 @@ __all__ = [
     "PIN",
     "RANK_KEY",
     "SAME",
+    "STOCHASTIC_ROUND",
     "UNIFORM_LIKE",
     "dual",
 ]

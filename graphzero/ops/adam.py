@@ -14,15 +14,15 @@ from torch import Tensor
 
 from graphzero.ops.library import ANYWHERE, LIBRARY
 
-_RATES = "Scalar lr, Scalar beta1, Scalar beta2, Scalar eps, Scalar weight_decay"
+RATES = "Scalar lr, Scalar beta1, Scalar beta2, Scalar eps, Scalar weight_decay"
 _MODES = "bool decoupled=True, bool maximize=False"
 LIBRARY.define(
     "adam(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
-    f"Tensor[] steps, {_RATES}, *, {_MODES}) -> Tensor[]"
+    f"Tensor[] steps, {RATES}, *, {_MODES}) -> Tensor[]"
 )
 LIBRARY.define(
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    f"Tensor(d!)[] max_exp_avg_sqs, Tensor[] steps, {_RATES}, *, {_MODES}) -> ()"
+    f"Tensor(d!)[] max_exp_avg_sqs, Tensor[] steps, {RATES}, *, {_MODES}) -> ()"
 )
 ADAM = torch.ops.graphzero.adam.default
 ADAM_ = torch.ops.graphzero.adam_.default

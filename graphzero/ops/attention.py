@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphzero.ops import attention_kernels as kernels
+from graphzero.ops.attention_contract import wide
 from graphzero.ops.library import ANYWHERE, LIBRARY
 
 LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale) -> (Tensor, Tensor)")
@@ -25,7 +26,7 @@ def _attention_meta(
 ) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty((batch, heads, length), dtype=kernels.wide(q.dtype))
+    return out, q.new_empty((batch, heads, length), dtype=wide(q.dtype))
 
 
 def _attention_backward_meta(

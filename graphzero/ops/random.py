@@ -51,6 +51,13 @@ def _uniform_like(
     of SplitMix64 with arithmetic shifts masked (Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", 2014), cut to 24 bits.
     """
+    bits = hashed(global_index(like, start, total, part), key, op)
+    bits &= 0xFFFFFF
+    return bits.to(torch.float32).mul_(2.0**-24)
+
+
+def global_index(like: Tensor, start: list[int], total: list[int], part: tuple[int, ...] = ()) -> Tensor:
+    """The global row-major index of each element of ``like``, int64; for the arguments see ``uniform_like``."""
     index = torch.zeros((), dtype=torch.int64, device=like.device)
     stride = 1
     for dim in reversed(range(like.dim())):
@@ -59,11 +66,14 @@ def _uniform_like(
         line = torch.arange(first * stride, (first + length) * stride, stride, device=like.device)
         index = index + line.view((length,) + (1,) * (like.dim() - 1 - dim))
         stride *= max(total[dim], 1)  # of an empty tensor no element is asked for
+    return index
+
+
+def hashed(index: Tensor, key: Tensor, op: int) -> Tensor:
+    """64 bits for each index, int64."""
     bits = (index + 1) * _PRIME_A
     bits += key + _signed((op + 1) * 0x1F123BB5159A55E5)
-    bits = _mixed_(bits)
-    bits &= 0xFFFFFF
-    return bits.to(torch.float32).mul_(2.0**-24)
+    return _mixed_(bits)
 
 
 LIBRARY.impl("uniform_like", _uniform_like, ANYWHERE)

@@ -97,6 +97,6 @@ def test_lines_of_a_slot_that_are_sent_and_received_lie_within_it() -> None:
 def test_only_one_file_knows_where_the_arguments_of_a_transfer_stand() -> None:
     """Others may name its ops, and ask; the text's own laws read the arguments of what is still to be checked."""
     decoding = re.compile(r"bucket_\w+\.__name__|\"bucket_|removeprefix\(.bucket_|ops\.launch, \(|args\[2\]\[0\]")
-    allowed = {"ir/transfer.py", "ir/ops.py", "ir/laws/facts.py"}
+    allowed = {"ir/transfer.py", "ir/ops.py", "ir/laws/forms.py"}
     found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if decoding.search(path.read_text("utf-8"))}
     assert found <= allowed

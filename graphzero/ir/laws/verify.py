@@ -3,7 +3,7 @@
 At every level: operands stand before their readers, every value has a type, an update has the type of what it
 replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
 what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is
-``move_laws``, what may be written over is ``storage_laws``.
+``moves``'s, what may be written over ``storage``'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 from torch import fx
 
+from graphzero._compat import arguments
 from graphzero.errors import VerifyError
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.laws.facts import check_stated
 from graphzero.ir.laws.moves import check_moves
+from graphzero.ir.laws.spaces import check_spaces
 from graphzero.ir.laws.storage import check_storage
 from graphzero.ir.laws.violation import nd_text, violation
 from graphzero.ir.storage.liveness import liveness
@@ -47,6 +49,7 @@ def verify(graph: StepGraph, after: str = "") -> StepGraph:
     _check_order(graph, where)
     _check_repeated(graph, where)
     _check_updates(graph, where)
+    check_spaces(graph, where)
     examine(graph, where)
     if level >= LEVELS.index("propagated"):
         _check_known(graph, where)
@@ -167,7 +170,7 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
 def _facts(graph: StepGraph, node: fx.Node, boxed: bool) -> list[Any]:
     """All that the SBPs of one op are judged by, as objects to be compared by identity: they are never changed."""
     meta = node.meta.get
-    facts = [graph.placement, meta("type"), meta("sbp"), boxed, node.target, node.args, node.kwargs]
+    facts = [graph.placement, meta("type"), meta("sbp"), boxed, node.target, *arguments(node)]
     for operand in node.all_input_nodes:
         meta = operand.meta.get
         facts += (meta("type"), meta("sbp"))

@@ -19,11 +19,14 @@ from graphzero.ir import layout, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import kernel_forms
 from graphzero.ir.transfer import Transfer
-from graphzero.ops import ADAM, ADAM_, CROSS_ENTROPY_BACKWARD
+from graphzero.ops import ADAM, ADAM_, ADAM_ROUNDED, ADAM_ROUNDED_, CROSS_ENTROPY_BACKWARD
 
 aten = torch.ops.aten
 # Ops with several results: the form that writes them over operands, and the numbers of the lists of these operands.
-OVER_OPERANDS: dict[Any, tuple[torch._ops.OpOverload, tuple[int, ...]]] = {ADAM: (ADAM_, (0, 2, 3, 4))}
+OVER_OPERANDS: dict[Any, tuple[torch._ops.OpOverload, tuple[int, ...]]] = {
+    ADAM: (ADAM_, (0, 2, 3, 4)),
+    ADAM_ROUNDED: (ADAM_ROUNDED_, (0, 2, 3, 4)),
+}
 # Ops on whole rows: the number of the operand over which their kernels, those of the CPU, may write.
 ROW_BY_ROW = {
     aten._log_softmax.default: 0,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from graphzero.ir import ops, value
+from graphzero.ir import ops, space, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.layout import Layout, lay_out, shape_on
 from graphzero.ir.storage.roots import Roots, Storage, storage_roots
@@ -137,10 +137,15 @@ class Liveness:
     # ---- lives
 
     def lives(self, rank: int | None = None) -> tuple[Life, ...]:
-        """Every storage of the program as ``rank`` sees it, communication slots left out."""
+        """Every storage in the memory of a rank's device as ``rank`` sees it, communication slots left out."""
         if rank not in self._lives:
-            self._lives[rank] = tuple(self._life(storage, rank) for storage in self.readers)
+            held = (storage for storage in self.readers if not space.is_offload(storage[0].target))
+            self._lives[rank] = tuple(self._life(storage, rank) for storage in held)
         return self._lives[rank]
+
+    def on_host(self, rank: int | None = None) -> tuple[Life, ...]:
+        """Every storage that the step makes in host memory."""
+        return tuple(self._life(storage, rank) for storage in self.readers if space.is_offload(storage[0].target))
 
     def _life(self, storage: Storage, rank: int | None) -> Life:
         node = storage[0]
@@ -177,7 +182,8 @@ class Liveness:
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
         update or the caller reads is ``activations``, and so is what is computed again for backward to read; 16-bit
         copies of wider parameters are ``compute_parameters``; what adds up gradients of micro-batches is
-        ``accumulators``; the rest are ``temporaries``, gathered parameters among them.
+        ``accumulators``; what lies in host memory is ``host``; the rest are ``temporaries``, gathered parameters
+        among them.
         """
         found: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
@@ -266,6 +272,8 @@ def _is_read(node: fx.Node, user: fx.Node) -> bool:
 def _first_category(storage: Storage) -> str:
     node = storage[0]
     role = value.role_of(node)
+    if space.is_offload(node.target):
+        return space.HOST
     if role is not None and role.kind == "accumulator":
         return "accumulators"
     if node.op == "placeholder":
@@ -281,12 +289,14 @@ def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
     role = value.role_of(node)
-    if storage[0].op == "placeholder" or known in ("gradients", "accumulators"):
+    if storage[0].op == "placeholder" or known in ("gradients", "accumulators", space.HOST):
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"
     if is_param:
         return known
+    if space.is_reload(storage[0].target):
+        return "activations"
     if value.is_recomputed(storage[0]):
         return "activations" if not all(map(value.is_recomputed, node.users)) else known
     outlives = any(value.phase_of(user) != "forward" or user.op == "output" for user in node.users)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,10 +46,14 @@ class Printable(Protocol):
     def level(self) -> str: ...
 
 
-def print_graph(graph: Printable, align: bool = True) -> str:
-    """The text of a graph, in columns or, for diffs, without alignment."""
+def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
+    """The text of a graph, in columns or, for diffs, without alignment.
+
+    keep: which values; with it what is printed is no whole program, and has no last line.
+    """
     lines = [_header(graph)]
-    rows: list[Any] = [(node, node.name, *_columns(node)) for node in graph.nodes if node.op != "output"]
+    kept = (node for node in graph.nodes if node.op != "output" and (keep is None or keep(node)))
+    rows: list[Any] = [(node, node.name, *_columns(node)) for node in kept]
     widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
     part = ("input", 0)
     for node, name, text, type_, rest in rows:
@@ -58,7 +62,7 @@ def print_graph(graph: Printable, align: bool = True) -> str:
             lines.append(f"{part[0]} x{part[1]}:" if part[1] else f"{part[0]}:")
         line = f"  {name:<{widths[0]}} = {text:<{widths[1]}} : {type_:<{widths[2]}}  {rest}"
         lines.append(line.rstrip())
-    return "\n".join([*lines, _return(graph)]) + "\n"
+    return "\n".join([*lines, _return(graph)] if keep is None else lines) + "\n"
 
 
 def print_line(node: fx.Node) -> str:

@@ -1,0 +1,189 @@
+"""The form of the ops that passes add: which arguments each takes, and the type of what it then makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import HELD, StepGraph
+from graphzero.ir.transfer import NO_SLOT_YET
+from graphzero.ir.value import ScalarType, TensorType
+from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.sbp.reductions import REDUCTIONS
+
+MOST_SLOTS = 2**16
+
+
+class Unfit(Exception):
+    """What is wrong with a node."""
+
+
+def need(good: bool, problem: str) -> None:
+    if not good:
+        raise Unfit(problem)
+
+
+def kind_of_number(x: Any) -> str | None:
+    if isinstance(x, fx.Node):
+        type_ = value.type_of(x)
+        return type_.kind if isinstance(type_, ScalarType) else None
+    return type(x).__name__ if isinstance(x, (bool, int, float)) else None
+
+
+Form = Callable[[StepGraph, list[Any], dict[str, Any]], Any]
+
+
+def _tensor(x: Any) -> TensorType:
+    type_ = value.type_of(x) if isinstance(x, fx.Node) else None
+    need(isinstance(type_, TensorType), "reads what is no tensor")
+    return type_  # type: ignore[return-value]
+
+
+def _check_axis(graph: StepGraph, axis: Any) -> None:
+    need(isinstance(axis, str) and axis in graph.placement.names, f"names the axis {axis!r:.40}, which is not there")
+
+
+def _check_dim(type_: TensorType, dim: Any) -> None:
+    need(type(dim) is int and 0 <= dim < len(type_.shape), f"names dim {dim!r:.20} of {type_}")
+
+
+def _same(*kinds: str) -> Form:
+    """The form of an op that makes the type of its first argument; the others are dims, an axis, a reduction."""
+
+    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        most, least = len(kinds) + 1, len(kinds) + 1 - ("reduction" in kinds)
+        need(not kwargs and least <= len(args) <= most, f"takes {len(kinds) + 1} arguments")
+        type_ = _tensor(args[0])
+        _check_rest(graph, [type_], kinds, args[1:])
+        return type_
+
+    return made
+
+
+def _check_rest(graph: StepGraph, types: list[TensorType], kinds: tuple[str, ...], given: list[Any]) -> None:
+    for kind, arg in zip(kinds, given, strict=False):
+        if kind == "dim":
+            for type_ in types:
+                _check_dim(type_, arg)
+        elif kind == "axis":
+            _check_axis(graph, arg)
+        else:
+            need(arg in REDUCTIONS, f"reduces by {arg!r:.20}; {', '.join(REDUCTIONS)}")
+
+
+def _bucket(*kinds: str) -> Form:
+    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        least = len(kinds) + 1 - ("reduction" in kinds)
+        need(not kwargs and least <= len(args) <= len(kinds) + 1, f"takes {len(kinds) + 1} arguments")
+        need(isinstance(args[0], (list, tuple)) and len(args[0]) > 0, "has no list of values")
+        types = [_tensor(x) for x in args[0]]
+        need(len({type_.dtype for type_ in types}) == 1, "holds values of several dtypes in one buffer")
+        rest = args[1:]
+        if kinds[0] == "dim":
+            dims = args[1]
+            need(isinstance(dims, (list, tuple)) and len(dims) == len(types), "has no dim for each value")
+            for type_, dim in zip(types, dims, strict=True):
+                _check_dim(type_, dim)
+            rest = args[2:]
+        _check_rest(graph, types, tuple(kind for kind in kinds if kind != "dim"), rest)
+        return tuple(types)
+
+    return made
+
+
+def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    names = {op.__name__ for op in ops.BUCKETS}
+    need(
+        len(args) >= 3 and isinstance(args[0], str) and args[0] in names, f"launches none of {', '.join(sorted(names))}"
+    )
+    slot = args[1]
+    need(slot is None or (type(slot) is int and NO_SLOT_YET <= slot < MOST_SLOTS), f"has no slot {slot!r:.20}")
+    made = FORMS[args[0]](graph, args[2:], kwargs)
+    need(slot is not None or len(made) == 1, "has no slot for several values")
+    return made
+
+
+def _wait(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    del graph
+    good = len(args) == 1 and not kwargs and isinstance(args[0], fx.Node) and args[0].target is ops.launch
+    need(good, "waits for what is no launch")
+    waits = [user for user in args[0].users if user.target is ops.wait]
+    need(len(waits) == 1 and len(args[0].users) == 1, f"is not the only reader of '{args[0].name}'")
+    return value.type_of(args[0])
+
+
+def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(graph.level in ("lowered", "local"), f"writes at level {graph.level}")
+    need(len(args) == 2 and not kwargs, "takes 2 arguments")
+    old, new = _tensor(args[0]), _tensor(args[1])
+    role = value.role_of(args[0])
+    good = args[0].op == "placeholder" and role is not None and role.kind in HELD
+    need(good, f"writes into '{args[0].name}', which is no parameter, buffer or state")
+    need(old == new, f"writes {new} into {old}")
+    return old
+
+
+def _in_turn(*kinds: str) -> Form:
+    """The form of an op on micro-batches.  kinds: of its arguments; it makes what the first one is."""
+
+    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        need(graph.level != "captured" and not kwargs and len(args) == len(kinds), f"takes {len(kinds)} arguments")
+        given = dict(zip(kinds, args, strict=True))
+        first, many, number = _tensor(args[0]), given.get("k", 2), given.get("i", 0)
+        need(type(many) is int and many > 1, f"has {many!r:.20} micro-batches")
+        known = 0 <= number < many if type(number) is int else kind_of_number(number) == "int"
+        need(known, f"is of micro-batch {number!r:.20} of {many}")
+        part, shape = first, list(first.shape)
+        if "dim" in given:
+            _check_dim(first, given["dim"])
+            need(shape[given["dim"]] % many == 0, f"cuts {first} in {many} parts that are not even")
+            shape[given["dim"]] //= many
+            part = TensorType(first.dtype, tuple(shape))
+        if "x" in given:
+            x = _tensor(given["x"])
+            need(x.shape == part.shape, f"has {x} for {part}")
+            need(x.dtype == part.dtype or "how" in given, f"has {x} for {part}")
+        need(given.get("how", "sum") in ops.ACCUMULATIONS, f"accumulates by {given.get('how')!r:.20}")
+        return first if "x" in given else part
+
+    return made
+
+
+def _accumulate_mm(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(len(args) == 5, "takes 5 arguments")
+    x, y = _tensor(args[1]), _tensor(args[2])
+    product = len(x.shape) == len(y.shape) == 2 and x.shape[1] == y.shape[0] and x.dtype == y.dtype
+    made = TensorType(x.dtype, (x.shape[0], y.shape[1])) if product else None
+    need(made == _tensor(args[0]), f"adds the product of {x} and {y} to {_tensor(args[0])}")
+    return _in_turn("a", "i", "k")(graph, [args[0], *args[3:]], kwargs)
+
+
+def _accumulator(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(graph.level != "captured" and not kwargs and len(args) == 2, "takes 2 arguments")
+    shape, dtype = args
+    good = isinstance(shape, (list, tuple)) and all(type(n) is int and n >= 0 for n in shape)
+    need(good and isinstance(dtype, torch.dtype), "has no shape and dtype")
+    return TensorType(dtype, tuple(shape))
+
+
+def _micro_batch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    need(graph.level != "captured" and not kwargs, "stands in a captured graph")
+    need(len(args) == 1 and type(args[0]) is int and args[0] > 1, "has no number of micro-batches")
+    return ScalarType("int")
+
+
+FORMS: dict[str, Form] = {
+    "use": _same(), "box": _same(), "relabel": _same(),
+    "slice_shard": _same("dim", "axis"), "place_shard": _same("dim", "axis"), "keep_first": _same("axis"),
+    **{kind: _same(*one.arguments) for kind, one in COLLECTIVES.items()},
+    **{f"bucket_{kind}": _bucket(*one.arguments) for kind, one in COLLECTIVES.items() if one.joins},
+    "launch": _launch, "wait": _wait, "assign": _assign,
+    "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
+    "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),
+    "accumulate_mm": _accumulate_mm,
+    "carry": _in_turn("a", "x"),
+}  # fmt: skip

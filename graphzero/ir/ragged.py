@@ -1,0 +1,51 @@
+"""How a value is padded: along which of its dims, and how much of each is what the caller has given.
+
+A ragged dim has a name, ``rows`` or ``tokens``: inputs whose dims go by one name are of one true size in each call, and
+are padded to one size.  A program knows padded sizes; which places are padded it reads from an input, ``padding``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphzero.sbp.types import S, Sbp
+
+PADDING = "padding of "  # what the input is called that says which places of a dim are padded
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A ragged dim of a program.
+
+    size: the padded one, of all ranks together.  least: the smallest true size that is padded to it.
+    is_prefix: whether what is padded stands behind all that was given; else every rank's share has its own end.
+    """
+
+    name: str
+    size: int
+    least: int = 1
+    is_prefix: bool = True
+
+    @property
+    def padding(self) -> str:
+        """The name of the input that says which places are padded."""
+        return PADDING + self.name
+
+
+@dataclass(frozen=True)
+class Along:
+    """A dim of a value that is padded.
+
+    name: of the ragged dim.  sections: the dim falls into so many, and the first places of each are given, as in
+    ``S(dim, sections)``.  more: how many places it has more than the ragged dim, padded or not: -1 of ``x[:, 1:]``.
+    """
+
+    name: str
+    dim: int
+    sections: int = 1
+    more: int = 0
+
+    @property
+    def sbp(self) -> Sbp:
+        """The split that cuts it in what was given and what was padded."""
+        return S(self.dim, self.sections)
