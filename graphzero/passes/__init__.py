@@ -4,6 +4,7 @@ A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and
 built-in ones.
 """
 
+from graphzero.ir.space import host_memory
 from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pass_name
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
@@ -22,6 +23,7 @@ from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.stack_updates import StackUpdates
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -65,9 +67,11 @@ __all__ = [
     "Reuse",
     "Schedule",
     "Slots",
+    "StackUpdates",
     "StepEarly",
     "Zero",
     "default_passes",
+    "host_memory",
     "parse_passes",
     "pass_name",
     "print_passes",

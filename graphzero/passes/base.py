@@ -11,12 +11,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import is_
 
 from graphzero.errors import VerifyError
+from graphzero.ir import value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.laws.verify import verify
 from graphzero.ir.packed import Packed
 from graphzero.ir.text.printer import print_graph
+from graphzero.logs import phase
 from graphzero.passes.option_text import write_options
 
 Pass = Callable[[StepGraph], StepGraph]
@@ -112,12 +115,14 @@ class Pipeline:
     They change one clone of the graph, in turn; after each it is verified, and packed for the record.  ``history``
     keeps one ``Record`` per pass of the last run.
 
+    verifies: False for programs that are only priced, of which many are made; those that run are verified.
+
     Raises:
         VerifyError: a pass returned another type, dropped an update or an input, or broke a law of the IR.
     """
 
-    def __init__(self, passes: Iterable[Pass]):
-        self.passes = list(each(passes))
+    def __init__(self, passes: Iterable[Pass], verifies: bool = True):
+        self.passes, self.verifies = list(each(passes)), verifies
         self.history: list[Record] = []
 
     def __call__(self, graph: StepGraph) -> StepGraph:
@@ -132,19 +137,39 @@ class Pipeline:
     def _run(self, before: Packed, graph: StepGraph) -> StepGraph:
         """before: the same as ``graph``, which changes."""
         self.history = []
+        was = _Was(graph)
         for pass_ in self.passes:
-            name, given = pass_name(pass_), _Given.of(graph)
-            started = time.perf_counter()
-            result = _result(pass_, graph, name)
-            finished = time.perf_counter()
-            graph = _checked(given, result, name)
-            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
-            verified = time.perf_counter()
-            graph.settle()
-            after = Packed(graph)
-            self.history.append(Record(name, pass_, (before, after), finished - started, verified - finished))
-            before = after
+            with phase(pass_name(pass_)):
+                graph, before, was = self._run_one(pass_, graph, before, was)
         return graph
+
+    def _run_one(self, pass_: Pass, graph: StepGraph, before: Packed, was: _Was) -> tuple[StepGraph, Packed, _Was]:
+        """Where a pass has nothing to do, the graph is what it was when it was verified and packed."""
+        name, given = pass_name(pass_), _Given.of(graph)
+        started = time.perf_counter()
+        result = _result(pass_, graph, name)
+        finished = time.perf_counter()
+        graph = _checked(given, result, name)
+        now = _Was(graph)
+        is_same = self.history and now.is_same(was)
+        if self.verifies and not is_same:
+            verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
+        verified = time.perf_counter()
+        graph.settle()
+        after = before if is_same else Packed(graph)
+        self.history.append(Record(name, pass_, (before, after), finished - started, verified - finished))
+        return graph, after, now
+
+
+class _Was:
+    """All of a graph at some time, as objects that are never changed, only replaced."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._facts = [graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated]
+        self._facts += value.all_facts(graph.nodes)
+
+    def is_same(self, other: _Was) -> bool:
+        return len(self._facts) == len(other._facts) and all(map(is_, self._facts, other._facts))
 
 
 def _result(pass_: Pass, graph: StepGraph, name: str) -> object:

@@ -26,10 +26,12 @@ from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
+from graphzero.passes.micro.tile_rows import TileRows
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.stack_updates import StackUpdates
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -58,6 +60,7 @@ class Options:
     order: whether what backward makes may wait, to lower the most bytes held at a time.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators: see ``MicroBatches``.
+    tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
     optimise: whether passes are there that a program also runs without, only with more memory or time.
     """
@@ -74,6 +77,7 @@ class Options:
     order: bool = False
     micro_batches: int = 1
     whole_accumulators: bool = False
+    tiles: int = 1
     bucket_bytes: int | None = None
     optimise: bool = True
 
@@ -85,6 +89,11 @@ class Options:
 
 def _always(options: Options) -> bool:
     return True
+
+
+def _adds_up(options: Options) -> bool:
+    """Whether what is a sum over the batch is added up part by part."""
+    return options.micro_batches > 1 or options.tiles > 1
 
 
 @dataclass(frozen=True)
@@ -112,15 +121,17 @@ PASSES: tuple[Entry, ...] = (
     Entry(Pin, "captured"),
     Entry(Zero, "captured", lambda options: options.stage > 0),
     Entry(Narrow, "captured", lambda options: options.masters),
-    Entry(CountTargets, "captured", lambda options: options.micro_batches > 1),
+    Entry(CountTargets, "captured", _adds_up),
+    Entry(StackUpdates, "captured"),
     Entry(Expand, "captured"),
     Entry(Propagate, "captured"),
     Entry(InsertBoxing, "propagated"),
     Entry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
+    Entry(TileRows, "boxed", lambda options: options.tiles > 1),
     Entry(LowerBoxing, "boxed"),
     Entry(Localize, "lowered"),
     Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
-    Entry(FuseAccumulate, "local", lambda options: options.optimise and options.micro_batches > 1, "fuse"),
+    Entry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     Entry(Recompute, "local", lambda options: bool(options.recompute)),

@@ -227,13 +227,13 @@ def test_the_plan_of_a_first_step_is_what_it_does(stage):
         call = graph._selection.prepare(data, {}, running=True)
         executor = call.executor
         with torch.no_grad():
-            graph._bind(call)
+            graph._steps.bind(call)
         held = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]
         held += [tensor for tensors in executor.bound.values() for tensor in tensors]
         slots = [slot for (slot,) in executor.slots.values()]
         gc.collect()
         with torch.no_grad(), Storages([*data, *slots, *(t for t in held if isinstance(t, torch.Tensor))]) as mode:
-            graph._run(call)
+            graph._steps.run(call)
         memory = graph.plan.memory
         made = sum(t.nbytes for n, (t,) in executor.bound.items() if graph.program.node(n).meta["role"].kind == "state")
         assert memory.resident["optimizer_states"] == made

@@ -91,6 +91,37 @@ def test_a_schedule_goes_on_from_a_checkpoint():
     assert own.get_last_lr() == scheduler.get_last_lr()
 
 
+def test_a_scheduler_that_a_checkpoint_has_put_a_step_ahead_is_not_warned_of():
+    def made():
+        model = Small()
+        optimizer = sgd(model)
+        return Train(model, [optimizer], 2, [s.StepLR(optimizer, 100)])
+
+    graph, other = made(), made()
+    for step in range(2):
+        graph(*batch(step))
+    other(*batch(0))
+    other.load_state_dict(graph.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other(*batch(2))
+
+
+def test_a_scheduler_that_is_stepped_between_calls_too_is_warned_of():
+    model = Small()
+    optimizer = sgd(model)
+    scheduler = s.StepLR(optimizer, 100)
+    graph = Train(model, [optimizer], 2, [scheduler])
+    graph(*batch(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph(*batch(1))
+    scheduler.step()
+    with pytest.warns(UserWarning, match="the StepLR of optimizer 0 was stepped between two calls of Train") as found:
+        graph(*batch(2))
+    assert found[0].filename == __file__
+
+
 def test_a_scheduler_with_a_metric_is_stepped_between_calls():
     model, eager = Small(), Small()
     optimizer, other = sgd(model), sgd(eager)

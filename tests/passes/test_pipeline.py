@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch.fx import Node
 from toys import lower, step
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
 from graphzero.passes import (
     NAMES,
@@ -19,14 +23,16 @@ from graphzero.passes import (
     Pin,
     Pipeline,
     Propagate,
+    Record,
     Schedule,
     Zero,
+    base,
     default_passes,
     pass_name,
 )
 from graphzero.passes.pipeline import PASSES
 from graphzero.sbp.links import Link
-from graphzero.sbp.types import P
+from graphzero.sbp.types import P, S
 from graphzero.testing import assert_same_step
 
 RELU = """
@@ -41,7 +47,7 @@ update:
 """
 
 
-PARTS = ("count_targets", "micro_batches", "fuse_accumulate")  # which only micro-batches need
+PARTS = ("count_targets", "micro_batches", "tile_rows", "fuse_accumulate")  # which only parts of a batch need
 
 
 def refused(pass_: Pass, problem: str, graph: str = RELU) -> None:
@@ -68,6 +74,55 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
     assert all(record.seconds >= 0 for record in records)
+
+
+def nothing(graph: StepGraph) -> StepGraph:
+    return graph
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *passes: Pass) -> tuple[list[str], list[Record]]:
+    """After which passes the graph was verified, and the history."""
+    seen: list[str] = []
+    monkeypatch.setattr(base, "verify", lambda graph, after="": seen.append(after))
+    graph = verify(parse(RELU))
+    pipeline = Pipeline(passes)
+    pipeline(graph)
+    return seen, pipeline.history
+
+
+def test_what_passes_leave_as_it_was_is_verified_and_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, history = run(monkeypatch, nothing, nothing, nothing)
+    assert seen == ["nothing"] and [record.name for record in history] == ["nothing"] * 3
+    assert history[0].packed[1] is history[2].packed[0] is history[2].packed[1]
+
+
+CHANGES: dict[str, Callable[[StepGraph, Node], object]] = {
+    "arguments": lambda graph, node: setattr(node, "args", (node.args[0], 3)),
+    "keywords": lambda graph, node: setattr(node, "kwargs", {"out": node.args[0]}),
+    "op": lambda graph, node: setattr(node, "target", torch.ops.aten.div.Tensor),
+    "name": lambda graph, node: setattr(node, "name", "other"),
+    "order": lambda graph, node: node.append(graph.node("y")),
+    "ops": lambda graph, node: graph.graph.erase_node(graph.call(node.target, node.args, node.meta["type"])),
+    "an op more": lambda graph, node: graph.pin("y", "dp", S(0)),
+    "level": lambda graph, node: setattr(graph, "level", "propagated"),
+    "graph": lambda graph, node: setattr(graph, "graph", graph.clone().graph),
+    **{key: lambda graph, node, key=key: node.meta.update({key: object()}) for key in
+       ("type", "sbp", "pins", "role", "phase", "source", "module", "repeat")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_pass_changes_is_verified_and_kept_whatever_it_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(graph: StepGraph) -> StepGraph:
+        with graph.graph.inserting_before(graph.output):
+            CHANGES[what](graph, graph.node("n"))
+        return graph
+
+    seen, history = run(monkeypatch, nothing, change, nothing)
+    kept = history[1].packed
+    is_back = what == "ops"  # added and taken out again: names of what is gone are free, and nothing else has changed
+    assert seen == (["nothing"] if is_back else ["nothing", "change"]) and (kept[0] is kept[1]) == is_back
+    assert history[2].packed == (kept[1], kept[1])
 
 
 def test_a_diff_shows_the_lines_that_a_pass_changed() -> None:
@@ -205,7 +260,7 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
         stage=3, masters=True, recompute=("*",), keep_gathered=(), order=True, optimizer_in_backward=True,
-        micro_batches=2,
+        micro_batches=2, tiles=2,
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (
@@ -237,7 +292,7 @@ def test_a_users_pass_follows_the_one_it_names_or_the_place_where_that_would_be(
     own = [(ahead, "zero"), (behind, "ahead"), (third, "zero"), (third, "third")]
     for stage in (0, 2):
         found = names(default_passes(Options(stage=stage), own))
-        assert found[: found.index("expand")][-4:] == ["ahead", "behind", "third", "third"]
+        assert found[: found.index("stack_updates")][-4:] == ["ahead", "behind", "third", "third"]
 
 
 def test_a_pass_stands_in_a_room_in_a_file_of_its_name() -> None:

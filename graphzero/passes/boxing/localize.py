@@ -5,7 +5,7 @@ An op whose index points into a split dim becomes its offset form, which knows w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,14 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
-from graphzero.ops import UNIFORM_LIKE
+from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
-from graphzero.sbp import registry
+from graphzero.sbp import rank_call
 from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, cutting, unfold
 from graphzero.sbp.types import Nd
 
 aten = torch.ops.aten
+DRAWS = (UNIFORM_LIKE, STOCHASTIC_ROUND)  # by the index of each element
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class Localize(BuiltinPass):
             return local_starts(graph, shape, nd)
 
         for node in list(graph.nodes):
-            if node.target is UNIFORM_LIKE:
+            if node.target in DRAWS:
                 _localize_draw(graph, node)
             elif calls.is_op(node) and _is_split(node):
                 op: Any = node.target
                 pairs = calls.operand_pairs(node), calls.result_pairs(node)
-                args, kwargs = registry.local_args(op, node.args, node.kwargs, *pairs, local)
-                node.target, node.kwargs = registry.offset_form(op, args, kwargs, *pairs, starts)
+                args, kwargs = rank_call.local_args(op, node.args, node.kwargs, *pairs, local)
+                node.target, node.kwargs = rank_call.offset_form(op, args, kwargs, *pairs, starts)
                 node.args = args
         graph.level = "local"
         return graph
@@ -76,20 +77,21 @@ class Localize(BuiltinPass):
 
 def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     """Sizes of one rank's part: ints, and ``LocalSize`` where a dim is split."""
-    sizes: list[Any] = list(shape)
-    for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
-        if sbp.is_split and ranks > 1:
-            sizes[sbp.dim] = LocalSize(sizes[sbp.dim], axis)
-    return sizes
+    return _of_part(graph, shape, nd, LocalSize)
 
 
 def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     """Where one rank's part begins: a ``LocalStart`` where a dim is split, else None."""
-    starts: list[Any] = list(shape)
+    return [found if isinstance(found, LocalStart) else None for found in _of_part(graph, shape, nd, LocalStart)]
+
+
+def _of_part(graph: StepGraph, shape: Sequence[int], nd: Nd, what: Callable[[Any, str], Any]) -> list[Any]:
+    """``what`` of each dim that is split, one in another where several axes split it."""
+    found: list[Any] = list(shape)
     for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
         if sbp.is_split and ranks > 1:
-            starts[sbp.dim] = LocalStart(starts[sbp.dim], axis)
-    return [found if isinstance(found, LocalStart) else None for found in starts]
+            found[sbp.dim] = what(found[sbp.dim], axis)
+    return found
 
 
 def _is_split(node: fx.Node) -> bool:
@@ -131,7 +133,7 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
         like = _relabelled(graph, like, read, node)
         view = graph.call(aten.view.default, (like, sizes), of_like, sbp=apart.nd(read), like=node)
         args = (view, key, number, [0] * len(shape), shape)
-        draw = graph.call(UNIFORM_LIKE, args, drawn, sbp=apart.nd(nd), like=node)
+        draw = graph.call(node.target, args, drawn, sbp=apart.nd(nd), like=node)
     _localize_draw(graph, draw)
     node.target, node.args = aten.view.default, (draw, whole)
     if nd != value.nd_of(node):

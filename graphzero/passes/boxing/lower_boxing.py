@@ -18,8 +18,8 @@ from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
 from graphzero.sbp.collectives import COLLECTIVES
 from graphzero.sbp.links import Links
-from graphzero.sbp.local import cutting, sections_at, unfold
-from graphzero.sbp.route import route
+from graphzero.sbp.local import alike, cutting, sections_at, unfold
+from graphzero.sbp.route import Step, route
 from graphzero.sbp.types import Nd, Sbp
 
 # Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.
@@ -97,15 +97,16 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     assert isinstance(source, fx.Node)
     type_, role = value.tensor_type(source), value.role_of(box)
     is_small = role is None and type_.nbytes < SMALL
-    nd = value.nd_of(source)
-    steps = route(
-        nd, value.nd_of(box), graph.placement.hierarchy, type_.shape, is_small=is_small, links=links,
-        nbytes=type_.nbytes,
-    )  # fmt: skip
+    nd, hierarchy = value.nd_of(source), graph.placement.hierarchy
+    steps = route(nd, value.nd_of(box), hierarchy, type_.shape, is_small=is_small, links=links, nbytes=type_.nbytes)
     made: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
-    for axis, step in steps:
-        made += _written(graph, type_, nd, axis, step)
-        nd = (*nd[:axis], step.dst, *nd[axis + 1 :])
+    for at, (axis, step) in enumerate(steps):
+        after = (*nd[:axis], step.dst, *nd[axis + 1 :])
+        if not _is_said_beside(steps, at) or not alike(nd, after, hierarchy):
+            made += _written(graph, type_, nd, axis, step)
+        elif at:
+            made[-1] = (*made[-1][:-1], after)
+        nd = after
     for op, args, result, sbp in made[:-1]:
         with graph.graph.inserting_before(box):
             source = graph.call(op, (source, *args), result, sbp=sbp, like=box)
@@ -117,15 +118,26 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
         box.meta.pop("role", None)
 
 
+def _is_said_beside(steps: tuple[Step, ...], at: int) -> bool:
+    """Whether the first step, or the last, only gives a new name to what the collective behind, or before, it moves."""
+    if steps[at][1].kind != "same" or len(steps) == 1 or 0 < at < len(steps) - 1:
+        return False
+    _, beside = steps[at - 1 if at else 1]
+    return beside.kind in ops.IN_SECTIONS
+
+
 def _written(
     graph: StepGraph, type_: TensorType, nd: Nd, axis: int, step: Move
 ) -> list[tuple[Any, tuple[Any, ...], TensorType, Nd]]:
-    """One move on one axis as ops.  Where ranks hold several sections of a dim, it is taken apart for the move."""
+    """One move on one axis as ops.
+
+    Where ranks hold several sections of a dim, it is taken apart for the move, if the op does not do so by itself.
+    """
     op, arguments = LOWERINGS[step.kind]
     name, hierarchy = graph.placement.names[axis], graph.placement.hierarchy
     after = (*nd[:axis], step.dst, *nd[axis + 1 :])
     parts = (here[axis].is_split and sections_at(here, hierarchy, axis) > 1 for here in (nd, after))
-    if hierarchy[axis] == 1 or step.kind == "same" or not any(parts):
+    if hierarchy[axis] == 1 or step.kind in ("same", *ops.IN_SECTIONS) or not any(parts):
         return [(op, arguments(step.src, step.dst, name), type_, after)]
     if nd != cutting(nd, hierarchy):
         nd = cutting(nd, hierarchy)

@@ -16,7 +16,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
-from graphzero.ops import ADAM
+from graphzero.ops import ADAM, ADAM_ROUNDED, STOCHASTIC_ROUND
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.fuse.pattern import matches, read
 
@@ -66,11 +66,14 @@ update:
   return decayed
 """
 FUSED = (torch.float32, torch.float64)
+_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
 class FuseAdam(BuiltinPass):
     """Makes one kernel of the chain of ops that is Adam; changes no value beyond rounding.
+
+    Where parameter and moments are cast for it, and all results are rounded stochastically, the kernel does that too.
 
     Requires: the chain as torch's Adam is traced; what goes into it may be anything.
     Ensures: the same new states, but for rounding.
@@ -142,6 +145,7 @@ class FuseAdam(BuiltinPass):
         for node in reversed(chains):
             if not node.users:
                 graph.graph.erase_node(node)
+        _round_at_once(graph)
         _pick_at_once(graph)
         return graph
 
@@ -151,9 +155,66 @@ def _pick_at_once(graph: StepGraph) -> None:
 
     A gather that stood between them could not arrive where the parameter was: the update's storage would still be read.
     """
+    for target in (ADAM, ADAM_ROUNDED):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            for pick in reversed(list(node.users)):
+                node.append(pick)
+
+
+# ---- what is kept in bfloat16
+
+
+def _round_at_once(graph: StepGraph) -> None:
+    """Let an update of what is cast for it, and whose results are rounded stochastically, do both itself."""
+    instead: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.find_nodes(op="call_function", target=ADAM):
-        for pick in reversed(list(node.users)):
-            node.append(pick)
+        held = [x for at in (0, 2, 3, 4) for x in node.args[at]]
+        results = _rounded_results(node, len(held))
+        if results and all(_is_cast_for(x, node) for x in held):
+            _round_inside(graph, node, held, results, instead)
+    graph.hand_out(instead)
+    for old in instead:
+        _erase_with_operands(graph, old)
+
+
+def _rounded_results(node: fx.Node, count: int) -> list[fx.Node]:
+    """What each result of an update is rounded to, if nobody reads it otherwise."""
+    picks = {user.args[1]: list(user.users) for user in node.users}
+    readers = [reader for i in range(count) for reader in picks.get(i, ())]
+    alone = len(readers) == count == len(picks) and all(reader.target is STOCHASTIC_ROUND for reader in readers)
+    return readers if alone and len({(x.args[1], str(x.args[3:])) for x in readers}) == 1 else []
+
+
+def _is_cast_for(x: fx.Node, node: fx.Node) -> bool:
+    plain = x.target is _CAST and x.kwargs.keys() == {"dtype"} and set(x.users) == {node}
+    return plain and value.tensor_type(x.args[0]).dtype is torch.bfloat16  # type: ignore[arg-type]
+
+
+def _round_inside(
+    graph: StepGraph, node: fx.Node, held: list[fx.Node], results: list[fx.Node], instead: dict[fx.Node, fx.Node]
+) -> None:
+    _, key, _, start, total = results[0].args
+    lists = [[x.args[0] if x in held else x for x in group] for group in node.args[:6]]  # type: ignore[union-attr]
+    told = {"numbers": [x.args[2] for x in results], "start": start, "total": total}
+    types, nds = tuple(map(value.type_of, results)), tuple(map(value.nd_of, results))
+    with graph.graph.inserting_before(node):
+        args = (*lists, *node.args[6:], key)
+        fused = graph.call(ADAM_ROUNDED, args, types, sbp=nds, kwargs={**told, **node.kwargs}, like=node, name="adam")
+        for i, old in enumerate(results):
+            made = graph.call(operator.getitem, (fused, i), types[i], sbp=nds[i], like=old)
+            old.replace_all_uses_with(made, delete_user_cb=lambda user: user.op != "output")
+            instead[old] = made
+
+
+def _erase_with_operands(graph: StepGraph, node: fx.Node) -> None:
+    """Take out what nobody reads, and what was there for it alone."""
+    if node.users or node.op == "placeholder":
+        return
+    operands = node.all_input_nodes
+    graph.graph.erase_node(node)
+    for operand in operands:
+        if operand.target in (operator.getitem, ADAM, _CAST):
+            _erase_with_operands(graph, operand)
 
 
 def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]) -> bool:

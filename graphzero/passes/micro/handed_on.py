@@ -41,15 +41,15 @@ class HandedOn:
         self.carries = self._find_carries(graph)
         self.wanted = self._all_joined()
 
-    def _find_carries(self, graph: StepGraph) -> set[str]:
+    def _find_carries(self, graph: StepGraph) -> tuple[str, ...]:
         """Buffers that each micro-batch changes: those that forward changes by what is the micro-batch's, and others
-        of their modules.
+        of their modules.  In the order of the step, which is the same on all ranks.
         """
         buffers = {node.name: value.role_of(node).of for node in graph.placeholders("buffer")}  # type: ignore[union-attr]
         own = [n for n in self.updates if n in buffers and self.parts.is_each(self.updates[n])]
         varying = {n for n in own if self.updates[n] in self.parts.varying}
         modules = {buffers[name].rpartition(".")[0] for name in varying}
-        return {n for n in own if n in varying or buffers[n].rpartition(".")[0] in modules}
+        return tuple(n for n in own if n in varying or buffers[n].rpartition(".")[0] in modules)
 
     def _all_joined(self) -> dict[fx.Node, list[Joined]]:
         """By source, what micro-batches hand on."""

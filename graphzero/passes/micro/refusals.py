@@ -9,6 +9,7 @@ from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.ir import value
+from graphzero.ir.ragged import PADDING
 from graphzero.ir.text.printer import print_line
 from graphzero.passes.micro.parts import Parts
 from graphzero.passes.micro.sizes import Sizes
@@ -55,6 +56,12 @@ class Refusals:
                 value.source_of(self.parts.source(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated
             )
         )
+        if lines and self._has_padded_rows():
+            raise ConfigError(
+                f"set_gradient_accumulation_steps({self.sizes.count}) and set_shapes: a statistic of a micro-batch "
+                f"stands for that of the batch here, and padded rows are not spread evenly over them: {lines[0]}\n  "
+                "Compute it for each sample, do without micro-batches, or without ragged rows"
+            )
         if lines:
             shown = "; ".join(lines[:6]) + (f"; and {len(lines) - 6} more" if len(lines) > 6 else "")
             warnings.warn(
@@ -62,3 +69,9 @@ class Refusals:
                 f"batch, for what the model computes next depends on them: {shown}",
                 stacklevel=2,
             )
+
+    def _has_padded_rows(self) -> bool:
+        roles = ((node, value.role_of(node)) for node in self.parts.nodes if node.op == "placeholder")
+        return any(
+            role is not None and role.of.startswith(PADDING) and self.parts.sbp(node).is_split for node, role in roles
+        )

@@ -10,6 +10,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.value import TensorType
+from graphzero.sbp import rank_call
 from graphzero.sbp.types import B, Nd, S, Sbp
 
 EACH, LAST = "each", "last"  # of the micro-batches
@@ -63,6 +64,17 @@ class Sizes:
             sizes[sbp.dim] //= self.count
         return sizes
 
+    def args(
+        self, node: fx.Node, args: Any, kwargs: Any, ins: Sequence[rank_call.Pair], outs: Sequence[rank_call.Pair]
+    ) -> tuple[Any, Any] | None:
+        """The op's arguments with sizes of one part of so many; None for an op that finds rows by their number.
+
+        ins, outs: shape, and SBP on the axis of parts alone, of each operand and result.
+        """
+        target: Any = node.target
+        form, _ = rank_call.offset_form(target, node.args, node.kwargs, ins, outs, _starts)
+        return rank_call.local_args(target, args, kwargs, ins, outs, self.of_part) if form is target else None
+
     def meta(self, node: fx.Node, part: str = "") -> dict[str, Any]:
         """What is known of a value, without ``mb``; in a micro-batch with its sizes."""
 
@@ -87,3 +99,8 @@ class Sizes:
 def _is_finer(sbp: Sbp, mine: Sbp) -> bool:
     """Whether a split is of the pieces that another one of the dim makes, in more sections than it has."""
     return sbp.is_split and sbp.dim == mine.dim and sbp.sections > mine.sections
+
+
+def _starts(shape: Sequence[int], nd: Nd) -> list[int | None]:
+    """A number for each dim that parts cut, None for the others."""
+    return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]

@@ -9,7 +9,7 @@ one unit of flow is one byte on the wire.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,10 +18,8 @@ from torch import fx
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.passes.place.forward_sweep import AxisPropagation
+from graphzero.passes.place.minimum_cut import FOREVER, SINK, SOURCE, no_edges, sink_side
 from graphzero.sbp.types import B, Sbp
-
-SOURCE, SINK = "P", "B"  # the two sides of the cut
-FOREVER = float("inf")
 
 
 def place_reductions(state: AxisPropagation) -> None:
@@ -108,7 +106,7 @@ def _partial_operands(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
 
 def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
     """The values of a region that should be whole."""
-    capacity: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
+    capacity = no_edges()  # from what stays partial to what is whole
     inside = set(region)
     for node in region:
         if node not in carried:
@@ -123,7 +121,7 @@ def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -
         for user in node.users:
             for want in state.wants(user, node):
                 _add_reader(state, capacity, node, reduced, user if user in carried and user in inside else None, want)
-    whole_side = _sink_side(capacity)
+    whole_side = sink_side(capacity)
     return [node for node in region if node in carried and node in whole_side]
 
 
@@ -147,38 +145,3 @@ def _add_reader(
     else:
         capacity[node][reduced] = wire(B)
         capacity[reduced][SINK] = FOREVER
-
-
-def _sink_side(capacity: Any) -> set[Any]:
-    """Nodes on the sink side of the minimum cut that lies nearest to the source (Edmonds and Karp, 1972)."""
-    residual: dict[Any, dict[Any, float]] = defaultdict(lambda: defaultdict(float))
-    for a, edges in capacity.items():
-        for b, amount in edges.items():
-            residual[a][b] += amount
-            residual[b][a] += 0.0
-    while True:
-        parents = _search(residual)
-        if SINK not in parents:
-            return set(residual) - set(parents)
-        path = [SINK]
-        while path[-1] != SOURCE:
-            path.append(parents[path[-1]])
-        steps = list(zip(path[1:], path[:-1], strict=True))
-        amount = min(residual[a][b] for a, b in steps)
-        if amount == FOREVER:
-            return {SINK}  # no cut: nothing here can be whole
-        for a, b in steps:
-            residual[a][b] -= amount
-            residual[b][a] += amount
-
-
-def _search(residual: Any) -> dict[Any, Any]:
-    parents: dict[Any, Any] = {SOURCE: SOURCE}
-    queue = deque([SOURCE])
-    while queue and SINK not in parents:
-        at = queue.popleft()
-        for b, amount in residual[at].items():
-            if amount > 1e-9 and b not in parents:
-                parents[b] = at
-                queue.append(b)
-    return parents

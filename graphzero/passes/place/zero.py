@@ -6,7 +6,7 @@ boxing makes the collectives that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,7 +30,8 @@ class Zero(BuiltinPass):
     ===== ========================================================================================
     stage what is split
     ===== ========================================================================================
-    1     optimizer states, and the update's work; a gradient is cut when backward has ended
+    1     optimizer states, and the update's work; a gradient is cut when backward has ended.  Parameters that only
+          the update reads are states
     2     and gradients: each is reduced to this rank's part as soon as it is complete
     3     and parameters: gathered once per phase that reads them, dropped after the last reader
     ===== ========================================================================================
@@ -109,7 +110,8 @@ class Zero(BuiltinPass):
             if node.target is ops.use and value.phase_of(node) == "update":
                 _pin(graph, node, splits[value.role_of(node.args[0]).of])  # type: ignore[union-attr,arg-type]
         for path, param in params.items():
-            if self.stage == 3 or (self.masters and param.name in graph.updates):
+            changes = param.name in graph.updates
+            if self.stage == 3 or (changes and (self.masters or _is_of_update(param))):
                 _pin(graph, param, splits[path])
         pinned = pin_gradients(graph, splits)
         if self.stage == 1 and not self.optimizer_in_backward:
@@ -117,36 +119,41 @@ class Zero(BuiltinPass):
         return graph
 
     def _split(self, graph: StepGraph, node: fx.Node) -> Nd:
-        """The SBP of a sharded parameter or state: its own, with B turned to S over the axes that shard.
-
-        Over several axes the splits are nested in one dim: one gather and one scatter per axis, as many bytes as over
-        one axis of all ranks.  A dim that another axis splits is taken only where it has to be, so that the new cuts
-        come and go within its own: in as many sections as that axis makes pieces, or as nested cuts if it lies outside.
-        Not if that axis cuts it in sections itself: torch's ``full_tensor`` joins such a DTensor in another order.
-        """
-        nd = list(value.nd_of(node))
-        shape = value.tensor_type(node).shape
-        over = [i for i in self._axes(graph) if nd[i] is B and graph.placement.hierarchy[i] > 1]
-        ranks = prod(graph.placement.hierarchy[i] for i in over)
-        taken = {sbp.dim: i for i, sbp in enumerate(nd) if sbp.is_split}
-        free = [dim for dim in range(len(shape)) if dim not in taken]
-        if not over or not (free or taken) or prod(shape) // ranks < max(self.shard_min_size, 1):
-            return tuple(nd)
-        if free:
-            cut = S(split_dim(shape, free, ranks))
-        else:
-            dim = max(taken, key=lambda dim: shape[dim])
-            cutters = [i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim]
-            if any(nd[i].sections > 1 for i in cutters):
-                return tuple(nd)
-            pieces = prod(graph.placement.hierarchy[i] for i in cutters)
-            cut = S(dim, 1 if max(cutters) < over[0] else pieces)
-        found = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
-        return found if nests(shape, found, graph.placement.hierarchy) else tuple(nd)
+        """The SBP of a sharded parameter or state."""
+        shape, hierarchy = value.tensor_type(node).shape, graph.placement.hierarchy
+        return zero_split(shape, value.nd_of(node), hierarchy, self._axes(graph), self.shard_min_size)
 
     def _axes(self, graph: StepGraph) -> list[int]:
         names = self.axis if self.axis is not None else graph.placement.data_axes
         return [graph.placement.axis(name) for name in names]
+
+
+def zero_split(
+    shape: tuple[int, ...], nd: Nd, hierarchy: Sequence[int], axes: Iterable[int], shard_min_size: int
+) -> Nd:
+    """``nd`` with B turned to S over the axes that shard: how a parameter or state of ``shape`` is cut.
+
+    Over several axes the splits are nested in one dim: one gather and one scatter per axis, as many bytes as over
+    one axis of all ranks.  A dim that another axis splits is taken only where it has to be, so that the new cuts
+    come and go within its own: in as many sections as that axis makes pieces, or as nested cuts if it lies outside.
+    Not if that axis cuts it in sections itself: torch's ``full_tensor`` joins such a DTensor in another order.
+    """
+    over = [i for i in axes if nd[i] is B and hierarchy[i] > 1]
+    ranks = prod(hierarchy[i] for i in over)
+    taken = {sbp.dim: i for i, sbp in enumerate(nd) if sbp.is_split}
+    free = [dim for dim in range(len(shape)) if dim not in taken]
+    if not over or not (free or taken) or prod(shape) // ranks < max(shard_min_size, 1):
+        return tuple(nd)
+    if free:
+        cut = S(split_dim(shape, free, ranks))
+    else:
+        dim = max(taken, key=lambda dim: shape[dim])
+        cutters = [i for i, sbp in enumerate(nd) if sbp.is_split and sbp.dim == dim]
+        if any(nd[i].sections > 1 for i in cutters):
+            return tuple(nd)
+        cut = S(dim, 1 if max(cutters) < over[0] else prod(hierarchy[i] for i in cutters))
+    found = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
+    return found if nests(shape, found, hierarchy) else tuple(nd)
 
 
 def split_dim(shape: tuple[int, ...], free: list[int], ranks: int) -> int:
@@ -158,6 +165,12 @@ def split_dim(shape: tuple[int, ...], free: list[int], ranks: int) -> int:
     if 0 in free and padding(0) < PADDING:
         return 0
     return min(free, key=lambda dim: (padding(dim), dim))
+
+
+def _is_of_update(param: fx.Node) -> bool:
+    """Whether only the update reads a parameter, as an average of another: it is a state."""
+    phases = {value.phase_of(user) for user in param.users if user.op != "output"}
+    return phases == {"update"}
 
 
 def _pin(graph: StepGraph, node: fx.Node, nd: Nd) -> None:

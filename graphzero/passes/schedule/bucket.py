@@ -4,8 +4,9 @@ Two collectives may join if they are of one kind, axis, dtype and phase, and if 
 gather of parameters; the bucket stands at its first member) or no result of the earlier is read before the later
 starts (reductions of gradients, gathers of updated parameters; the bucket stands at its last member).
 
-A large value on a CPU travels by itself: out of its own storage into that of its result, where it lies in one piece
-(``Schedule``).  Copying it into a bucket and out of one would cost more than to start one transfer more.
+A large value on a CPU travels by itself: out of its own storage into that of its result, where it lies in one piece, or
+in few long ones, as when it is cut in sections (``Slots``).  Copying it into a bucket and out of one would cost more
+than to start one transfer more.
 
 On several placement axes a value may be moved along one after the other.  What carries results of one bucket on along
 the next axis joins again, and with nothing else.
@@ -23,6 +24,7 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, transfer, value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.layout import LONG, lay_out, lies_in_long_runs
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.transfer import Transfer, delivered, transfer_of
 from graphzero.passes.base import BuiltinPass
@@ -30,7 +32,7 @@ from graphzero.passes.base import BuiltinPass
 JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
 WAITING = (*JOINED, ops.accumulate)  # may come later than what they read
 SMALLEST, LARGEST = 64 * 2**10, 4 * 2**20  # bytes of a bucket by default
-ALONE = 256 * 2**10  # bytes from which a value on a CPU travels by itself
+ALONE = LONG  # bytes from which a value on a CPU travels by itself
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _goes_alone(graph: StepGraph, moves: Transfer) -> bool:
     if graph.placement.device_type != "cpu" or type_.nbytes < ALONE:
         return False
     ranks = graph.placement.hierarchy[graph.placement.axis(moves.axis)]
-    return not moves.dims or (moves.dims == (0,) and type_.shape[0] % ranks == 0)
+    return all(type_.shape[dim] % ranks == 0 for dim in moves.dims) and lies_in_long_runs(graph, lay_out(graph, moves))
 
 
 def _fits(members: list[fx.Node], node: fx.Node, position: dict[fx.Node, int], limit: int, early: bool) -> bool:

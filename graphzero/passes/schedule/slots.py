@@ -13,7 +13,7 @@ from math import prod
 from torch import fx
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, local_shape
+from graphzero.ir.layout import Layout, lies_in_long_runs, local_shape
 from graphzero.ir.storage.liveness import Liveness, liveness
 from graphzero.ir.transfer import NO_SLOT_YET, awaited, put_in_slot
 from graphzero.passes.base import BuiltinPass
@@ -95,11 +95,11 @@ def _is_direct(at: Liveness, layout: Layout) -> bool:
     """Whether a launched transfer moves one value that can go between its own storage and its result's.
 
     A gather along dim 0 is the pieces one after the other, if the other axes cut alike; so is what a reduce-scatter
-    sends if dim 0 divides.  A reduction works in its operand's storage, so that must be the op's own, and have no
-    later reader.
+    sends if dim 0 divides.  Along another dim, or in sections, it is so run by run, and each run is a message.  A
+    reduction works in its operand's storage, so that must be the op's own, and have no later reader.
     """
     moves = layout.moves
-    if len(moves.members) != 1 or (moves.dims and moves.dims != (0,)):
+    if len(moves.members) != 1 or not lies_in_long_runs(at.graph, layout):
         return False
     (member,) = moves.members
     storage = at.roots[member][0]

@@ -1,0 +1,314 @@
+"""TileRows: where a step needs its largest values only on the way, they are there for some of their rows at a time.
+
+Logits, their log-softmax and their gradient live between the hidden values of all tokens and the sums and gradients
+that are made of them.  Forward and backward of a tile of rows run together, then those of the next, so that nothing is
+computed twice.  Which part of a step this is ``row_region`` finds; how tiles' results come together are the ops that
+micro-batches use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import TensorType
+from graphzero.passes.base import BuiltinPass
+from graphzero.passes.micro.parts import SHAPED
+from graphzero.passes.micro.row_region import NoRegion, RowRegion, row_region, sized
+from graphzero.passes.micro.sizes import Sizes
+from graphzero.passes.place.forward_sweep import HALF
+from graphzero.sbp.types import B
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TileRows(BuiltinPass):
+    """Computes the largest values of a step in tiles of rows, forward and backward of a tile together.
+
+    tiles: how many; the next number that divides the rows of a rank.  A step without such values stays as it is:
+    one that hands them out, or in which backward of a row needs something of all rows.
+
+    Requires: boxes wherever a value is read in another SBP than it has; the count of a loss as a value of its targets.
+    Ensures: the same values but for the rounding of sums over rows, added up tile by tile.
+
+    Example::
+
+        tile_rows{tiles=2}
+
+        graph head(dp=2) boxed
+          h  = batch()                                              : f32[8, 4]         S(0)
+          y  = batch()                                              : i64[8]            S(0)
+          w  = param()                                              : f32[64, 4]        B
+          n  = batch()                                              : f32[]             B
+        forward:
+          t  = t(w)                                                 : f32[4, 64]        B
+          z  = mm(h, t)                                             : f32[8, 64]        S(0)
+          lp = _log_softmax(z, 1, False)                            : f32[8, 64]        S(0)
+          l  = nll_loss_forward(lp, y, None, 2, -100)               : (f32[]  P, f32[]  P)
+          s  = l[0]                                                 : f32[]             P
+        backward:
+          g  = ones_like(s)                                         : f32[]             B
+          dl = nll_loss_backward(g, lp, y, None, 2, -100, n)        : f32[8, 64]        S(0)
+          dz = _log_softmax_backward_data(dl, lp, 1, torch.float32) : f32[8, 64]        S(0)
+          u  = t(dz)                                                : f32[64, 8]        S(1)
+          gw = mm(u, h)                                             : f32[64, 4]        P
+          gh = mm(dz, w)                                            : f32[8, 4]         S(0)
+          b  = box(s)                                               : f32[]             B
+          bw = box(gw)                                              : f32[64, 4]        B
+          return b, gh, bw
+        ->
+        graph head(dp=2) boxed
+          h            = batch()                                                  : f32[8, 4]         S(0)
+          y            = batch()                                                  : i64[8]            S(0)
+          w            = param()                                                  : f32[64, 4]        B
+          n            = batch()                                                  : f32[]             B
+        forward:
+          t            = t(w)                                                     : f32[4, 64]        B
+        backward:
+          g            = full([], 1, dtype=torch.float32)                         : f32[]             B
+          s_sum        = accumulator([], torch.float32)                           : f32[]             P
+          gw_sum       = accumulator([64, 4], torch.float32)                      : f32[64, 4]        P
+          gh_rows      = accumulator([8, 4], torch.float32)                       : f32[8, 4]         S(0)
+          take         = take(h, 0, 0, 2)                                         : f32[4, 4]         S(0)
+          z_tile       = mm(take, t)                                              : f32[4, 64]        S(0)
+          lp_tile      = _log_softmax(z_tile, 1, False)                           : f32[4, 64]        S(0)
+          take_1       = take(y, 0, 0, 2)                                         : i64[4]            S(0)
+          l_tile       = nll_loss_forward(lp_tile, take_1, None, 2, -100)         : (f32[]  P, f32[]  P)
+          s_tile       = l_tile[0]                                                : f32[]             P
+          accumulate   = accumulate(s_sum, s_tile, 0, 2, 'sum')                   : f32[]             P
+          dl_tile      = nll_loss_backward(g, lp_tile, take_1, None, 2, -100, n)  : f32[4, 64]        S(0)
+          dz_tile      = _log_softmax_backward_data(dl_tile, lp_tile, 1, torch.float32) : f32[4, 64]        S(0)
+          u_tile       = t(dz_tile)                                               : f32[64, 4]        S(1)
+          gw_tile      = mm(u_tile, take)                                         : f32[64, 4]        P
+          accumulate_1 = accumulate(gw_sum, gw_tile, 0, 2, 'sum')                 : f32[64, 4]        P
+          gh_tile      = mm(dz_tile, w)                                           : f32[4, 4]         S(0)
+          put          = put(gh_rows, gh_tile, 0, 0, 2)                           : f32[8, 4]         S(0)
+          take_2       = take(h, 0, 1, 2)                                         : f32[4, 4]         S(0)
+          z_tile_1     = mm(take_2, t)                                            : f32[4, 64]        S(0)
+          lp_tile_1    = _log_softmax(z_tile_1, 1, False)                         : f32[4, 64]        S(0)
+          take_3       = take(y, 0, 1, 2)                                         : i64[4]            S(0)
+          l_tile_1     = nll_loss_forward(lp_tile_1, take_3, None, 2, -100)       : (f32[]  P, f32[]  P)
+          s_tile_1     = l_tile_1[0]                                              : f32[]             P
+          accumulate_2 = accumulate(accumulate, s_tile_1, 1, 2, 'sum')            : f32[]             P
+          dl_tile_1    = nll_loss_backward(g, lp_tile_1, take_3, None, 2, -100, n) : f32[4, 64]        S(0)
+          dz_tile_1    = _log_softmax_backward_data(dl_tile_1, lp_tile_1, 1, torch.float32) : f32[4, 64]        S(0)
+          u_tile_1     = t(dz_tile_1)                                             : f32[64, 4]        S(1)
+          gw_tile_1    = mm(u_tile_1, take_2)                                     : f32[64, 4]        P
+          accumulate_3 = accumulate(accumulate_1, gw_tile_1, 1, 2, 'sum')         : f32[64, 4]        P
+          gh_tile_1    = mm(dz_tile_1, w)                                         : f32[4, 4]         S(0)
+          put_1        = put(put, gh_tile_1, 0, 1, 2)                             : f32[8, 4]         S(0)
+          b            = box(accumulate_2)                                        : f32[]             B
+          bw           = box(accumulate_3)                                        : f32[64, 4]        B
+          return b, put_1, bw
+    """
+
+    tiles: int = 4
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        try:
+            region = row_region(graph, self.tiles)
+        except NoRegion:
+            return graph
+        _Writer(graph, region).write()
+        return graph
+
+
+class _Writer:
+    """Puts the tiles in the place of the ops that they are of."""
+
+    def __init__(self, graph: StepGraph, region: RowRegion) -> None:
+        self.graph, self.region, self.sizes = graph, region, Sizes(0, region.count)
+        self.inside = set(region.nodes)
+        self.phase = max((value.phase_of(node) for node in region.nodes), key=value.PHASES.index)
+        self.place = next(node for node in region.nodes if value.phase_of(node) == self.phase)
+        self.given = {node: self._again(node) for node in region.inputs}
+        self.rooms: dict[fx.Node, fx.Node] = {}  # what tiles have made so far of each result
+
+    def write(self) -> None:
+        inputs = set(self.region.inputs)
+        self._fill_shaped()
+        late = self._late()
+        self._move(self._early())
+        with self.graph.graph.inserting_before(self.place):
+            for result in self.region.results:
+                self._begin(result)
+            for number in range(self.region.count):
+                self._write_tile(number)
+            instead = {result: self._ended(result) for result in self.region.results}
+        self._move(late)
+        for result, made in instead.items():
+            result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in self.inside)
+        for node in reversed(self.region.nodes):
+            self.graph.graph.erase_node(node)
+        self._drop_unread(inputs)
+
+    # ---- what stands around the tiles
+
+    def _again(self, node: fx.Node) -> fx.Node:
+        """What is made of a parameter, as backward makes it, which then is all that reads it here."""
+        if self.phase != "backward" or value.phase_of(node) != "forward":
+            return node
+        chain = [node]
+        while chain[-1].op != "placeholder" and len(chain[-1].all_input_nodes) == 1:
+            chain += chain[-1].all_input_nodes
+        role = value.role_of(chain[-1])
+        if role is None or role.kind != "param":
+            return node
+        made = found = chain.pop()
+        for link in reversed(chain):
+            args, kwargs = fx.map_arg((link.args, link.kwargs), lambda _, made=made: made)  # type: ignore[misc]
+            like = next(
+                (x for x in made.users if value.phase_of(x) == "backward" and _alike(x, link, args, kwargs)), None
+            )
+            if like is None and made is found:
+                return node  # backward has no use of it
+            if like is None:
+                with self.graph.graph.inserting_after(made):
+                    like = self.graph.graph.create_node("call_function", link.target, args, kwargs, name=link.name)
+                like.meta = {**link.meta, "phase": "backward"}
+            made = like
+        return made
+
+    def _fill_shaped(self) -> None:
+        """What is made of the shape alone of what tiles make is made without it."""
+        behind = self._behind(through_shapes=True)
+        for node in behind:
+            if node.target in SHAPED:
+                type_ = value.tensor_type(node)
+                node.args, node.kwargs = (list(type_.shape), SHAPED[node.target]), {"dtype": type_.dtype}
+                node.target = aten.full.default
+
+    def _behind(self, through_shapes: bool = False) -> list[fx.Node]:
+        """What others make of what tiles make, in order."""
+        found: dict[fx.Node, None] = {}
+        for node in self.graph.nodes:
+            if node in self.inside or (node.target in SHAPED and not through_shapes):
+                continue
+            if any(x in self.inside or x in found for x in node.all_input_nodes):
+                found[node] = None
+        return list(found)
+
+    def _late(self) -> list[fx.Node]:
+        """What reads tiles' results, at one remove or more, above the place of the tiles."""
+        at = {node: i for i, node in enumerate(self.graph.nodes)}
+        return [node for node in self._behind() if at[node] < at[self.place]]
+
+    def _early(self) -> list[fx.Node]:
+        """What tiles read, at one remove or more, below their place."""
+        below, rest, found = set[fx.Node](), list(self.given.values()), set[fx.Node]()
+        is_below = False
+        for node in self.graph.nodes:
+            is_below = is_below or node is self.place
+            if is_below:
+                below.add(node)
+        while rest:
+            node = rest.pop()
+            if node in below and node not in found:
+                found.add(node)
+                rest += node.all_input_nodes
+        return [node for node in self.graph.nodes if node in found]
+
+    def _move(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self.place.prepend(node)
+            if value.phase_of(node) == "forward":
+                node.meta["phase"] = self.phase
+
+    def _drop_unread(self, rest: set[fx.Node]) -> None:
+        """Take out what only tiles have read, and they read otherwise now."""
+        while rest:
+            node = rest.pop()
+            if node.op == "call_function" and not node.users:
+                rest.update(node.all_input_nodes)
+                self.graph.graph.erase_node(node)
+
+    # ---- tiles
+
+    def _begin(self, result: fx.Node) -> None:
+        type_, is_sum = value.tensor_type(result), self.region.cut[result].is_partial
+        if is_sum and type_.dtype in HALF:
+            type_ = TensorType(torch.float32, type_.shape)
+        args = (list(type_.shape), type_.dtype)
+        self.rooms[result] = self._call(
+            ops.accumulator, args, type_, result, f"{result.name}_sum" if is_sum else f"{result.name}_rows"
+        )
+
+    def _write_tile(self, number: int) -> None:
+        done: dict[fx.Node, fx.Node] = {}
+
+        def read(operand: fx.Node) -> fx.Node:
+            if operand not in done:
+                done[operand] = self._rows_of(operand, number)
+            return done[operand]
+
+        for node in self.region.nodes:
+            done[node] = self._copied(node, read)
+            if node in self.rooms:
+                self._join(node, done[node], number)
+
+    def _rows_of(self, operand: fx.Node, number: int) -> fx.Node:
+        """What a tile reads of a value that others make."""
+        held, cut = self.given[operand], self.region.cut.get(operand, B)
+        if not cut.is_split:
+            return held
+        args = (held, cut.dim, number, self.region.count)
+        return self._call(ops.take, args, self.sizes.part_of(value.type_of(held), (cut,)), operand)
+
+    def _copied(self, node: fx.Node, read: Any) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read)  # type: ignore[misc]
+        if node.target is operator.getitem:
+            type_ = self.sizes.part_of(value.type_of(node), (self.region.cut[node],))
+        else:
+            run = self.region.runs[node]
+            args, kwargs = sized(node, args, kwargs, run, self.region.count)  # type: ignore[misc]
+            type_ = _part_of(self.sizes, value.type_of(node), run.outputs)
+        made = self._call(node.target, args, type_, node, f"{node.name}_tile")
+        made.kwargs = kwargs
+        return made
+
+    def _join(self, result: fx.Node, x: fx.Node, number: int) -> None:
+        """Add a tile's share to a sum, or put its rows where they belong."""
+        cut, room, count = self.region.cut[result], self.rooms[result], self.region.count
+        type_ = value.type_of(room)
+        if cut.is_split:
+            made = self._call(ops.put, (room, x, cut.dim, number, count), type_, result)
+        else:
+            made = self._call(ops.accumulate, (room, x, number, count, cut.reduction), type_, result)
+        self.rooms[result] = made
+
+    def _ended(self, result: fx.Node) -> fx.Node:
+        made, type_ = self.rooms[result], value.tensor_type(result)
+        if value.type_of(made) != type_:
+            made = self._call(aten._to_copy.default, (made,), type_, result)
+            made.kwargs = {"dtype": type_.dtype}
+        role = value.role_of(result)
+        if role is not None:
+            self.graph.set_role(made, role)
+        return made
+
+    def _call(self, target: Any, args: Any, type_: Any, like: fx.Node, name: str | None = None) -> fx.Node:
+        return self.graph.call(target, args, type_, sbp=value.sbp_of(like), phase=self.phase, like=like, name=name)
+
+
+def _part_of(sizes: Sizes, type_: Any, cuts: tuple[Any, ...]) -> Any:
+    """The type of what an op makes in a tile."""
+    if not isinstance(type_, tuple):
+        return sizes.part_of(type_, cuts)
+    left = iter(cuts)
+    return tuple(None if one is None else sizes.part_of(one, (next(left),)) for one in type_)
+
+
+def _alike(node: fx.Node, other: fx.Node, args: Any, kwargs: Any) -> bool:
+    """Whether an op does as another one does with these arguments."""
+    return (
+        node.target is other.target and node.args == args and node.kwargs == kwargs
+        and value.type_of(node) == value.type_of(other) and value.sbp_of(node) == value.sbp_of(other)
+    )  # fmt: skip

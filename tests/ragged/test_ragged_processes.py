@@ -1,0 +1,21 @@
+"""Ragged batches on two real gloo processes: see ``ragged_checks``."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
+import processes  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+
+MODULES = ("ragged_checks",)
+
+
+TWO_RANKS = processes.Checks(MODULES, 2)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS.names)
+def test_two_processes(name, tmp_path_factory):
+    TWO_RANKS.assert_passed(name, tmp_path_factory)
