@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Order
+from graphzero.plan.plan import memory_of
 from graphzero.plan.variants import Candidate, Variants
 
 LEAST = 0.01  # of the peak, that another order has to save
@@ -20,9 +21,9 @@ def in_best_order(variants: Variants, options: Options) -> Candidate:
 
     The user's passes behind it, which may print or count, have no part in the choice, and so run once.
     """
+    if options.micro_batches > 1 or Order().saves(variants.before("order", options)) < LEAST:
+        return variants.candidate(options)
     moved = replace(options, order=True)
-    if options.micro_batches == 1 and Order().saves(variants.before("order", options)) >= LEAST:
-        peak = int(liveness(variants.draft(options, own_until="order")).total().max())
-        if variants.candidate(moved, own_until="order").peak <= (1 - LEAST) * peak:
-            return variants.candidate(moved)
-    return variants.candidate(options)
+    written = int(liveness(variants.draft(options, own_until="order")).total().max())
+    lower = memory_of(variants.draft(moved, own_until="order")).peak
+    return variants.candidate(moved if lower <= (1 - LEAST) * written else options)

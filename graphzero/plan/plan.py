@@ -18,7 +18,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.laws.verify import examine
 from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, Liveness, liveness
+from graphzero.ir.storage.liveness import Bytes, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.links import Links
@@ -34,7 +34,8 @@ class Collective(NamedTuple):
     kind: all_gather, reduce_scatter, all_reduce or all_to_all; axis: the placement axis; bytes: on the wire, sent by
     one rank, padding included; phase: forward, backward or update; names: the values in it, parameters by their
     path; what_for: "parameters", "gradients" or "other" (loss, norms, counts, batch statistics, activations);
-    seconds: what it takes by itself, by ``config.set_links``; None without.
+    seconds: what it takes by itself, by ``config.set_links``; None without.  elements: of parameters and gradients
+    that one rank sends, without padding.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Collective(NamedTuple):
     names: tuple[str, ...]
     what_for: str
     seconds: float | None = None
+    elements: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class MemoryPlan:
     it holds counts as what it is.  Programs of one Graph share it: their largest is what is held.
     model_state: resident parameters, their copies and optimizer states, plus the gradient bytes alive when
     backward ends: the number of the ZeRO papers.  Inputs are the caller's and not counted.
-    activations: the most bytes at any moment of what forward leaves, or backward computes again.
+    activations: the most bytes at any moment of what forward leaves, or backward computes again or brings back.
+    host: the most bytes at any moment of what ops have put into host memory, ``gz.passes.host_memory``; no memory of
+    the device, and no part of ``peak``.
     """
 
     resident: dict[str, int]
@@ -62,6 +66,7 @@ class MemoryPlan:
     model_state: int
     peak_at: str = ""
     activations: int = 0
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -118,6 +123,7 @@ class Plan:
                 "peak": self.memory.peak,
                 "model_state": self.memory.model_state,
                 "activations": self.memory.activations,
+                "host": self.memory.host,
             },
             "collectives": [
                 collective._asdict() | {"names": list(collective.names)} for collective in self.collectives
@@ -142,6 +148,8 @@ class Plan:
         total = sum(self.memory.resident.values())
         lines.append(f"  {'total':<20}{mega(total):>16}{mega(self.memory.peak):>16}   at {self.memory.peak_at}")
         lines.append(f"  {'model state':<20}{mega(self.memory.model_state):>16}")
+        if self.memory.host:
+            lines.append(f"  {'in host memory':<20}{'':>16}{mega(self.memory.host):>16}   at most, beside the device's")
         lines += ["", *self._traffic_lines()]
         lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
         lines += [f"  {line}" for line in self.decisions]
@@ -182,18 +190,23 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena:
     told to put large temporaries.
     """
     examine(graph)
-    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param"))
+    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not _is_average(node))
     entries = _in_turn(graph, list(_collectives(graph, links)))
     return Plan(
         name=graph.name,
         placement=_place(graph),
         parameters=parameters,
         memory=memory_of(graph, rank, arena),
-        collectives=[entry for entry, _, _ in entries],
-        padding_bytes=sum(padding for _, padding, _ in entries),
-        comm_volume=sum(elements for _, _, elements in entries) / max(parameters, 1),
+        collectives=[entry for entry, _ in entries],
+        padding_bytes=sum(padding for _, padding in entries),
+        comm_volume=sum(entry.elements for entry, _ in entries) / max(parameters, 1),
         links=links,
     )
+
+
+def _is_average(param: fx.Node) -> bool:
+    """Whether only the update reads and changes a parameter: an average of others, which is none of the model's."""
+    return bool(param.users) and all(value.phase_of(user) == "update" for user in param.users)
 
 
 def _place(graph: StepGraph) -> str:
@@ -204,7 +217,7 @@ def _place(graph: StepGraph) -> str:
 # ---- traffic
 
 
-Entry = tuple[Collective, float, float]
+Entry = tuple[Collective, float]  # with its padding in bytes
 
 
 def _in_turn(graph: StepGraph, entries: list[Entry]) -> list[Entry]:
@@ -218,7 +231,7 @@ def _in_turn(graph: StepGraph, entries: list[Entry]) -> list[Entry]:
 
 
 def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
-    """Each call with its padding in bytes and its true elements of parameters and gradients, sent by one rank."""
+    """Each call, with its padding."""
     at = liveness(graph)
     for node, found in at.layouts.items():
         moves, results = found.moves, found.moves.results
@@ -232,9 +245,8 @@ def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
         link = links[graph.placement.axis(moves.axis)] if links else None
         seconds = link.seconds(moves.kind, found.wire_bytes, found.ranks) if link else None
         yield (
-            Collective(moves.kind, moves.axis, found.wire_bytes, value.phase_of(node), names, what, seconds),
+            Collective(moves.kind, moves.axis, found.wire_bytes, value.phase_of(node), names, what, seconds, counted),
             max(padding, 0.0),
-            counted,
         )
 
 
@@ -259,7 +271,7 @@ def _label(node: fx.Node) -> str:
 def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> MemoryPlan:
     """The memory of ``plan_of``."""
     at = liveness(graph)
-    over = _over_time(at, rank, arena)
+    over = memory_over_time(graph, rank, arena)
     total = np.sum([*over.values()], axis=0)
     worst = int(total.argmax())
     at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
@@ -269,11 +281,37 @@ def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = N
     gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
-    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()))
+    host = int(at.over_time(at.on_host(rank)).max())
+    return MemoryPlan(resident, at_peak, state, where, int(over["activations"].max()), host)
 
 
-def _over_time(at: Liveness, rank: int | None, arena: Arena | None) -> dict[str, Bytes]:
-    """Bytes by category while each node runs.  Of the arena, what of it holds nothing."""
+class AtPeak(NamedTuple):
+    """A value that is there at the worst moment of a call: its bytes on a rank, and the user's line that made it."""
+
+    name: str
+    category: str
+    nbytes: int
+    source: str
+
+
+def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> list[AtPeak]:
+    """The values that a call makes and that weigh most when it peaks, largest first."""
+    at = liveness(graph)
+    worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
+    there = [life for life in at.lives() if 0 <= life.begin <= worst <= life.end]
+    there.sort(key=lambda life: (-life.nbytes, life.begin))
+    return [
+        AtPeak(_label(life.storage[0]), life.category, life.nbytes, value.source_of(life.storage[0]))
+        for life in there[:most]
+    ]
+
+
+def memory_over_time(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> dict[str, Bytes]:
+    """Bytes by category while each node runs, in order; what they sum to is largest at the plan's peak.
+
+    Of the arena, what of it holds nothing.
+    """
+    at = liveness(graph)
     lives, resident = at.lives(rank), at.resident(rank)
     over = {name: at.over_time(x for x in lives if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
     over["communication"] += at.transient

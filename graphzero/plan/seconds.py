@@ -1,57 +1,124 @@
-"""What running an op once more costs, in seconds of a plain device: a price to choose by, no promise.
+"""How much an op computes and moves, and how long that takes on a device.
 
-An op takes as long as its arithmetic or its bytes, whichever is longer.  Rates are fixed by the kind of device, so that
-all ranks, and all machines, choose alike.
+Operations are counted by the formulas of torch's own ``torch.utils.flop_counter``, bytes by what an op reads and
+writes once.  What is computed again in backward is chosen by the seconds of ``plain`` devices, whose rates are fixed by
+the kind of device, so that all ranks, and all machines, choose alike: a price to choose by, no promise.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_view
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import shape_on
-from graphzero.ir.value import ScalarType, TensorType
-from graphzero.ops import ATTENTION, GROUPED_MM
-from graphzero.sbp.boxing import wire_bytes
+from graphzero.ir.layout import Layout, shape_on
+from graphzero.ir.storage.liveness import Liveness
+from graphzero.ir.value import DTYPE_NAMES, ScalarType, TensorType
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, GROUPED_MM
+from graphzero.plan.device import Device
+from graphzero.sbp.links import Link
+
+aten = torch.ops.aten
+_SDPA: Callable[..., float] = sdpa_flop_count
+_SDPA_BACKWARD: Callable[..., float] = sdpa_backward_flop_count
+COPY = "copy_"  # the op by which values go into and out of buffers
+READS_PLACES = (  # of the first operand they read what they are to find alone
+    aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
+)  # fmt: skip
 
 
-class Rates(NamedTuple):
-    """Operations a second of matrix products; bytes a second of memory, and between ranks; seconds of a call."""
+class Work(NamedTuple):
+    """What one op does on one rank.  op: its name.  dtype: of the arithmetic.  nbytes: read and written."""
 
+    op: str
+    dtype: str
     flops: float
-    memory: float
-    wire: float
-    call: float
+    nbytes: float
 
 
-RATES = {"cpu": Rates(5e10, 8e9, 2e9, 5e-6), "cuda": Rates(3e14, 2e12, 1e11, 5e-6)}
+@cache
+def plain(device_type: str) -> Device:
+    """The device that choices go by on machines of a kind."""
+    name = f"plain {device_type}"
+    if device_type == "cpu":
+        link = {"inside": Link(5e-6, 2e9)}
+        return Device(name, device_type, {"f32": 5e10}, memory=8e9, capacity=1 << 34, call=5e-6, links=link)
+    link = {"inside": Link(5e-6, 1e11)}
+    return Device(name, device_type, {"f32": 3e14}, memory=2e12, capacity=1 << 36, call=5e-6, links=link)
 
 
-def seconds_of(graph: StepGraph, node: fx.Node) -> float:
-    """Seconds of one op of a local graph on one rank; none for what is only a view or a name."""
-    rates = RATES.get(graph.placement.device_type, RATES["cuda"])
-    if node.op != "call_function" or node.target is operator.getitem or is_view(node.target) or value.is_scalar(node):
-        return 0.0
-    if node.target in ops.COLLECTIVES:
-        return rates.call + _sent(graph, node) / rates.wire
-    sizes = [_nbytes(graph, x, i) for x in (*node.all_input_nodes, node) for i in range(_count(x))]
-    return rates.call + max(_flops(graph, node) / rates.flops, sum(sizes) / rates.memory)
+def seconds_of(at: Liveness, node: fx.Node, device: Device) -> float:
+    """Seconds of one op of a local graph on one rank, its start included; none for what is only a view or a name.
+
+    A collective takes as long as what a rank sends of it.
+    """
+    if (layout := at.layouts.get(node)) is not None:
+        return device.call + layout.wire_bytes / device.link(at.graph.placement, layout.moves.axis).bandwidth
+    work = work_of(at, node)
+    return device.call + device.seconds(*work) if work is not None else 0.0
 
 
-def _sent(graph: StepGraph, node: fx.Node) -> float:
-    axis = graph.placement.axis(str(node.args[-1]))
-    return wire_bytes("all_gather", value.tensor_type(node).nbytes, graph.placement.hierarchy[axis])
+def work_of(at: Liveness, node: fx.Node) -> Work | None:
+    """What an op of a local graph does on the fullest rank; None for what does nothing: views, names, numbers.
+
+    Transfers are not asked for: see ``packing``.
+    """
+    target, graph = node.target, at.graph
+    if node.op != "call_function" or target is operator.getitem or value.is_scalar(node) or target is ops.accumulator:
+        return None
+    if target in ops.WRITING:
+        return _writing(at, node)
+    if is_view(target):
+        return None
+    read = [_nbytes(graph, x) for x in _operands(node)]
+    written = _nbytes(graph, node)
+    if target in READS_PLACES:
+        read[0] = min(read[0], written)
+    return Work(op_name(target), _dtype(node), _flops(graph, node), sum(read) + written)
 
 
-def _count(node: fx.Node) -> int:
-    return len(value.type_of(node)) if value.is_multi(node) else 1
+def packing(layout: Layout) -> tuple[Work, Work] | None:
+    """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer."""
+    if layout.moves.is_direct:
+        return None
+    sizes = (layout.sent(0), layout.received)
+    into, out = (2.0 * (part.stop - part.start) * layout.itemsize for part in sizes)
+    dtype = _dtype(layout.moves.members[0])
+    return Work(COPY, dtype, 0.0, into), Work(COPY, dtype, 0.0, out)
+
+
+def op_name(target: Any) -> str:
+    """As devices name it: mm, native_layer_norm."""
+    packet = getattr(target, "overloadpacket", None)
+    return str(getattr(packet or target, "__name__", target))
+
+
+def _writing(at: Liveness, node: fx.Node) -> Work | None:
+    """Of an op that writes into its first operand: what it reads beside that, and what it reads and writes there."""
+    target, graph, (place, *others) = node.target, at.graph, node.all_input_nodes
+    if target is ops.assign and all(at.roots.get(x) == at.roots.get(place) for x in others):
+        return None
+    read = sum(_nbytes(graph, x) for x in others if not value.is_scalar(x))
+    if target is ops.accumulate_mm:
+        a, b = (_size(graph, x) for x in node.args[1:3])
+        return Work("mm", _dtype(place), 2.0 * prod(a) * b[-1], read + 2.0 * _nbytes(graph, place))
+    if target is ops.accumulate:
+        return Work("add", _dtype(place), 0.0, read + 2.0 * _nbytes(graph, place))
+    return Work(COPY, _dtype(place), 0.0, 2.0 * read)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What an op reads, each once: not where its result is put."""
+    return list(dict.fromkeys(value.own_operands(node)))
 
 
 def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -62,27 +129,67 @@ def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tu
     return (type_.dtype, shape_on(graph, type_, nd)) if isinstance(type_, TensorType) else None
 
 
-def _nbytes(graph: StepGraph, node: fx.Node, i: int) -> int:
-    found = _shape(graph, node, i)
-    return int(torch.Size(found[1]).numel()) * found[0].itemsize if found is not None else 0
+def _nbytes(graph: StepGraph, node: fx.Node) -> float:
+    """Of all results."""
+    count = len(value.type_of(node)) if value.is_multi(node) else 1
+    found = (_shape(graph, node, i) for i in range(count))
+    return float(sum(prod(one[1]) * one[0].itemsize for one in found if one is not None))
+
+
+def _dtype(node: fx.Node) -> str:
+    """Of an op's arithmetic: that of its first operand, or of its result."""
+    for x in (*value.own_operands(node), node):
+        type_ = value.type_of(x)
+        type_ = type_[0] if isinstance(type_, tuple) else type_
+        if isinstance(type_, TensorType):
+            return DTYPE_NAMES.get(type_.dtype, str(type_.dtype))
+    return "f32"
+
+
+def _size(graph: StepGraph, x: Any) -> Any:
+    """This rank's shape of a value, of each result if there are several; what is no tensor is None."""
+    if isinstance(value.type_of(x), ScalarType):
+        return None
+    if value.is_multi(x):
+        return tuple(found[1] if (found := _shape(graph, x, i)) else None for i in range(len(value.type_of(x))))
+    found = _shape(graph, x)
+    return found[1] if found is not None else None
 
 
 def _flops(graph: StepGraph, node: fx.Node) -> float:
-    """Operations of products and convolutions; 0 for what only moves bytes."""
+    return flops_of(node, lambda x: _size(graph, x))
+
+
+def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
+    """Operations of products and convolutions; 0 for what only moves bytes.  size: shapes of values."""
     target: Any = node.target
-
-    def size(x: fx.Node) -> Any:
-        found = _shape(graph, x) if not isinstance(value.type_of(x), ScalarType) else None
-        return found[1] if found is not None else None
-
     if target is ATTENTION:
-        q, k, v = (size(x) for x in node.all_input_nodes[:3])
-        return float(2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) / (2 if node.args[4] else 1))
+        q, k, v = map(size, node.args[:3])
+        return float(_SDPA(q, _heads(k, q), _heads(v, q))) / (2.0 if node.args[4] else 1.0)
+    if target is ATTENTION_BACKWARD:
+        grad, q, k, v = map(size, node.args[:4])
+        return _SDPA_BACKWARD(grad, q, _heads(k, q), _heads(v, q)) / (2.0 if node.args[7] else 1.0)
     if target is GROUPED_MM:
         a, b = (size(x) for x in node.all_input_nodes[:2])
-        return float(2 * torch.Size(a).numel() * b[-1])
+        return float(2 * prod(a) * b[-1])
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0.0
     args, kwargs = fx.map_arg((node.args, value.own_kwargs(node)), size)  # type: ignore[misc]
+    if target is aten.convolution_backward.default:
+        return _convolution_backward(formula, args, size(node))
     return float(formula(*args, out_val=size(node), **kwargs))
+
+
+def _convolution_backward(formula: Any, args: tuple[Any, ...], out: Any) -> float:
+    """Torch's formula, whose gradient of the weight leaves groups out of account."""
+    *rest, groups, (input_, weight, _) = args
+    of_input, of_weight = (
+        formula(*rest, groups, mask, out_val=out) for mask in ([input_, False, False], [False, weight, False])
+    )
+    return float(of_input + of_weight / groups)
+
+
+def _heads(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """With as many heads as the queries have: groups of these may share keys and values."""
+    return (shape[0], like[1], *shape[2:])

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
 from graphzero.passes.memory.order import rooms_of, takes_memory
 from graphzero.passes.memory.recompute import Forward
-from graphzero.plan.seconds import seconds_of
+from graphzero.plan.seconds import plain, seconds_of
 
 Ops = frozenset[int]  # positions of ops of forward
 
@@ -57,7 +58,8 @@ class Sketch:
         position = at.position
         self.names = {position[maker]: maker.name for maker in forward.free}
         self.gathers: Ops = frozenset(position[maker] for maker in forward.gathers)
-        self.seconds = {i: seconds_of(graph, at.nodes[i]) for i in (*self.names, *self.gathers)}
+        device = plain(graph.placement.device_type)
+        self.seconds = {i: seconds_of(at, at.nodes[i], device) for i in (*self.names, *self.gathers)}
         self.maker = [-1] * len(at.nodes)  # of each value of forward that may be made again, the op that makes it
         for node, maker in forward.maker.items():
             if position[maker] in self.seconds:
@@ -134,30 +136,7 @@ class Sketch:
         wanted = np.where(is_gone, length, late[self.first_late])
         activations = self.is_activation & ~is_gone
 
-        begin_again: dict[int, int] = {}
-        end_again: dict[int, int] = {}
-        read_again = set[int]()  # storages of copies that backward itself reads
-        for before, some in inserted:
-            first = int(place[before]) - len(some)
-            for at, one in enumerate(some, first):
-                for k in self.storages[one]:
-                    begin_again.setdefault(k, at)
-                    end_again[k] = at
-                for x in self.reads[one]:
-                    for k in self.storages[x]:
-                        if x in copies:
-                            end_again[k] = at
-                        else:
-                            ends[k] = max(ends[k], at)
-                            wanted[k] = min(wanted[k], at)
-                            activations[k] |= self.is_forward[k] and not self.is_parameter[k]
-        for i, seen in self.backward:
-            for x in seen:
-                if x in copies:
-                    for k in self.storages[x]:
-                        end_again[k] = max(end_again[k], int(place[i]))
-                        read_again.add(k)
-
+        begin_again, end_again, read_again = self._lives_again(inserted, copies, place, ends, wanted, activations)
         again = list(begin_again)
         sizes = self.nbytes[again] if again else np.zeros(0, dtype=np.int64)
         begins_again, ends_again = _array(begin_again[k] for k in again), _array(end_again[k] for k in again)
@@ -191,6 +170,39 @@ class Sketch:
                 copies |= new
                 inserted.append((i, sorted(new)))
         return inserted, copies
+
+    def _lives_again(
+        self, inserted: list[tuple[int, list[int]]], copies: set[int], place: Bytes, ends: Bytes, wanted: Bytes,
+        activations: NDArray[np.bool_],
+    ) -> tuple[dict[int, int], dict[int, int], set[int]]:  # fmt: skip
+        """Of storages of copies: where each begins, where it ends, and which ones backward itself reads.
+
+        What copies read of forward lives until then: ``ends``, ``wanted`` and ``activations`` change.
+        """
+        begin_again: dict[int, int] = {}
+        end_again: dict[int, int] = {}
+        read_again = set[int]()
+        for before, some in inserted:
+            first = int(place[before]) - len(some)
+            for at, one in enumerate(some, first):
+                for k in self.storages[one]:
+                    begin_again.setdefault(k, at)
+                    end_again[k] = at
+                for x in self.reads[one]:
+                    for k in self.storages[x]:
+                        if x in copies:
+                            end_again[k] = at
+                        else:
+                            ends[k] = max(ends[k], at)
+                            wanted[k] = min(wanted[k], at)
+                            activations[k] |= self.is_forward[k] and not self.is_parameter[k]
+        for i, seen in self.backward:
+            for x in seen:
+                if x in copies:
+                    for k in self.storages[x]:
+                        end_again[k] = max(end_again[k], int(place[i]))
+                        read_again.add(k)
+        return begin_again, end_again, read_again
 
     def _share_rooms(
         self, total: Bytes, place: Bytes, ends: Bytes, inserted: list[tuple[int, list[int]]], copies: set[int],

@@ -14,6 +14,7 @@ from graphzero.plan.gathers import Gathers
 from graphzero.plan.order import in_best_order
 from graphzero.plan.plan import mega
 from graphzero.plan.recomputation import Recomputation, too_few
+from graphzero.plan.tiles import described, fitting_tiles
 from graphzero.plan.variants import Candidate, Variants
 
 # Stages 1 and 2 send the same, and 2 waits for gradients while backward runs; 3 gathers parameters twice, and those too
@@ -30,28 +31,35 @@ def choose(
     stages: Sequence[int],
     budget: Budget | None = None,
     activations: int | str | None = None,
+    verifies: bool = True,
 ) -> Candidate:
     """The program of a captured step.
 
     options: of its passes, but for the stage and the order of backward, which are chosen.  Where ``keep_gathered`` is
         (), the budget is spent at stage 3 on what stays gathered.
     own: the user's passes, each with the name of the one it follows.
-    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with values of
-        forward computed again in backward until it fits.
+    stages: that are asked for; of several, the first that fits the budget; if none does, the last, with its largest
+        values in tiles of rows, and then with values of forward computed again in backward until it fits.
     activations: the bytes of these that may be held, or "checkpoint"; None for what the budget leaves.
+    verifies: see ``Pipeline``.
 
     Raises:
         ConfigError: no program fits the budget, or those bytes; it says what it would need.
     """
-    variants, tried = Variants(graph, own), list[Candidate]()
+    variants, tried = Variants(graph, own, verifies), list[Candidate]()
     for stage in stages:
         if budget is not None and stage == 2 and tried and _resident(tried[-1]) > budget.nbytes:
             continue  # between calls 2 holds what 1 holds
         tried.append(_at_stage(variants, replace(options, stage=stage), budget, activations))
         if budget is None or tried[-1].peak <= budget.nbytes:
             break
+    taken = replace(options, stage=tried[-1].plan.stage)
     if budget is not None and tried[-1].peak > budget.nbytes:
-        tried[-1] = _smaller(variants, replace(options, stage=tried[-1].plan.stage), budget, activations, tried[-1])
+        taken, tried[-1] = fitting_tiles(
+            variants, taken, budget, tried[-1], lambda told: _at_stage(variants, told, budget, activations)
+        )
+    if budget is not None and tried[-1].peak > budget.nbytes:
+        tried[-1] = _smaller(variants, taken, budget, activations, tried[-1])
     found = tried[-1]
     if budget is not None and found.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
@@ -62,6 +70,8 @@ def choose(
         )
     if options.optimizer_in_backward and found.graph.gradients():
         found = found.decided(behind=describe_early(found.graph))
+    if taken.tiles > 1:
+        found = described(variants, taken, found)
     return found
 
 

@@ -46,10 +46,13 @@ class Candidate:
 
 
 class Variants:
-    """Makes programs of a captured step.  own: the user's passes, each with the name of the one it follows."""
+    """Makes programs of a captured step.
 
-    def __init__(self, graph: StepGraph, own: Sequence[tuple[Pass, str]] = ()) -> None:
-        self.captured, self.own = graph, own
+    own: the user's passes, each with the name of the one it follows.  verifies: see ``Pipeline``.
+    """
+
+    def __init__(self, graph: StepGraph, own: Sequence[tuple[Pass, str]] = (), verifies: bool = True) -> None:
+        self.captured, self.own, self.verifies = graph, own, verifies
         self._ran: list[tuple[Pass, Record]] = []  # the last run
         self._made: Candidate | None = None  # what came of it, if it was run for that
 
@@ -84,7 +87,7 @@ class Variants:
         last = self._ran[shared - 1][1] if shared else None
         if last is not None and shared == len(passes):
             return last.after
-        pipeline = Pipeline(passes[shared:])
+        pipeline = Pipeline(passes[shared:], self.verifies)
         graph = pipeline.after(last) if last is not None else pipeline(self.captured)
         self._ran = [*self._ran[:shared], *zip(pipeline.passes, pipeline.history, strict=True)]
         self._made = None

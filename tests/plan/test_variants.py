@@ -25,11 +25,11 @@ def test_what_two_lists_of_passes_begin_with_runs_once_and_the_program_is_that_o
         return graph
 
     variants = Variants(parse(STEP), [(count, "localize")])
-    sizes = (100, 4000, 100)
-    found = [variants.candidate(Options(stage=2, bucket_bytes=size)) for size in sizes]
+    ways: tuple[tuple[str, ...], ...] = ((), ("*",), ())
+    found = [variants.candidate(Options(stage=3, keep_gathered=kept)) for kept in ways]
     assert runs == ["count"]
-    for one, size in zip(found, sizes, strict=True):
-        whole = Pipeline(default_passes(Options(stage=2, bucket_bytes=size), [(count, "localize")]))
+    for one, kept in zip(found, ways, strict=True):
+        whole = Pipeline(default_passes(Options(stage=3, keep_gathered=kept), [(count, "localize")]))
         assert str(one.graph) == str(whole(parse(STEP)))
         assert names(one.history) == names(whole.history)
     assert str(found[0].graph) != str(found[1].graph)

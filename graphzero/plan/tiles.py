@@ -1,0 +1,57 @@
+"""Tiles of rows: what is said of them, and how many a memory budget takes that a step does not fit otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from graphzero.passes import Options
+from graphzero.passes.micro.row_region import NoRegion, RowRegion, row_region
+from graphzero.plan.budget import Budget
+from graphzero.plan.plan import mega
+from graphzero.plan.variants import Candidate, Variants
+
+COUNTS = (2, 4, 8, 16)  # that are tried
+NOTABLE = 1 / 8  # of the peak: what is smaller is not tried
+
+
+def region_of(variants: Variants, options: Options) -> RowRegion:
+    """What is computed in tiles by these options.  Raises NoRegion where nothing is."""
+    return row_region(variants.before("tile_rows", options), options.tiles)
+
+
+def fitting_tiles(
+    variants: Variants, options: Options, budget: Budget, plain: Candidate, best: Callable[[Options], Candidate]
+) -> tuple[Options, Candidate]:
+    """The fewest tiles with which a step fits the budget; if none does, those with which it peaks lowest.
+
+    best: makes the program of options.  plain: without tiles, which does not fit.
+    """
+    found = options, plain
+    if options.tiles > 1:
+        return found
+    for count in COUNTS:
+        told = replace(options, tiles=count)
+        try:
+            if region_of(variants, told).nbytes < NOTABLE * plain.peak:
+                break
+        except NoRegion:
+            break
+        made = best(told)
+        if made.peak < found[1].peak:
+            found = told, made
+        if made.peak <= budget.nbytes:
+            break
+    return found
+
+
+def described(variants: Variants, options: Options, made: Candidate) -> Candidate:
+    """The same, with words on its tiles."""
+    try:
+        region = region_of(variants, options)
+    except NoRegion as error:
+        return made.decided(behind=f"nothing is computed in {options.tiles} tiles of rows: {error}")
+    return made.decided(
+        behind=f"in {region.count} tiles of rows: '{region.largest.name}', {mega(region.nbytes)} in one piece, and "
+        f"{len(region.nodes) - 1} more values around it"
+    )

@@ -1,0 +1,194 @@
+"""When each op of a step runs, by a device's numbers: what the plan knows of bytes, told in seconds.
+
+The program is walked in its order, as the executor does.  Ops queue up on one compute stream, transfers on one stream
+for each placement axis.  What is launched runs beside compute until it is awaited; what is not launched is awaited at
+once.  A micro-batch's body is walked as often as it runs.  All ranks are taken to be alike and to come to a transfer
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import Liveness, liveness
+from graphzero.plan.device import Device
+from graphzero.plan.seconds import Work, packing, work_of
+
+COMPUTE = "compute"
+
+
+class Event(NamedTuple):
+    """One op while it runs.
+
+    name: of the value that it makes, of the launch for a transfer.  stream: "compute", or "communication AXIS".
+    kind: the op (mm), or the collective (all_gather).  phase: forward, backward or update.
+    begin, end: seconds from the beginning of the step.  nbytes: read and written, or sent.  flops: operations.
+    """
+
+    name: str
+    stream: str
+    kind: str
+    phase: str
+    begin: float
+    end: float
+    nbytes: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Of one step on one rank.
+
+    events: in the order in which they begin on each stream.  seconds: of the whole step.
+    compute: seconds of ops.  communication: seconds of transfers, one after the other.
+    exposed: seconds in which no op runs because it waits for a transfer.  host: because it has not been started yet,
+    or all is about what stands around the ops.
+    The step is compute, exposed and host.
+    """
+
+    events: tuple[Event, ...]
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    host: float = 0.0
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of ops in each phase."""
+        found: dict[str, float] = {}
+        for event in self.events:
+            if event.stream == COMPUTE:
+                found[event.phase] = found.get(event.phase, 0.0) + event.seconds
+        return found
+
+
+class _Step(NamedTuple):
+    """What is done at one node: ops, then a transfer that begins, then one that is awaited, then ops again."""
+
+    node: fx.Node
+    work: tuple[tuple[Work, float], ...] = ()
+    begins: tuple[str, str, float, float] | None = None  # axis, kind, seconds, bytes sent
+    awaits: fx.Node | None = None  # the node that began it
+    after: tuple[tuple[Work, float], ...] = ()
+
+
+def timeline(graph: StepGraph, device: Device) -> Timeline:
+    """The timeline of a final program.  Raises ConfigError where the device says nothing of a link that is needed."""
+    clock = _Clock(device)
+    for step in _in_turn(graph, device):
+        clock.run(step)
+    return clock.timeline()
+
+
+def _in_turn(graph: StepGraph, device: Device) -> Iterator[_Step]:
+    """The steps in the order in which they run, what is repeated as often as it is."""
+    at = liveness(graph)
+    steps = [_step(at, node, device) for node in at.nodes]
+    inside = at.repeated
+    times = value.repeats_of(at.nodes[inside.start]) if inside else 0
+    order = [*range(inside.start), *[*inside] * times, *range(inside.stop, len(steps))] if inside else range(len(steps))
+    return (step for i in order if (step := steps[i]) is not None)
+
+
+def _step(at: Liveness, node: fx.Node, device: Device) -> _Step | None:
+    """What is done at a node; None for nothing."""
+    layout = at.layouts.get(node)
+    if layout is not None:
+        moves = layout.moves
+        seconds = device.link(at.graph.placement, moves.axis).seconds(moves.kind, layout.wire_bytes, layout.ranks)
+        into, out = packing(layout) or (None, None)
+        begins = moves.axis, moves.kind, seconds, layout.wire_bytes
+        later = None if moves.is_launch else node
+        return _Step(node, _timed(into, device), begins, later, () if moves.is_launch else _timed(out, device))
+    if node.target is ops.wait:
+        begun = node.all_input_nodes[0]
+        _, out = packing(at.layouts[begun]) or (None, None)
+        return _Step(node, awaits=begun, after=_timed(out, device))
+    work = work_of(at, node)
+    return _Step(node, _timed(work, device)) if work is not None else None
+
+
+def _timed(work: Work | None, device: Device) -> tuple[tuple[Work, float], ...]:
+    return ((work, device.seconds(*work)),) if work is not None else ()
+
+
+class _Clock:
+    """Seconds at which the host, the compute stream and the streams of axes are done with what they have been given."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._host = self._compute = 0.0
+        self._axes: dict[str, float] = {}
+        self._begun: dict[fx.Node, tuple[str, str, float, float] | float] = {}  # not made yet, or when it is over
+        self._events: list[Event] = []
+        self._exposed = self._waited = 0.0
+
+    def run(self, step: _Step) -> None:
+        for work, seconds in step.work:
+            self._op(step.node, work, seconds)
+        if step.begins is not None:
+            self._begin(step.node, step.begins)
+        if step.awaits is not None:
+            self._await(step.awaits)
+        for work, seconds in step.after:
+            self._op(step.node, work, seconds)
+
+    def timeline(self) -> Timeline:
+        """Of what has run."""
+        compute = sum(event.seconds for event in self._events if event.stream == COMPUTE)
+        communication = sum(event.seconds for event in self._events) - compute
+        rest = max([self._compute, *self._axes.values()]) - self._compute  # under way when the last op is done
+        around = self._device.step
+        return Timeline(
+            tuple(self._events),
+            self._compute + rest + around,
+            compute,
+            communication,
+            self._exposed + rest,
+            self._waited + around,
+        )
+
+    def _op(self, node: fx.Node, work: Work, seconds: float) -> None:
+        begin = self._started()
+        if not self._device.runs_ahead:
+            seconds += self._device.call
+        self._compute = begin + seconds
+        phase = value.phase_of(node)
+        self._events.append(Event(node.name, COMPUTE, work.op, phase, begin, self._compute, work.nbytes, work.flops))
+
+    def _started(self) -> float:
+        """When the next op may run: the host has started it, and the one before it is done."""
+        if self._device.runs_ahead:
+            self._host += self._device.call
+            self._waited += max(self._host - self._compute, 0.0)
+            self._compute = max(self._compute, self._host)
+        return self._compute
+
+    def _begin(self, node: fx.Node, what: tuple[str, str, float, float]) -> None:
+        if self._device.overlaps:
+            self._begun[node] = self._moved(node, what, max(self._started(), self._axes.get(what[0], 0.0)))
+        else:
+            self._begun[node] = what
+
+    def _moved(self, node: fx.Node, what: tuple[str, str, float, float], begin: float) -> float:
+        axis, kind, seconds, sent = what
+        self._axes[axis] = end = begin + seconds
+        phase = value.phase_of(node)
+        self._events.append(Event(node.name, f"communication {axis}", kind, phase, begin, end, sent, 0.0))
+        return end
+
+    def _await(self, node: fx.Node) -> None:
+        begun = self._begun.pop(node)
+        end = begun if isinstance(begun, float) else self._moved(node, begun, self._compute)
+        self._exposed += max(end - self._compute, 0.0)
+        self._compute = max(self._compute, end)
