@@ -1,7 +1,7 @@
 """What a user chooses for one Graph: every setting a field of a frozen dataclass, which ``graph.config`` replaces.
 
-``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object.  Passes, capture and
-the runtime read ``config.settings``.
+``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object, ``deepspeed`` makes
+one of DeepSpeed's JSON.  Passes, capture and the runtime read ``config.settings``.
 """
 
 from graphzero.config.amp import AmpSettings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphzero.capture import Precision, Scaling
-from graphzero.config.setting import Check, Checked, setting, settings_of, whole_number
+from graphzero.config.setting import YES_OR_NO, Check, Checked, setting, settings_of, whole_number
 from graphzero.errors import ConfigError
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -31,8 +31,8 @@ def _dtype(allowed: tuple[torch.dtype, ...], hint: str) -> Check:
 class AmpSettings(Checked):
     """Mixed precision.  dtype: of what forward and backward read and make; None for none.
 
-    reduce_dtype: of gradients while ranks add them up; None for ``dtype``.  The others are of loss scaling, which is
-    done where ``dtype`` is float16.
+    reduce_dtype: of gradients while ranks add them up; None for ``dtype``.  stochastic_rounding: of the new values of
+    bfloat16 parameters and states.  The others are of loss scaling, which is done where ``dtype`` is float16.
     """
 
     dtype: torch.dtype | None = setting(
@@ -75,6 +75,8 @@ class AmpSettings(Checked):
         _number(lambda x: x >= 0, "give what the scale does not fall below, a number from 0 up"),
         "enable_amp(min_scale={})",
     )
+    consecutive_hysteresis: bool = setting(False, YES_OR_NO, "enable_amp(consecutive_hysteresis={})")
+    stochastic_rounding: bool = setting(False, YES_OR_NO, "enable_amp(stochastic_rounding={})")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +84,12 @@ class AmpSettings(Checked):
             raise ConfigError(
                 f"enable_amp(init_scale={self.init_scale}, min_scale={self.min_scale}): the scale would begin below "
                 "what it may not fall below; give a larger init_scale, or a smaller min_scale"
+            )
+        if self.stochastic_rounding and self.dtype not in (None, torch.bfloat16):
+            raise ConfigError(
+                f"enable_amp(dtype={self.dtype}, stochastic_rounding=True): what is rounded is bfloat16, which has the "
+                "exponents of float32; give dtype=torch.bfloat16, or leave stochastic_rounding out to keep masters in "
+                "float32"
             )
 
     @property
@@ -96,8 +104,10 @@ class AmpSettings(Checked):
             self.growth_interval,
             self.hysteresis,
             float(self.min_scale),
+            self.consecutive_hysteresis,
         )
-        return Precision(self.dtype, self.reduce_dtype or self.dtype, scaling if self.dtype is torch.float16 else None)
+        scaling_or_none = scaling if self.dtype is torch.float16 else None
+        return Precision(self.dtype, self.reduce_dtype or self.dtype, scaling_or_none, self.stochastic_rounding)
 
     def __str__(self) -> str:
         return self.description or "off"

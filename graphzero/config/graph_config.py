@@ -5,25 +5,30 @@ Every Graph has its own, nothing is process-global.  Which settings there are is
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.config.amp import amp_of
 from graphzero.config.links import links_of
+from graphzero.config.members import add_members, no_such_setting
 from graphzero.config.named import with_input, with_pass
-from graphzero.config.setting import Setting, settings_of
 from graphzero.config.settings import Settings
+from graphzero.config.shapes import shapes_of
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
+from graphzero.runtime.world import launch
 from graphzero.sbp.links import Link
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
+
+if TYPE_CHECKING:
+    from graphzero.config.deepspeed import DeepSpeed
 
 
 class GraphConfig:
@@ -32,6 +37,31 @@ class GraphConfig:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._settings = Settings()
+        self._deepspeed: DeepSpeed | None = None
+
+    @classmethod
+    def from_deepspeed(
+        cls, given: str | os.PathLike[str] | Mapping[str, Any], placement: Placement | DeviceMesh | None = None
+    ) -> GraphConfig:
+        """The configuration that DeepSpeed's JSON says, for ``gz.Graph(config=...)``.
+
+        given: the path of the JSON, or its dict.  placement: as for a Graph; by default all ranks of the world.
+
+        Settings of the result are those of the other methods here, and may be changed by them.  What is no setting,
+        batch sizes, optimizer, schedule and clipping, is in ``deepspeed``.  What something else does the work of is
+        named in one warning.  docs/from_deepspeed.md says what becomes of each key.
+
+        Raises ConfigError for batch sizes that contradict each other or the ranks, for keys that DeepSpeed does not
+        know, for "auto" where it cannot be computed, and for keys without which results would be others.
+        """
+        from graphzero.config.deepspeed import Document, land  # which few need
+
+        made, document = cls(launch.resolve(placement)), Document(given)
+        made._deepspeed = land(document, made._placement, made)
+        if document.replaced:
+            said = "\n  ".join(document.replaced)
+            warnings.warn(f"{document.name}: what these keys do is done otherwise here\n  {said}", stacklevel=2)
+        return made
 
     def _set(self, **changes: Any) -> None:
         self._settings = replace(self._settings, **changes)
@@ -62,9 +92,10 @@ class GraphConfig:
         """Say how many bytes the plan of a step may peak at on one rank; None, the default, for any number.
 
         At stage 3 the budget is spent on what stays gathered between forward and backward, so that least is sent; with
-        stage "auto" it decides the stage too.  Where a step does not fit otherwise, backward computes values of forward
-        again instead of holding them.  Compiling a step that cannot fit raises ConfigError, with what it needs.
-        Operator workspaces, the inputs and the Python process are not in the plan: leave room for them.
+        stage "auto" it decides the stage too.  Where a step does not fit otherwise, its largest values are computed in
+        tiles of rows (``set_row_tiles``), and backward computes values of forward again instead of holding them.
+        Compiling a step that cannot fit raises ConfigError, with what it needs.  Operator workspaces, the inputs and
+        the Python process are not in the plan: leave room for them.
         """
         self._set(memory_budget=nbytes)
 
@@ -78,6 +109,18 @@ class GraphConfig:
         otherwise.  Bytes that are too few raise ConfigError when the step is compiled, with what it needs.
         """
         self._set(activation_memory=memory)
+
+    def set_row_tiles(self, count: int) -> None:
+        """Compute the largest values of a step in so many tiles of rows, if they are needed only on the way; 1, the
+        default, for none.
+
+        The logits of a language model are such values: [tokens, classes] between hidden values and a loss.  Forward
+        and backward of a tile run together, then those of the next, so that only a tile's logits are held at a time;
+        nothing is computed twice, and only sums over rows are rounded otherwise.  Tiles are equal: where ``count`` does
+        not divide a rank's rows, it is the next number up to its double that does, else the next below.  A step
+        without such values stays as it is, and ``plan.decisions`` says why.
+        """
+        self._set(row_tiles=count)
 
     def set_optimizer_in_backward(self, mode: bool = True) -> None:
         """Step each parameter while backward runs, as soon as its gradient is complete and its old value read.
@@ -110,6 +153,8 @@ class GraphConfig:
         growth_interval: int = 2000,
         hysteresis: int = 1,
         min_scale: float = 1.0,
+        consecutive_hysteresis: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         """Mixed precision: forward and backward in 16 bit, parameters, optimizer states and update in full precision.
 
@@ -124,6 +169,11 @@ class GraphConfig:
         hysteresis, backoff_factor: so many overflows, counted anew when the scale grows, and each one after them, let
         the scale fall; with 1 it is torch.amp.GradScaler's.
         min_scale: what it does not fall below.
+        consecutive_hysteresis: count overflows anew after each step without one, too, as DeepSpeed can.
+        stochastic_rounding: parameters that are bfloat16 are masters too (bfloat16 only): they and their optimizer
+        states are kept in it, 6 bytes a parameter less with Adam, and forward reads them as they are. The update is
+        computed in float32, and rounded up or down at random so that the mean is exact; which way follows from the
+        Graph's seed, the step and the element, and is the same on any placement.
         """
         self._set(
             amp=amp_of(
@@ -136,6 +186,8 @@ class GraphConfig:
                 growth_interval=growth_interval,
                 hysteresis=hysteresis,
                 min_scale=min_scale,
+                consecutive_hysteresis=consecutive_hysteresis,
+                stochastic_rounding=stochastic_rounding,
             )
         )
 
@@ -179,6 +231,33 @@ class GraphConfig:
         """
         self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement))
 
+    def set_shapes(
+        self,
+        inputs: Mapping[str, Mapping[int, str] | Sequence[str | None]] | None,
+        sizes: Mapping[str, int | Sequence[int] | str] | None = None,
+        *,
+        fill: Mapping[str, float] | None = None,
+    ) -> None:
+        """Pad inputs of many shapes to a few, so that a few programs serve all of them; results are as without padding.
+
+        inputs: which dims of which inputs are ragged, by names of your own: ``{"input_ids": {0: "rows", 1: "tokens"}}``
+            or, by the order of dims, ``{"*": ("rows", "tokens")}``.  Keys are the names of inputs as in the program,
+            ``x`` or ``batch.labels``, or patterns, which mean those dims that an input has.  Dims of one name are of
+            one size in each call.  None pads nothing.
+        sizes: to what each of them is padded: a number, of which the least multiple; "powers", the least power of two;
+            or a list of sizes, of which the least that is enough.  They are those of what a rank passes: of its share,
+            or of the whole batch on a virtual placement; and they grow on to a multiple of ranks and micro-batches.
+        fill: what inputs hold in padded places, 0 without it: ``{"labels": -100}``.  Only where a rank's batch is
+            shorter than that of another one does it count: the global batch is as long as the longest, and its other
+            rows are filled up.
+
+        Padded rows and tokens have no part in losses, counts, statistics and gradients, whatever they hold: sums leave
+        them out, means divide by what was given, and a softmax does not see them.  What cannot be kept apart raises
+        CaptureError when the step is compiled, with the line.  Outputs are cut back to what was given.  Random draws
+        are those of the padded shapes.
+        """
+        self._set(shapes=shapes_of(inputs, sizes, fill) if inputs is not None else None)
+
     def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
         """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.
 
@@ -191,12 +270,30 @@ class GraphConfig:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""
         self._set(user_passes=with_pass(self._settings.user_passes, pass_, after))
 
-    # ---- what was set; of each field there is a member too, see ``_member``
+    # ---- what was set; of each field there is a member too, see ``members``
 
     @property
     def settings(self) -> Settings:
         """All that is set, frozen: a later change makes another one."""
         return self._settings
+
+    @property
+    def deepspeed(self) -> DeepSpeed:
+        """What DeepSpeed's JSON says beside settings: batch sizes, optimizer, schedule, clipping.
+
+        Raises ConfigError for a configuration that ``from_deepspeed`` has not made.
+        """
+        if self._deepspeed is None:
+            raise ConfigError(
+                "config.deepspeed: this configuration is not DeepSpeed's; make it by "
+                "gz.GraphConfig.from_deepspeed(path), and give it to the Graph: super().__init__(config=...)"
+            )
+        return self._deepspeed
+
+    @property
+    def placement(self) -> Placement:
+        """The ranks that it is for."""
+        return self._placement
 
     @property
     def inputs(self) -> dict[str, Nd]:
@@ -223,42 +320,11 @@ class GraphConfig:
     def __setattr__(self, name: str, held: Any) -> None:
         member = vars(GraphConfig).get(name)
         if not name.startswith("_") and getattr(member, "fset", None) is None:
-            raise ConfigError(f"config.{name} = {held!r}: {_no_such_setting(name)}")
+            raise ConfigError(f"config.{name} = {held!r}: {no_such_setting(GraphConfig, name)}")
         super().__setattr__(name, held)
 
     def __repr__(self) -> str:
         return f"GraphConfig({self.description})"
 
 
-def _member(one: Setting) -> property:
-    """What reads a field, and sets it if no method does."""
-
-    def read(config: GraphConfig) -> Any:
-        return getattr(config.settings, one.name)
-
-    def write(config: GraphConfig, value: Any) -> None:
-        config._set(**{one.name: value})
-
-    doc = one.doc or f"What ``{one.method}`` was given; {one.default!r} without it."
-    return property(read, None if one.method else write, doc=doc)
-
-
-for _one in settings_of(Settings).values():
-    if _one.name not in vars(GraphConfig):
-        setattr(GraphConfig, _one.name, _member(_one))
-
-
-_VERB = re.compile("^(set|enable|add)_")
-
-
-def _no_such_setting(name: str) -> str:
-    """The ways to make a setting; first those of which one who wrote ``name`` may have thought."""
-    methods = {name: f"{name}(...)" for name in vars(GraphConfig) if _VERB.match(name)}
-    assigned = {one.name: one.name for one in settings_of(Settings).values() if not one.method}
-    about = {_VERB.sub("", name): way for name, way in (methods | assigned).items()}
-    near = [about[found] for found in difflib.get_close_matches(_VERB.sub("", name), about, cutoff=0.5)]
-    guess = f"Did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"there is no such setting. {guess}"
-        f"Settings are made by {', '.join(methods.values())}, and the attributes {', '.join(assigned)}"
-    )
+add_members(GraphConfig)

@@ -5,14 +5,14 @@ What links mean is ``sbp.links``'s, how they are measured ``calibrate``'s.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from graphzero.errors import ConfigError
-from graphzero.sbp.links import Link, Links
+from graphzero.plan.device import BETWEEN, INSIDE
+from graphzero.runtime.files.json_file import read_json
+from graphzero.sbp.links import Link, Links, link_of
 from graphzero.sbp.placement import Placement
 
 FREE = Link(latency=0.0, bandwidth=1.0)  # of an axis of one rank, on which nothing travels
@@ -41,39 +41,15 @@ def links_of(given: Any, placement: Placement) -> Links:
             f"{what}: nothing is said of {', '.join(missing)}; times on one axis do not compare with bytes on "
             f"another, so give a Link for each of {_axes(placement)}"
         )
-    return tuple(_link(named[name], f"{what}: {name}") if name in named else FREE for name in placement.names)
-
-
-def write(path: str | os.PathLike[str], links: Mapping[str, Link], facts: Mapping[str, Any]) -> None:
-    """Write a file that ``links_of`` reads.  facts: what else to keep in it."""
-    numbers = {name: {"latency": link.latency, "bandwidth": link.bandwidth} for name, link in links.items()}
-    Path(path).write_text(json.dumps({"links": numbers, **facts}, indent=2) + "\n")
+    return tuple(link_of(named[name], f"{what}: {name}") if name in named else FREE for name in placement.names)
 
 
 def _read(path: str | os.PathLike[str], what: str) -> Any:
-    try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{what}: cannot read it ({error.strerror}); `graphzero calibrate FILE:FACTORY --output {os.fspath(path)}` "
-            "writes one, and every rank needs it"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{what}: it is no JSON: {error}") from None
+    how = f"`graphzero calibrate FILE:FACTORY --output {os.fspath(path)}` writes one, and every rank needs it"
+    found = read_json(path, what, how)
     if not isinstance(found, Mapping) or not isinstance(found.get("links"), Mapping):
         raise ConfigError(f'{what}: it has no "links" by axis name; `graphzero calibrate` writes them')
-    return found["links"]
-
-
-def _link(given: Any, what: str) -> Link:
-    if isinstance(given, Link):
-        return given
-    if not isinstance(given, Mapping) or set(given) != {"latency", "bandwidth"}:
-        raise ConfigError(f"{what} is {given!r}; give gz.Link(latency=..., bandwidth=...), or a dict of these two")
-    try:
-        return Link(**given)
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
+    return {name: link for name, link in found["links"].items() if name not in (INSIDE, BETWEEN)}
 
 
 def _axes(placement: Placement) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
+from graphzero.config.shapes import Shapes
 from graphzero.config.zero import ZeroSettings
 from graphzero.sbp.links import Link, Links
 
@@ -51,6 +52,11 @@ class Settings(Checked):
             "them all",
         ),
         "set_activation_memory({})",
+    )
+    row_tiles: int = setting(
+        1,
+        whole_number(1, "give the number of tiles, 1 or more; 1 for none"),
+        "set_row_tiles({})",
     )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
@@ -103,6 +109,12 @@ class Settings(Checked):
     )
     inputs: tuple[InputSbp, ...] = setting(
         (), tuple_of(InputSbp, "give the name of an input, and its SBP"), "set_input({})"
+    )
+    shapes: Shapes | None = setting(
+        None,
+        Check(lambda x: x is None or isinstance(x, Shapes), "say which dims are ragged, and their sizes"),
+        "set_shapes({})",
+        doc="Which dims of inputs are padded to which sizes, as ``set_shapes`` left it; None without it.",
     )
     user_passes: tuple[UserPass, ...] = setting(
         (),

@@ -15,11 +15,13 @@ import graphzero as gz
 from graphzero.config import AmpSettings, GraphConfig, Settings, ZeroSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import Checked, Setting, settings_of
+from graphzero.config.shapes import shapes_of
 
 WRONG = (object(), -1, 2.5, "nothing of the kind", (object(),))
 OTHER = (
     False, True, 1, 4096, ("dp",), ("*",), ZeroSettings(3, ("dp",)), (gz.Link(1e-6, 1e9),),
     (InputSbp("x", (gz.sbp.B,)),), (UserPass(abs, "zero"),), AmpSettings(torch.bfloat16), torch.float16, 0.25, 8.0,
+    shapes_of({"x": {0: "rows"}}, {"rows": 8}, None),
 )  # fmt: skip
 EVERY = [(Settings, one) for one in settings_of(Settings).values()]
 EVERY += [(ZeroSettings, one) for one in settings_of(ZeroSettings).values()]

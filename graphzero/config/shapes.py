@@ -1,0 +1,186 @@
+"""Ragged dims as users give them: which dims of which inputs go by which name, to what sizes they are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from graphzero.errors import ConfigError
+
+POWERS = "powers"
+_PATTERN = frozenset("*?[")
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a key of ``set_shapes`` means all inputs that it fits, not one by its name."""
+    return bool(_PATTERN.intersection(name))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sizes of one ragged dim.  given: a number, of which multiples are meant; "powers", of two; or the sizes."""
+
+    name: str
+    given: int | str | tuple[int, ...]
+
+    def of(self, size: int) -> int | None:
+        """The least of them that has room; None if none has."""
+        if self.given == POWERS:
+            return 1 << max(size - 1, 0).bit_length()
+        if isinstance(self.given, int):
+            return max(-(-size // self.given), 1) * self.given
+        return next((room for room in self.given if isinstance(room, int) and room >= size), None)
+
+    def least(self, room: int) -> int:
+        """The smallest size for which ``room`` is the least of them."""
+        if self.given == POWERS:
+            return room // 2 + 1
+        if isinstance(self.given, int):
+            return room - self.given + 1
+        return max((size + 1 for size in self.given if isinstance(size, int) and size < room), default=1)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {list(self.given) if isinstance(self.given, tuple) else self.given}"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """inputs: (name or pattern, ((dim, name of the ragged dim), ...)); of several that fit an input the first, names
+    before patterns.  sizes: of each ragged dim.  fill: (name or pattern, number).
+    """
+
+    inputs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+    sizes: tuple[Bucket, ...]
+    fill: tuple[tuple[str, float], ...] = ()
+
+    def dims(self, name: str, ndim: int) -> dict[int, str]:
+        """The ragged dims of an input of so many dims.  Raises ConfigError for a dim that it does not have."""
+        key, found = _first(self.inputs, name, ())
+        if key == name:
+            for dim, ragged in found:
+                if dim >= ndim:
+                    raise ConfigError(
+                        f"set_shapes({{{name!r}: {{{dim}: {ragged!r}}}}}): {name} has {ndim} dims, none is {dim}"
+                    )
+        return {dim: ragged for dim, ragged in found if dim < ndim}
+
+    def filled(self, name: str) -> float:
+        """What an input holds in padded places."""
+        number: float = _first(self.fill, name, 0)[1]
+        return number
+
+    def has_fill(self, name: str) -> bool:
+        """Whether ``fill`` speaks of an input."""
+        return any(fits(key, name) for key, _ in self.fill)
+
+    def bucket(self, name: str) -> Bucket:
+        """The sizes of a ragged dim."""
+        return next(one for one in self.sizes if one.name == name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the ragged dims."""
+        return tuple(one.name for one in self.sizes)
+
+    def is_first(self, name: str) -> bool:
+        """Whether a ragged dim is dim 0 of some input: the rows of a batch."""
+        return any((0, name) in dims for _, dims in self.inputs)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names and patterns of inputs that it speaks of."""
+        return (*(key for key, _ in self.inputs), *(key for key, _ in self.fill))
+
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{key}: {dict(dims)}" for key, dims in self.inputs)
+        sizes = ", ".join(map(str, self.sizes))
+        return f"{{{inputs}}}, {{{sizes}}}, fill={dict(self.fill)}"
+
+
+def fits(key: str, name: str) -> bool:
+    """Whether a key of ``set_shapes`` speaks of an input."""
+    return key == name or (is_pattern(key) and fnmatchcase(name, key))
+
+
+def _first(pairs: Sequence[tuple[str, Any]], name: str, default: Any) -> tuple[str, Any]:
+    ordered = sorted(pairs, key=lambda pair: pair[0] != name)
+    return next((pair for pair in ordered if fits(pair[0], name)), ("", default))
+
+
+def shapes_of(inputs: Any, sizes: Any, fill: Any) -> Shapes:
+    """What ``set_shapes`` was given.  Raises ConfigError for what is no name, dim, size or number."""
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise ConfigError(
+            f"set_shapes({inputs!r}, ...): say which dims of which inputs are ragged, by names of your own: "
+            '{"input_ids": {0: "rows", 1: "tokens"}}'
+        )
+    if not isinstance(sizes, Mapping):
+        raise ConfigError(f'set_shapes(..., {sizes!r}): say the sizes of each ragged dim: {{"tokens": [128, 256]}}')
+    dims = tuple((_name(key), _dims(key, given)) for key, given in inputs.items())
+    named = dict.fromkeys(name for _, given in dims for _, name in given)
+    for name in named:
+        if name not in sizes:
+            raise ConfigError(
+                f"set_shapes(...): no sizes for the ragged dim {name!r}; there are some for {_listed(sizes)}"
+            )
+    for name in sizes:
+        if name not in named:
+            raise ConfigError(
+                f"set_shapes(...): sizes for {name!r}, but no dim has that name; they are {_listed(named)}"
+            )
+    buckets = tuple(Bucket(name, _sizes(name, given)) for name, given in sizes.items())
+    return Shapes(dims, buckets, tuple(_filling(fill)))
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str):
+        raise ConfigError(f"set_shapes({{{key!r}: ...}}): give the input's name in build, a text")
+    return key
+
+
+def _dims(key: str, given: Any) -> tuple[tuple[int, str], ...]:
+    if isinstance(given, (list, tuple)):
+        given = {i: name for i, name in enumerate(given) if name is not None}
+    is_right = (
+        isinstance(given, Mapping)
+        and given
+        and all(type(dim) is int and dim >= 0 and isinstance(name, str) for dim, name in given.items())
+    )
+    if not is_right:
+        raise ConfigError(
+            f"set_shapes({{{key!r}: {given!r}}}): give a name for each ragged dim, counted from 0: "
+            '{0: "rows", 1: "tokens"}, or ("rows", "tokens")'
+        )
+    return tuple(sorted(given.items()))
+
+
+def _sizes(name: str, given: Any) -> int | str | tuple[int, ...]:
+    what = f"set_shapes(..., {{{name!r}: {given!r}}})"
+    if given == POWERS and isinstance(given, str):
+        return POWERS
+    if type(given) is int and given >= 1:
+        return given
+    if not isinstance(given, (list, tuple)) or not given or not all(type(x) is int and x >= 1 for x in given):
+        raise ConfigError(
+            f'{what}: give a number, of which multiples are meant, "powers", or a list of sizes, 1 or more'
+        )
+    if list(given) != sorted(set(given)):
+        raise ConfigError(f"{what}: sizes go up, each once: {sorted(set(given))}")
+    return tuple(given)
+
+
+def _filling(fill: Any) -> list[tuple[str, float]]:
+    if fill is None:
+        return []
+    if not isinstance(fill, Mapping):
+        raise ConfigError(f'set_shapes(..., fill={fill!r}): give numbers by the names of inputs: {{"labels": -100}}')
+    for key, number in fill.items():
+        if not isinstance(number, (int, float)):
+            raise ConfigError(f"set_shapes(..., fill={{{key!r}: {number!r}}}): give a number")
+    return [(_name(key), number) for key, number in fill.items()]
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names)) or "none"
