@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.errors import CheckpointError, PlacementError
+from graphzero.runtime.checkpoint.outline import check_outline
+from graphzero.runtime.checkpoint.problems import Problems
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state import torn
 from graphzero.runtime.state.modules import Found, group_paths
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.tensors.shards import is_whole
-from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
-_SHOWN = 6
 _PARTS = ("modules", "optimizers", "schedulers", "random")
 # What may come and go in a parameter group: how torch steps it, which it fills in itself, and what schedulers note.
 _HOW = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"}
@@ -47,13 +45,15 @@ class Checked:
     is_complete: bool
 
 
-def check(sd: Any, state: State, schedulers: Sequence[Any], strict: bool, to_come: StateKeys) -> Checked:
+def check(
+    sd: Any, state: State, schedulers: Sequence[Any], strict: bool, to_come: StateKeys, wakes: bool = False
+) -> Checked:
     """``sd``, if it fits.  Raises CheckpointError, with all that does not.
 
-    to_come: the states of optimizers that hold none yet.
+    to_come: the states of optimizers that hold none yet.  wakes: what is on the meta device is going to be allocated.
     """
-    _check_outline(sd)
-    problems, found = _Problems(), state.tensors()
+    check_outline(sd)
+    problems, found = Problems(wakes), state.tensors()
     problems.missing += [part for part in _PARTS if part not in sd]
     problems.unexpected += [str(part) for part in sd if part not in _PARTS]
     _check_modules(problems, sd.get("modules", {}), state)
@@ -101,172 +101,10 @@ def _told(x: Any) -> str:
     return repr(x) if x is None or isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
 
 
-# ---- what is no state dict at all
-
-
-def _check_outline(sd: Any) -> None:
-    """Raise CheckpointError for what is no state dict of a Graph at all."""
-    wrong: list[str] = []
-
-    def expect(what: str, x: Any, kind: Any, called: str) -> bool:
-        if not isinstance(x, kind):
-            wrong.append(f"{what} is a {type(x).__name__}, not {called}")
-        return isinstance(x, kind)
-
-    def check_group(what: str, group: Any) -> None:
-        if expect(what, group, Mapping, "a dict") and expect(
-            f"{what}.params", group.get("params"), (list, tuple), "a list of names"
-        ):
-            for j, name in enumerate(group["params"]):
-                if isinstance(name, bool) or not isinstance(name, (str, int)):
-                    wrong.append(f"{what}.params.{j} is a {type(name).__name__}, not the name of a parameter")
-
-    def check_optimizer(what: str, entry: Any) -> None:
-        if not expect(what, entry, Mapping, "a dict"):
-            return
-        if expect(f"{what}.state", entry.get("state"), Mapping, "a dict by parameter"):
-            for name, held in entry["state"].items():
-                expect(f"{what}.state.{name}", held, Mapping, "a dict of states by key")
-        if expect(f"{what}.param_groups", entry.get("param_groups"), (list, tuple), "a list"):
-            for j, group in enumerate(entry["param_groups"]):
-                check_group(f"{what}.param_groups.{j}", group)
-
-    if expect("it", sd, Mapping, "a dict"):
-        parts = sd.get("modules", {})
-        if expect("modules", parts, Mapping, "a dict of the modules' state dicts by attribute"):
-            for name, part in parts.items():
-                expect(f"modules.{name}", part, Mapping, "a state dict")
-        if expect("optimizers", sd.get("optimizers", []), (list, tuple), "a list, one per optimizer"):
-            for i, entry in enumerate(sd.get("optimizers", [])):
-                check_optimizer(f"optimizers.{i}", entry)
-        if expect("schedulers", sd.get("schedulers", []), (list, tuple), "a list, one per optimizer"):
-            for i, entry in enumerate(sd.get("schedulers", [])):
-                expect(f"schedulers.{i}", entry, (Mapping, type(None)), "a scheduler's state dict")
-        if "random" in sd:
-            wrong += _wrong_random(sd["random"])
-    if wrong:
-        shown = "".join(f"\n  {line}" for line in wrong[:_SHOWN])
-        more = f"\n  ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError(
-            f"this is no state dict of a Graph; nothing was loaded{shown}{more}\n  give what graph.state_dict() or "
-            'full_state_dict() gave; a plain module\'s goes in as {"modules": {attribute: sd}}, with strict=False'
-        )
-
-
-def _wrong_random(random: Any) -> list[str]:
-    if not (isinstance(random, Mapping) and {"seed", "step"} <= random.keys()):
-        return ["random has no seed and step"]
-    seed, step = random["seed"], random["step"]
-    wrong = []
-    if seed is not None and type(seed) is not int:
-        wrong.append(f"random.seed is {seed!r:.40}, not an int or None")
-    if type(step) is not int or step < 0:
-        wrong.append(f"random.step is {step!r:.40}, not a number of steps")
-    return wrong
-
-
-# ---- what does not fit
-
-
-class _Problems:
-    """What does not fit, by kind."""
-
-    def __init__(self) -> None:
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.wrong: list[str] = []
-
-    def tensor(self, what: str, have: Any, given: Any, state: State, replaced: bool = False) -> None:
-        """A tensor of a module, or an optimizer's state.  have: what stands here now, None for nothing.
-
-        replaced: the one by the other; else values are copied.
-        """
-        if isinstance(have, Tensor) != isinstance(given, Tensor) and have is not None:
-            kinds = ["a tensor" if isinstance(x, Tensor) else f"{type(x).__name__}" for x in (have, given)]
-            self.wrong.append(f"{what} is {kinds[0]} here, {kinds[1]} in the state dict")
-        elif isinstance(given, Tensor):
-            reason = _why_unfit(have, given, state, replaced)
-            self.wrong += [f"{what} {reason}"] if reason else []
-        else:
-            self.value(what, have, given)
-
-    def value(self, what: str, have: Any, given: Any) -> None:
-        """Any other value."""
-        if not fits(have, given):
-            self.wrong.append(f"{what} is {have!r:.40} here, {given!r:.40} in the state dict")
-
-    def raise_any(self, strict: bool) -> None:
-        kinds = [("wrong", self.wrong)]
-        if strict:
-            kinds = [("missing", self.missing), ("unexpected", self.unexpected), *kinds]
-        lines = []
-        for kind, held in kinds:
-            if held:
-                more = f" ... and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
-                lines.append(f"  {kind}: {', '.join(held[:_SHOWN])}{more}")
-        if lines:
-            hint = "\n  strict=False loads what fits" if strict and not self.wrong else ""
-            raise CheckpointError(
-                "the state dict does not fit this graph; nothing was loaded\n" + "\n".join(lines) + hint
-            )
-
-
-def _why_unfit(have: Tensor | None, given: Tensor, state: State, replaced: bool) -> str:
-    if given.is_meta:
-        return "has no values in the state dict (meta device)"
-    if not _is_dense(given):
-        return f"is no dense tensor in the state dict ({given.layout})"
-    if torn.of(given):
-        return f"was saved when {torn.of(given)}"
-    if have is None:
-        return ""
-    if have.is_meta:
-        return "is on the meta device here, module.to_empty(...) first"
-    if have.shape != given.shape:
-        return f"is {list(have.shape)} here, {list(given.shape)} in the state dict"
-    if not (torch.can_cast(given.dtype, have.dtype) or replaced and not given.is_complex()):
-        return f"is {tensor_text(have)} here, {tensor_text(given)} in the state dict"
-    if isinstance(given, DTensor) and isinstance(have, DTensor):
-        try:
-            nd_on(given, state.placement, "it")
-        except PlacementError as error:
-            return f"cannot be brought here: {error}"
-    return ""
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_nested and not x.is_quantized
-
-
-def fits(have: Any, given: Any) -> bool:
-    """Whether ``given`` is of the kind of ``have``: a number for a number, as many for a tuple.  None stands for a flag
-    or a number that is not set."""
-    if have is None:
-        return given is None or isinstance(given, bool) or _is_number(given)
-    if isinstance(have, bool):
-        return given is None or isinstance(given, bool)
-    if _is_number(have):
-        return _is_number(given)
-    if isinstance(have, Tensor):
-        return isinstance(given, Tensor) and given.shape == have.shape and _is_dense(given) and not given.is_meta
-    if isinstance(have, (list, tuple)):
-        same = isinstance(given, (list, tuple)) and len(have) == len(given)
-        return same and all(map(fits, have, given))
-    if isinstance(have, Mapping):
-        return isinstance(given, Mapping)
-    return isinstance(given, str) if isinstance(have, str) else True
-
-
-def _is_number(x: Any) -> bool:
-    if isinstance(x, Tensor):  # as a rate may be
-        return x.numel() == 1 and not (x.is_meta or x.is_complex() or x.dtype is torch.bool) and _is_dense(x)
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
 # ---- part by part
 
 
-def _check_modules(problems: _Problems, modules: Mapping[str, Mapping[str, Any]], state: State) -> None:
+def _check_modules(problems: Problems, modules: Mapping[str, Mapping[str, Any]], state: State) -> None:
     problems.unexpected += [f"modules.{name}" for name in modules if name not in state.modules]
     for name, module in state.modules.items():
         have, given = module.state_dict(), modules.get(name)
@@ -294,7 +132,7 @@ def _named(entry: Mapping[str, Any], index: int, state: State, found: Mapping[st
 
 
 def _check_optimizer(
-    problems: _Problems, index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found],
+    problems: Problems, index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found],
     to_come: StateKeys,
 ) -> Mapping[str, Any]:  # fmt: skip
     """``entry`` without the states that nobody knows here."""
@@ -329,7 +167,7 @@ def _check_optimizer(
 
 
 def _check_group(
-    problems: _Problems, what: str, optimizer: torch.optim.Optimizer, group: int, given: Mapping[str, Any]
+    problems: Problems, what: str, optimizer: torch.optim.Optimizer, group: int, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """``given`` without what nobody knows here."""
     have = optimizer.param_groups[group]
@@ -344,7 +182,7 @@ def _check_group(
     return fitting
 
 
-def _check_scheduler(problems: _Problems, what: str, scheduler: Any, given: Mapping[str, Any] | None) -> Any:
+def _check_scheduler(problems: Problems, what: str, scheduler: Any, given: Mapping[str, Any] | None) -> Any:
     """``given`` without what nobody knows here."""
     if scheduler is None or given is None:
         problems.unexpected += [what] * (given is not None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,18 +29,25 @@ def load(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool
 
     What was torn is whole again where it has been written; all is torn if this ends half way.
     """
-    try:
+    with written_whole(state, "load_state_dict()"):
         _write(checked, state, schedulers, strict, nds)
+    for name, module in state.modules.items():
+        torn.heal(_written(module, checked.modules.get(name, {})))
+
+
+@contextmanager
+def written_whole(state: State, doing: str) -> Iterator[None]:
+    """All tensors are written within it: they are torn if it ends half way."""
+    try:
+        yield
     except BaseException as error:
         state.tear(
-            f"load_state_dict() ended half way ({type(error).__name__}: {error}), so parameters and optimizer states "
+            f"{doing} ended half way ({type(error).__name__}: {error}), so parameters and optimizer states "
             "are partly the checkpoint's; load one, graph.load_state_dict(...), or make modules and optimizer anew"
         )
         raise
     finally:
         state.invalidate()
-    for name, module in state.modules.items():
-        torn.heal(_written(module, checked.modules.get(name, {})))
 
 
 def _write(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
@@ -47,9 +55,15 @@ def _write(checked: Checked, state: State, schedulers: Sequence[Any], strict: bo
     with torch.no_grad():
         for name, module in state.modules.items():
             if name in checked.modules:
-                _load_module(module, checked.modules[name], state, strict)
+                load_module(module, checked.modules[name], state, strict)
         for i, entry in enumerate(checked.optimizers):
-            _load_optimizer(i, entry, state, found, nds)
+            load_optimizer(i, entry, state, found, lambda i, path, key, given, have: _state_value(
+                given, have, nds.get((i, path, key)), state))  # fmt: skip
+    load_rest(checked, state, schedulers)
+
+
+def load_rest(checked: Checked, state: State, schedulers: Sequence[Any]) -> None:
+    """What is neither a module's nor an optimizer's."""
     for scheduler, entry in zip(schedulers, checked.schedulers, strict=False):
         if scheduler is not None and entry is not None:
             scheduler.load_state_dict(copy.deepcopy(entry))
@@ -70,7 +84,7 @@ def _is_same(x: Tensor, given: Any) -> bool:
     return isinstance(given, Tensor) and storage_id(local_of(x)) == storage_id(local_of(given))
 
 
-def _load_module(module: nn.Module, given: Mapping[str, Any], state: State, strict: bool) -> None:
+def load_module(module: nn.Module, given: Mapping[str, Any], state: State, strict: bool) -> None:
     have = module.state_dict()
     made = OrderedDict((key, _like(held, have.get(key), state)) for key, held in given.items() if isinstance(key, str))
     if hasattr(given, "_metadata"):
@@ -94,17 +108,18 @@ def _laid(given: Tensor, nd: Nd, state: State) -> Tensor:
     return as_dtensor(given.to(state.world.device), state.placement, nd)
 
 
-def _load_optimizer(
-    index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found], nds: Mapping[Any, Nd]
+def load_optimizer(
+    index: int, entry: Mapping[str, Any], state: State, found: Mapping[str, Found],
+    value: Callable[[int, str, str, Any, Any], Any],
 ) -> None:  # fmt: skip
+    """Groups and states of one.  value: what it is to hold for (optimizer, path, key, what is given, what it holds)."""
     optimizer, names = state.optimizers[index], tree.names(found)
     for group, given in zip(optimizer.param_groups, entry["param_groups"], strict=False):
         group.update({key: copy.deepcopy(held) for key, held in given.items() if key != "params"})
         for param in group["params"]:
             path, current = names[id(param)], optimizer.state.get(param, {})
             theirs = entry["state"].get(path, {})
-            made = {key: _state_value(x, current.get(key), nds.get((index, path, key)), state)
-                    for key, x in theirs.items()}  # fmt: skip
+            made = {key: value(index, path, key, x, current.get(key)) for key, x in theirs.items()}
             if entry["state"]:  # it may lack some, if not strict; one without any is of a fresh optimizer
                 made = {**current, **made}
             optimizer.state.pop(param, None)

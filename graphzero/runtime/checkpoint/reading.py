@@ -29,7 +29,8 @@ from graphzero.runtime.state import torn
 from graphzero.runtime.state.lay_out import filled
 from graphzero.runtime.state.modules import group_paths
 from graphzero.runtime.state.state import State
-from graphzero.runtime.tensors.resplit import resplit, whole
+from graphzero.runtime.tensors.gather import wholes
+from graphzero.runtime.tensors.resplit import resplit
 from graphzero.runtime.tensors.shards import local_of
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
@@ -71,6 +72,22 @@ def _initial(spec: Any, nd: Nd, state: State) -> Tensor:
     if not spec.shape:
         return torch.full((), spec.fill, dtype=spec.dtype)
     return filled(spec.shape, spec.dtype, spec.fill, nd, state.world)
+
+
+def plain(outline: Mapping[str, Any]) -> dict[str, Any]:
+    """``outline`` in plain dicts, with what state dicts of modules carry as an attribute, versions, in "metadata"."""
+    modules = outline["modules"]
+    metadata = {name: dict(getattr(held, "_metadata", {})) for name, held in modules.items()}
+    return {**outline, "modules": {name: dict(held) for name, held in modules.items()}, "metadata": metadata}
+
+
+def with_metadata(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``plain`` was given."""
+    modules = {}
+    for name, held in given["modules"].items():
+        modules[name] = made = OrderedDict(held)
+        made._metadata = OrderedDict(given["metadata"].get(name, {}))  # type: ignore[attr-defined]
+    return {name: held for name, held in given.items() if name != "metadata"} | {"modules": modules}
 
 
 def tensors_in(x: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -118,19 +135,26 @@ def full(x: Any, placement: Placement, torn_by: str = "") -> Any:
 
     torn_by: what has happened to its values if they are ``torn``, so that the snapshot's are too.
     """
-    made: dict[tuple[Any, ...], Tensor] = {}
+    held = {_place(t): t for _, t in tensors_in(x)}
+    split = {place: t for place, t in held.items() if isinstance(t, DTensor)}
+    made = dict(zip(split, wholes(list(split.values()), placement), strict=True))
 
     def own(t: Tensor) -> Tensor:
-        held = local_of(t)
-        place = type(t), storage_id(held), held.storage_offset(), t.shape, t.stride(), t.dtype
-        if place not in made:
-            found = whole(t, placement) if isinstance(t, DTensor) else t.detach()
-            made[place] = found.clone() if storage_id(found) == storage_id(held) else found
-        return made[place]
+        place = _place(t)
+        found = made.setdefault(place, t.detach())
+        if storage_id(found) == storage_id(local_of(t)):
+            found = made[place] = found.clone()
+        return found
 
     found = _map(x, own, copy.deepcopy)
     torn.mark(made.values() if torn_by else (), torn_by)
     return found
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    """What it is and where its values stand: of what is tied, the same."""
+    held = local_of(t)
+    return type(t), storage_id(held), held.storage_offset(), t.shape, t.stride(), t.dtype
 
 
 def _map(x: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda x: x) -> Any:

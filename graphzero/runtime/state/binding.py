@@ -30,9 +30,9 @@ def bind(
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
-    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when ``prospect``
-    has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are taken from rank
-    0.
+    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
+    ``preflight`` has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are
+    taken from rank 0.
     """
     binder = _Binder(state, found)
     with torch.no_grad():

@@ -83,5 +83,6 @@ def check_real(tensor: Tensor, what: str) -> None:
     if tensor.is_meta:
         raise ConfigError(
             f"{what} is on the meta device: compile() takes it, a call does not. Give it values first: "
-            'module.to_empty(device="cpu"), initialise, or load a checkpoint'
+            'module.to_empty(device="cpu") and initialise, gz.materialize(graph, init), or load a checkpoint; '
+            "buffers that are not persistent are in none"
         )

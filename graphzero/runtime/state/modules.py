@@ -5,6 +5,7 @@ A tensor's path is ``attribute.fqn``; a tied one has the first name that a walk 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,13 @@ from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.placement import Placement
+
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def know(optimizer: Optimizer) -> None:
+    """A Graph has been given ``optimizer``: it follows when a tensor is replaced, whichever Graph does that."""
+    _optimizers.add(optimizer)
 
 
 @dataclass
@@ -113,24 +121,36 @@ def storage(x: Tensor) -> int:
     return _compat.local_tensor(x).data_ptr()
 
 
-def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
-    """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
+def put(found: Found, x: Tensor) -> None:
+    """Have ``x``, a parameter if ``found`` is one, stand in modules wherever ``found`` does."""
+    for module, name in found.places:
+        if found.kind == "param":
+            setattr(module, name, x)  # modules that keep their own lists (nn.LSTM) follow
+        else:
+            module._buffers[name] = x
 
-    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.
-    """
-    old = found.tensor
+
+def like(new: Tensor, old: Tensor) -> Tensor:
+    """``new`` with what users may have said about ``old``: a parameter if it is one, its attributes and hooks."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
-    torn.follow(old, new)
     new.__dict__.update(old.__dict__)
     if new.requires_grad:
         new._backward_hooks = old._backward_hooks
-    for module, name in found.places:
-        if found.kind == "param":
-            setattr(module, name, new)  # modules that keep their own lists (nn.LSTM) follow
-        else:
-            module._buffers[name] = new
-    for optimizer in optimizers:
+    return new
+
+
+def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
+    """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
+
+    Optimizers that any Graph has been given follow, beside ``optimizers``.
+    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.
+    """
+    old = found.tensor
+    new = like(new, old)
+    torn.follow(old, new)
+    put(found, new)
+    for optimizer in {*optimizers, *_optimizers}:
         for group in optimizer.param_groups:
             group["params"][:] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:

@@ -47,7 +47,7 @@ def facts(
 
     repeated: what each computes for itself, for states that are to stay equal.
     """
-    told = {f"{entry.kind} {entry.path}": _lies(state, entry.tensor, entry.path) for entry in found.values()}
+    told = {f"{entry.kind} {entry.path}": lies(state, entry.tensor, entry.path) for entry in found.values()}
     for spec in specs:
         what, held = name_of(spec), held_state(state, spec, found)
         if spec.born or held is None:
@@ -56,7 +56,7 @@ def facts(
             is_new = not state.first_values.has_counted(what)
             told[what] = "a count, to be taken from rank 0" if is_new else f"a count, {float(held):g}"
         else:
-            told[what] = _lies(state, held, what)
+            told[what] = lies(state, held, what)
     told.update((f"constant {name}", f"{tensor_text(x)}, hash {content(x):x}") for name, x in constants.items())
     if repeated:
         told[f"arithmetic of {repeated}, which each rank does for itself"] = arithmetic(state.world.device)
@@ -81,6 +81,16 @@ def is_counter(param: Tensor, spec: Spec) -> bool:
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
 
 
+def lies(state: State, x: Any, what: str) -> str:
+    """What a tensor is and how it lies, and whether its values are still to be taken from rank 0."""
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if isinstance(x, DTensor):
+        return f"{tensor_text(x)} {', '.join(map(str, nd_of_dtensor(x)))}"
+    is_new = not x.is_meta and not state.first_values.has(x, what)
+    return f"{tensor_text(x)}{', new here, to be taken from rank 0' if is_new else ', as it was'}"
+
+
 def name_of(spec: Spec) -> str:
     return f"state {spec.param}/{spec.key}" + f" of optimizer {spec.optimizer}" * bool(spec.optimizer)
 
@@ -94,15 +104,6 @@ def count_of(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
     """How many steps one parameter has taken: a number, or a tensor with one."""
     held = None if spec.born else held_state(state, spec, found)
     return (0.0 if spec.born else spec.fill) if held is None else held
-
-
-def _lies(state: State, x: Any, what: str) -> str:
-    if not isinstance(x, Tensor):
-        return repr(x)
-    if isinstance(x, DTensor):
-        return f"{tensor_text(x)} {', '.join(map(str, nd_of_dtensor(x)))}"
-    is_new = not x.is_meta and not state.first_values.has(x, what)
-    return f"{tensor_text(x)}{', new here, to be taken from rank 0' if is_new else ', as it was'}"
 
 
 def _check_state(held: Any, spec: Spec, counts: bool) -> None:

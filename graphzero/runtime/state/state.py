@@ -2,7 +2,7 @@
 
 Parameters and buffers live in the user's modules, states in ``optimizer.state``, hyperparameters in
 ``param_groups``; this module never keeps a second truth.  How a program gets them is ``binding``'s, which program
-runs is the Graph's.
+runs is ``step``'s.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""Which boxes of a whole tensor a rank holds, and which of them it writes to a file.
+
+A box is a block of neighbouring elements in every dim.  A rank's piece is one box, or several where a dim is cut in
+sections.  What many ranks hold alike is cut among them, so that each writes as much as the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from graphzero.runtime.tensors.shards import coordinates
+from graphzero.sbp.local import bounds, cutting, unfold
+from graphzero.sbp.types import Nd
+
+SMALL = 1 << 14  # elements: what is not larger is written by one of its holders alone
+
+
+@dataclass(frozen=True)
+class Box:
+    """start: of its first element, per dim; sizes: elements per dim."""
+
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The view of ``whole`` that it is."""
+        for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
+            if size != whole.shape[dim]:
+                whole = whole.narrow(dim, start, size)
+        return whole
+
+    def within(self, other: Box) -> Box:
+        """It, counted from where ``other`` begins."""
+        return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.sizes)
+
+    def meet(self, other: Box) -> Box | None:
+        """What lies in both; None for nothing."""
+        starts = tuple(map(max, self.start, other.start))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.sizes, other.start, other.sizes, strict=True)
+        )  # fmt: skip
+        sizes = tuple(end - start for end, start in zip(ends, starts, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a whole tensor, and where it lies in the piece of a rank that holds it."""
+
+    box: Box
+    here: Box
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether each element of a tensor lies in exactly one of the boxes, and nothing else does.
+
+    The function that counts in how many boxes a place lies is known by its steps at their corners: each corner of a box
+    is one, with the sign of its place.  So the boxes cover the tensor once if their steps are its own.
+    """
+    if not all(shape):
+        return not boxes
+    if any(len(box.sizes) != len(shape) or not all(box.sizes) for box in boxes):
+        return False
+    steps: dict[tuple[int, ...], int] = defaultdict(int)
+    for box, sign in [(whole_box(shape), -1), *((box, 1) for box in boxes)]:
+        for ends in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(at + size * end for at, size, end in zip(box.start, box.sizes, ends, strict=True))
+            steps[corner] += sign * (-1) ** sum(ends)
+    return not any(steps.values())
+
+
+def held_at(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> list[Held]:
+    """The boxes that the rank at ``position`` holds of a tensor of ``shape``, in the order of its own elements."""
+    cut = cutting(nd, hierarchy)
+    apart = unfold(shape, cut)
+    lengths = bounds(apart.shape, apart.nd(cut), hierarchy, coordinates(hierarchy, position))
+    runs = [list(_runs([apart.shape[i] for i in parts], [lengths[i] for i in parts])) for parts in apart.dims]
+    found = []
+    for each in itertools.product(*runs):
+        sizes = tuple(size for _, _, size in each)
+        if all(sizes):
+            found.append(Held(Box(tuple(run[0] for run in each), sizes), Box(tuple(run[1] for run in each), sizes)))
+    return found
+
+
+def _runs(sizes: Sequence[int], held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(start in the whole dim, start in the piece, length) of what is held of a dim, of which all parts but the last
+    count sections."""
+    start, length = held[-1]
+    places = itertools.product(*(range(first, first + count) for first, count in held[:-1]))
+    for number, place in enumerate(places):
+        section = 0
+        for at, size in zip(place, sizes, strict=False):
+            section = section * size + at
+        yield section * sizes[-1] + start, number * length, length
+
+
+def writers(
+    shapes: Iterable[tuple[Sequence[int], Nd, bool]], hierarchy: tuple[int, ...]
+) -> list[list[tuple[int, Held]]]:
+    """Who writes what of tensors: for each, (position, what of its own it writes).
+
+    Every element is written once.  shapes: of each tensor its shape, its SBP, and whether the rank at position 0 is to
+    write it alone, for the others may not have its values.
+    """
+    load = [0] * prod(hierarchy)
+    found = []
+    for shape, nd, alone in shapes:
+        parts: list[tuple[int, Held]] = []
+        for holders in _holders(shape, nd, hierarchy):
+            pieces = held_at(shape, nd, hierarchy, holders[0])
+            sharing = holders[:1] if alone else holders
+            if len(sharing) > 1 and sum(piece.box.numel for piece in pieces) <= SMALL:
+                sharing = [min(sharing, key=lambda position: load[position])]
+            for piece in pieces:
+                parts += zip(sharing, _cut(piece, len(sharing)), strict=False)
+        for position, part in parts:
+            load[position] += part.box.numel
+        found.append(parts)
+    return found
+
+
+def _holders(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> list[list[int]]:
+    """Positions that hold the same, together."""
+    axes = [axis for axis, sbp in enumerate(cutting(nd, hierarchy)) if sbp.is_split]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position in range(prod(hierarchy)):
+        at = coordinates(hierarchy, position)
+        found.setdefault(tuple(at[axis] for axis in axes), []).append(position)
+    return list(found.values())
+
+
+def _cut(piece: Held, count: int) -> list[Held]:
+    """A piece in up to ``count`` slices of its first dim that has so many elements, else of its longest."""
+    sizes = piece.box.sizes
+    if count == 1 or not sizes:
+        return [piece]
+    dim = next((dim for dim, size in enumerate(sizes) if size >= count), max(range(len(sizes)), key=sizes.__getitem__))
+    step = -(-sizes[dim] // count)
+    return [_slice(piece, dim, start, min(step, sizes[dim] - start)) for start in range(0, sizes[dim], step)]
+
+
+def _slice(piece: Held, dim: int, start: int, size: int) -> Held:
+    def cut(box: Box) -> Box:
+        starts = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
+        return Box(starts, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+
+    return Held(cut(piece.box), cut(piece.here))

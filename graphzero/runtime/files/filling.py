@@ -1,0 +1,131 @@
+"""Reading the pieces of stored tensors that a rank holds, straight to where they belong.
+
+What stands in a file as it is wanted is read there.  Else so many rows as there is room for, and of a row that is too
+large only what is wanted, go through a buffer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphzero._compat import storage_id
+from graphzero.runtime.files.blocks import Summed, seen, typed
+from graphzero.runtime.files.boxes import Box, Held, held_at, whole_box
+from graphzero.runtime.files.index import Stored
+from graphzero.runtime.files.reading import Target, scatter
+from graphzero.runtime.files.sums import RUN
+from graphzero.runtime.tensors.shards import local_of, position_of
+from graphzero.runtime.tensors.submesh import nd_on
+from graphzero.sbp.placement import Placement
+
+ROOM = 1 << 20  # bytes of a buffer
+WINDOW = 4 * max(ROOM, RUN)  # bytes that are held beside the tensors, as long as few boxes share their rows
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A stored tensor, by its name, and the tensor of the same shape that is to have its values, in its own dtype."""
+
+    name: str
+    stored: Stored
+    into: Tensor
+
+
+def fill(wishes: Iterable[Wish], folder: Path, files: Mapping[str, Summed], placement: Placement) -> None:
+    """Read all of them, file by file, in the order of the bytes; what several names share once.
+
+    Raises CheckpointError for a file that is not what was saved.
+    """
+    by_file: dict[str, list[Target]] = defaultdict(list)
+    seen_before = set()
+    for wish in wishes:
+        key = wish.stored.pieces, _place(wish.into)
+        if key not in seen_before:
+            seen_before.add(key)
+            for file, target in _targets(wish, placement):
+                by_file[file].append(target)
+    for file, targets in sorted(by_file.items()):
+        scatter(folder / file, files.get(file), targets)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    local = local_of(x)
+    return storage_id(local), local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
+
+
+def _targets(wish: Wish, placement: Placement) -> Iterator[tuple[str, Target]]:
+    held = _held(wish.into, placement)
+    for piece in wish.stored.pieces:
+        for mine in held:
+            meet = mine.box.meet(piece.box)
+            if meet is not None:
+                into = Box(meet.within(mine.box).start, meet.sizes).of(mine.here.of(local_of(wish.into)))
+                box = meet.within(piece.box)
+                for target in of_box(wish.name, piece.start, wish.stored.dtype, piece.box.sizes, box, into):
+                    yield piece.file, target
+
+
+def _held(x: Tensor, placement: Placement) -> list[Held]:
+    shape = tuple(x.shape)
+    if isinstance(x, DTensor):
+        return held_at(shape, nd_on(x, placement, "a tensor"), placement.hierarchy, position_of(placement))
+    return [Held(whole_box(shape), whole_box(shape))] if x.numel() else []
+
+
+def of_box(
+    name: str, start: int, dtype: torch.dtype, sizes: Sequence[int], box: Box, into: Tensor
+) -> Iterator[Target]:  # fmt: skip
+    """What is wanted of a file for a box of what stands there row by row from byte ``start`` on, of ``sizes``.
+
+    into: of the box's sizes.
+    """
+    if not sizes:
+        yield from of_box(name, start, dtype, (1,), Box((0,), (1,)), into.view(1))
+        return
+    row = prod(sizes[1:]) * dtype.itemsize
+    first, count = box.start[0], box.sizes[0]
+    if box.sizes[1:] == tuple(sizes[1:]) and _is_as_stored(into, dtype):
+        yield Target(name, start + first * row, count * row, partial(seen, into))
+        return
+    inner = Box(box.start[1:], box.sizes[1:])
+    if row > ROOM:
+        for i in range(count):
+            yield from of_box(name, start + (first + i) * row, dtype, sizes[1:], inner, into[i])
+        return
+    most = ROOM // row
+    for i in range(0, count, most):
+        now = min(most, count - i)
+        rows = _Rows(dtype, (now, *sizes[1:]), Box((0, *inner.start), (now, *inner.sizes)), into[i : i + now])
+        yield Target(name, start + (first + i) * row, now * row, rows.room, rows.done)
+
+
+class _Rows:
+    """Whole rows that go through a buffer: of them a box is wanted."""
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], box: Box, into: Tensor) -> None:
+        self._dtype, self._sizes, self._box, self._into = dtype, sizes, box, into
+        self._buffer: Tensor | None = None
+
+    def room(self) -> memoryview:
+        self._buffer = torch.empty(prod(self._sizes) * self._dtype.itemsize, dtype=torch.uint8)
+        return seen(self._buffer)
+
+    def done(self) -> None:
+        assert self._buffer is not None
+        self._into.copy_(self._box.of(typed(self._buffer, self._dtype, self._sizes)))
+        self._buffer = None
+
+
+def _is_as_stored(into: Tensor, dtype: torch.dtype) -> bool:
+    is_here = into.device.type == "cpu" and into.dtype == dtype
+    return is_here and into.is_contiguous() and not (into.is_conj() or into.is_neg())

@@ -1,0 +1,213 @@
+"""Writing a checkpoint: who writes what, each rank's file, and what makes of all files a whole.
+
+No rank needs another one's attention while it writes: see ``notes``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphzero._compat import is_dtensor, storage_id
+from graphzero.errors import CheckpointError
+from graphzero.runtime.files import blocks, folder, notes, safetensors
+from graphzero.runtime.files.boxes import Box, Held, writers
+from graphzero.runtime.files.index import NAME as INDEX
+from graphzero.runtime.files.index import Index, Piece, Stored
+from graphzero.runtime.tensors.shards import local_of, position_of
+from graphzero.runtime.tensors.submesh import nd_on
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import B, Nd
+
+_WORD = 8  # bytes that are summed at once: what is no multiple of them stands last, so that the others begin at one
+
+
+@dataclass(frozen=True)
+class Written:
+    """A box of a tensor that one rank writes."""
+
+    tensor: str
+    held: Held
+    dtype: torch.dtype
+    whole: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of it in its file: the tensor's own, with its place if it is not all of it."""
+        if self.held.box.sizes == self.whole:
+            return self.tensor
+        ranges = (f"{a}:{a + n}" for a, n in zip(self.held.box.start, self.held.box.sizes, strict=True))
+        return f"{self.tensor}[{', '.join(ranges)}]"
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.box.numel * self.dtype.itemsize
+
+    @property
+    def as_stored(self) -> tuple[str, torch.dtype, tuple[int, ...]]:
+        """Its head in a safetensors file; what that has no dtype for stands there as bytes."""
+        if self.dtype in safetensors.NAMES:
+            return self.name, self.dtype, self.held.box.sizes
+        return self.name, torch.uint8, (*self.held.box.sizes, self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a checkpoint consists of, alike on all ranks.
+
+    stored: every tensor, without its pieces.  files: by position, what that rank writes, in order; frozen: what it only
+    hashes.
+    """
+
+    stored: Mapping[str, Stored]
+    files: Sequence[Sequence[Written]]
+    frozen: Sequence[Sequence[Written]]
+
+    def head(self, position: int) -> tuple[bytes, list[safetensors.Entry]]:
+        return safetensors.head(written.as_stored for written in self.files[position])
+
+    def tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, Stored]:
+        """Every tensor, with its pieces.  hashes: of what is frozen, by position."""
+        boxes: dict[str, list[tuple[str, Box]]] = {name: [] for name in self.stored}
+        for file, texts in zip(self.frozen, hashes, strict=True):
+            for written, text in zip(file, texts, strict=True):
+                boxes[written.tensor].append((text, written.held.box))
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.stored}
+        for position, file in enumerate(self.files):
+            _, places = self.head(position)
+            for written, place in zip(file, places, strict=True):
+                if written.held.box.numel:
+                    pieces[written.tensor].append(Piece(file_name(position), place.start, written.held.box))
+        return {
+            name: Stored(held.dtype, held.shape, tuple(pieces[name]), held.same_as, tuple(boxes[name]))
+            for name, held in self.stored.items()
+        }  # fmt: skip
+
+
+def file_name(position: int) -> str:
+    return f"rank-{position:05d}.safetensors"
+
+
+def lay_out(
+    tensors: Mapping[str, Tensor], placement: Placement, is_first_alone: Callable[[str], bool],
+    is_frozen: Callable[[str], bool],
+) -> Layout:  # fmt: skip
+    """Who writes what of ``tensors``.
+
+    is_first_alone: whether a plain tensor's values are those of the first rank, and others may not have them yet.
+    is_frozen: whether it is to be hashed only.
+    Raises CheckpointError for a tensor that no file can hold.
+    """
+    stored: dict[str, Stored] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, x in tensors.items():
+        check_savable(x, name)
+        same_as = first.setdefault(_place(x), name) if x.numel() else name
+        stored[name] = Stored(x.dtype, tuple(x.shape), (), "" if same_as == name else same_as)
+    own = {name: x for name, x in tensors.items() if not stored[name].same_as}
+
+    def shared_out(names: Sequence[str]) -> list[list[Written]]:
+        files: list[list[Written]] = [[] for _ in range(1 if placement.virtual else placement.size)]
+        parts = boxes_of([own[name] for name in names], placement, [is_first_alone(name) for name in names])
+        for name, held in zip(names, parts, strict=True):
+            for position, one in held:
+                files[position].append(Written(name, one, stored[name].dtype, stored[name].shape))
+        return [sorted(file, key=lambda written: written.nbytes % _WORD != 0) for file in files]
+
+    frozen = [name for name in own if is_frozen(name) and own[name].numel()]
+    return Layout(stored, shared_out([name for name in own if name not in set(frozen)]), shared_out(frozen))
+
+
+def boxes_of(tensors: Sequence[Tensor], placement: Placement, alone: Sequence[bool]) -> list[list[tuple[int, Held]]]:
+    """Who writes what of each tensor: (position, box), all of it once.  alone: see ``lay_out``."""
+    shapes = [
+        (tuple(x.shape), () if placement.virtual else nd_of(x, placement, "a tensor"), first and not is_dtensor(x))
+        for x, first in zip(tensors, alone, strict=True)
+    ]
+    return writers(shapes, () if placement.virtual else placement.hierarchy)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    local = local_of(x)
+    return type(x) is DTensor, storage_id(local), local.storage_offset(), x.shape, local.stride(), x.dtype
+
+
+def nd_of(x: Tensor, placement: Placement, what: str) -> Nd:
+    """How ``x`` lies on a real placement."""
+    return nd_on(x, placement, what) if isinstance(x, DTensor) else (B,) * len(placement.names)
+
+
+def check_savable(x: Tensor, name: str) -> None:
+    if x.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no values to save")
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
+        raise CheckpointError(f"{name} is no dense tensor ({kind}); a checkpoint holds dense ones")
+
+
+def own_boxes(file: Sequence[Written], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Views of what this rank writes, in order."""
+    return [written.held.here.of(local_of(tensors[written.tensor])) for written in file]
+
+
+def place_of(placement: Placement) -> int:
+    return 0 if placement.virtual else position_of(placement)
+
+
+def nbytes(layout: Layout, position: int) -> int:
+    return sum(written.nbytes for written in layout.files[position])
+
+
+# ---- one rank
+
+
+def write_file(partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], frozen: Sequence[str]) -> None:
+    """This rank's file, and the note that says so, with the hashes of what is frozen.  Raises CheckpointError if it
+    cannot."""
+    size = nbytes(layout, position)
+    name = file_name(position)
+    with folder.explained(f"{partial / name}", size):
+        free = shutil.disk_usage(partial).free
+        if free < size:
+            raise CheckpointError(
+                f"{partial / name} cannot be written: it takes {size} bytes, {free} are free. Nothing was saved; "
+                "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
+            )
+        written = blocks.write(partial / name, _parts(layout.head(position)[0], boxes))
+        notes.leave(partial, position, notes.Note(written, frozen))
+
+
+def _parts(head: bytes, boxes: Sequence[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for box in boxes:
+        if box.numel():
+            yield from blocks.values_of(box)
+
+
+# ---- all of them
+
+
+def complete(partial: Path, layout: Layout, make: Callable[..., Index], keep: int | None) -> Path:
+    """Write the index of what all ranks have written, and give the folder its name; earlier ones are removed then."""
+    with folder.explained(f"{partial}"):
+        told = [notes.read(partial, position) for position in range(len(layout.files))]
+        files = {file_name(position): note.file for position, note in enumerate(told)}
+        index = make(tensors=layout.tensors([note.frozen for note in told]), files=files)
+        with open(partial / INDEX, "w", encoding="utf-8") as file:
+            file.write(index.text())
+            file.flush()
+            os.fsync(file.fileno())
+        for position in range(len(layout.files)):
+            notes.path_of(partial, position).unlink()
+        done = folder.finish(partial)
+    if keep is not None:
+        folder.keep_last(done.parent, keep)
+    return done

@@ -1,0 +1,163 @@
+"""Initialising modules on the meta device: user code runs as in one process, no rank holds more than it is to keep.
+
+User code is given tensors of the right shape on the real device, whose storage is there only while ops are about them:
+then this rank's piece is kept, and the storage is freed.  All ranks draw the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphzero import _compat
+from graphzero.errors import ConfigError
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.tensors import resplit
+from graphzero.runtime.tensors.shards import as_dtensor, is_whole
+from graphzero.sbp.placement import Placement
+from graphzero.sbp.types import Nd
+
+_OVERWRITE = {"normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", "log_normal_", "cauchy_", "random_"}
+_SHOWN = 4
+
+
+class Initialising(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """entries: the stand-ins; nds: how each is to lie, by path.
+
+    placed: paths of those that are to be DTensors even if every rank holds all of them.
+    """
+
+    def __init__(
+        self, entries: Sequence[Found], nds: Mapping[str, Nd], placed: Container[str], placement: Placement
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage = {_compat.storage_id(entry.tensor): entry for entry in entries}
+        self._nds, self._placed, self._placement = nds, placed, placement
+        self._open: dict[str, Found] = {}
+        self._kept: dict[str, DTensor] = {}  # pieces of those that are not open
+        self._written: set[str] = set()
+
+    def result(self) -> dict[str, tuple[Tensor, Nd]]:
+        """What each has become.  Raises ConfigError for those that nothing was written to."""
+        entries = list(self._by_storage.values())
+        idle = [entry.path for entry in entries if entry.tensor.numel() and entry.path not in self._written]
+        if idle:
+            more = f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else ""
+            raise ConfigError(
+                f"nothing was written to {', '.join(idle[:_SHOWN])}{more}, so their values would be whatever stands in "
+                "memory; have init= write to them: it is called with each module, children first, as by Module.apply"
+            )
+        self._close(set())
+        return {entry.path: (self._final(entry), self._nds[entry.path]) for entry in entries}
+
+    def _final(self, entry: Found) -> Tensor:
+        x, nd = entry.tensor.detach(), self._nds[entry.path]
+        if entry.path in self._kept:
+            return self._kept[entry.path]
+        if not entry.tensor.numel() and self._is_cut(entry.path) or entry.path in self._placed:
+            return as_dtensor(x, self._placement, nd)
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        held = {entry.path: entry for x in leaves if (entry := self._entry(x)) is not None}
+        if held and not _is_view(func):
+            self._close(set(held))
+            for entry in held.values():
+                self._hold(entry, fresh=self._entry(args[0]) is entry and _writes_all(func, args[0], entry))
+            written = (self._entry(x) for x in _written(func, args, kwargs))
+            self._written.update(entry.path for entry in written if entry is not None)
+        return func(*args, **kwargs)
+
+    def _entry(self, x: Any) -> Found | None:
+        return self._by_storage.get(_compat.storage_id(x)) if isinstance(x, Tensor) else None
+
+    def _is_cut(self, path: str) -> bool:
+        return not (self._placement.virtual or is_whole(self._nds[path]))
+
+    def _hold(self, entry: Found, fresh: bool) -> None:
+        """Have the whole tensor; ``fresh``: its values do not matter."""
+        if entry.path in self._open:
+            return
+        self._open[entry.path] = entry
+        fill_storage(entry.tensor)
+        kept = self._kept.pop(entry.path, None)
+        if kept is not None and not fresh:
+            entry.tensor.detach().copy_(resplit.whole(kept, self._placement))
+
+    def _close(self, but: set[str]) -> None:
+        """Keep this rank's pieces of what is to be cut, and free the rest."""
+        for path in [path for path in self._open if path not in but and self._is_cut(path)]:
+            entry = self._open.pop(path)
+            self._kept[path] = as_dtensor(entry.tensor.detach(), self._placement, self._nds[path])
+            entry.tensor.untyped_storage().resize_(0)
+
+
+def fill_storage(x: Tensor) -> None:
+    """Give a tensor without storage its bytes, of no particular value."""
+    x.untyped_storage().resize_(x.numel() * x.element_size())
+
+
+@contextmanager
+def stood_in(entries: Sequence[Found], device: torch.device) -> Iterator[list[Found]]:
+    """Within it modules hold plain tensors without storage, in place of what is on the meta device."""
+    made = []
+    for entry in entries:
+        x = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
+        x.untyped_storage().resize_(0)
+        is_param = entry.kind == "param"
+        made.append(replace(entry, tensor=nn.Parameter(x, entry.tensor.requires_grad) if is_param else x))
+    _exchange(made)
+    try:
+        yield made
+    finally:
+        _exchange(entries)
+
+
+def _exchange(entries: Sequence[Found]) -> None:
+    for entry in entries:
+        for module, name in entry.places:
+            held: dict[str, Any] = module._parameters if entry.kind == "param" else module._buffers
+            held[name] = entry.tensor
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an op writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, Tensor))
+
+
+def _writes_all(func: Any, x: Tensor, entry: Found) -> bool:
+    name = func._schema.name.rpartition("::")[2]
+    return name in _OVERWRITE and x.numel() == entry.tensor.numel()
+
+
+def default_init(module: nn.Module) -> None:
+    """``reset_parameters`` of a module that holds parameters or buffers itself."""
+    own = [name for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+    if not own:
+        return
+    reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
+    reset = reset or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ConfigError(
+            f"a {type(module).__name__} holds {', '.join(own[:_SHOWN])} and has no reset_parameters; say how they "
+            "begin: gz.materialize(graph, init), where init(module) is called with each module, children first"
+        )
+    reset()

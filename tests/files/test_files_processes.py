@@ -1,0 +1,43 @@
+"""Checkpoint files on real gloo processes: see ``file_checks``."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runtime")]
+import processes  # noqa: E402
+from _ranks import start  # noqa: E402
+from file_toys import STEPS, Train, at_stage, go_on, losses, virtual  # noqa: E402
+
+import graphzero as gz  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+MODULES = ("file_checks",)
+CHAIN = {  # ranks -> (a world, the one whose checkpoints it loads)
+    3: [("3 ranks", "virtual")],
+    2: [("2 ranks", "3 ranks")],
+    1: [("1 rank", "2 ranks")],
+    4: [("4 ranks", "1 rank"), ("2 x 2", "4 ranks"), ("4 ranks", "2 x 2")],
+}
+
+
+def test_a_run_goes_on_from_every_stage_and_world(tmp_path):
+    graph = Train(virtual(2))
+    for stage in range(4):
+        at_stage(graph, stage)
+        losses(graph, 0, STEPS)
+        gz.save(graph, tmp_path / "virtual" / str(stage))
+        (tmp_path / "virtual" / str(stage) / "losses.json").write_text(json.dumps(losses(graph, STEPS, STEPS)))
+    for ranks, pairs in CHAIN.items():
+        start(go_on, (tmp_path, ranks, pairs), ranks)
+
+
+FOUR_RANKS = processes.Checks(MODULES, 4)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS.names)
+def test_four_processes(name, tmp_path_factory):
+    FOUR_RANKS.assert_passed(name, tmp_path_factory)
