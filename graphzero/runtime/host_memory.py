@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 from graphzero.errors import ConfigError
 
 # mallopt's parameters, and the largest block that glibc lets a heap serve on 64 bits
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST = -1, -3, 32 * 2**20
+_SMALLEST = 2**17  # glibc's own, at first
 _NEVER = 2**31 - 1  # bytes free at the heap's end, from which on it would shrink
 
 
@@ -27,9 +30,31 @@ def keep_freed_memory() -> None:
 
     Raises ConfigError where the C library can't.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
+    if not _set(_LARGEST, _NEVER):
         raise ConfigError(
             "keep_freed_memory(): the C library of this system has no mallopt that would do it; start the process with "
             "an allocator that keeps memory by itself (jemalloc, tcmalloc)"
         )
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Within it large blocks go back to the kernel when they are freed, and leave no holes among small ones.
+
+    glibc serves a block from its heap once it has seen one of that size freed.  Afterwards it is as after many such;
+    a C library without such a setting does as it does.
+    """
+    is_set = _set(_SMALLEST, _SMALLEST)
+    try:
+        yield
+    finally:
+        if is_set:
+            _set(_LARGEST, _NEVER if keep_freed_memory.cache_info().currsize else 2 * _LARGEST)
+
+
+def _set(mapped_from: int, trimmed_from: int) -> bool:
+    """Set mallopt's two bounds; whether it could be done."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(
+        mallopt(_MMAP_THRESHOLD, mapped_from) and mallopt(_TRIM_THRESHOLD, trimmed_from)
+    )

@@ -47,7 +47,7 @@ def check_what_a_stopped_step_has_under_way_does_not_arrive_in_the_next_one():
     for used in (False, True):
         graph = Train(MODELS["gpt"](), 3, used=used)
         steps("gpt", graph, 1, share=share)
-        stopped(graph, under_way, *map(share, batch("gpt", 5)))
+        stopped(graph, under_way, *map(share, batch("gpt", 5)), meet=dist.barrier)
         assert graph._source.world.pending
         found.append([x.clone() for x in graph(*map(share, batch("gpt", 6, rows=8)))])
     assert equal(*found)

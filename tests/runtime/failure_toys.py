@@ -18,11 +18,12 @@ from _ranks import context, end_with_parent
 from graphzero.runtime.transport.peer_memory import SWITCH
 
 WAYS = ("memory", "sockets")
+WAITS = 60.0  # seconds for which a rank of the job waits for another
 Work = Callable[[int], Any]
 
 
 def run(
-    work: Work, ranks: int, folder: Path, way: str, timeout: float = 60.0, limit: float = 90.0,
+    work: Work, ranks: int, folder: Path, way: str, timeout: float = WAITS, limit: float = 90.0,
     stops: Sequence[int] = (),
 ) -> dict[int, Any]:  # fmt: skip
     """What ``work`` returns on each rank that returns anything; limit: seconds for all of it.

@@ -18,6 +18,19 @@ def checks_in(*modules):
     return found
 
 
+class Checks:
+    """The checks of some modules, all in one set of so many processes, which run when the first is asked for."""
+
+    def __init__(self, modules, ranks):
+        self.modules, self.ranks, self.results = modules, ranks, None
+        self.names = list(checks_in(*modules))
+
+    def assert_passed(self, name, tmp_path_factory):
+        if self.results is None:
+            self.results = run(self.modules, self.ranks, tmp_path_factory.mktemp("world"))
+        assert_passed(self.results, name, self.ranks)
+
+
 def run(modules, ranks, folder):
     """What each check came to: "name/rank" -> the traceback, or nothing."""
     found = {}
@@ -33,9 +46,12 @@ def run(modules, ranks, folder):
 
 
 def assert_passed(results, name, ranks):
-    for rank in range(ranks):
-        error = results.get(f"{name}/{rank}", f"did not run: {results.get('died', 'a check before it failed')}")
-        assert not error, f"rank {rank}: {error}"
+    """Shows what every rank says: that of one is often a consequence of another's."""
+    told = {rank: results.get(f"{name}/{rank}", "") for rank in range(ranks)}
+    failed = "".join(f"\nrank {rank}: {error}" for rank, error in told.items() if error)
+    assert not failed, failed
+    missing = [rank for rank in told if f"{name}/{rank}" not in results]
+    assert not missing, f"ranks {missing} did not run it: {results.get('died', 'a check before it failed')}"
 
 
 def _work(rank, ranks, folder, modules):

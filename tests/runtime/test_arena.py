@@ -198,6 +198,9 @@ class Layouts:
 
     __enter__ = __exit__ = register = enter = meet = lambda self, *args: None
 
+    def watches(self, local):
+        return local == 0
+
     def made(self, x, names):
         node = self.nodes.get(next((name for name in names if isinstance(name, str)), ""))
         order = self.orders.of(node) if node is not None else None

@@ -36,6 +36,9 @@ class Only(TorchDispatchMode):
 
     def register(self, category, tensors, most=None): ...
 
+    def watches(self, local):
+        return local == 0
+
     def enter(self, node, kind): ...
 
     def meet(self, node): ...

@@ -24,7 +24,7 @@ import failure_toys  # noqa: E402
 import graphzero as gz  # noqa: E402
 from graphzero.runtime.checkpoint import loading  # noqa: E402
 from graphzero.runtime.state import modules  # noqa: E402
-from graphzero.runtime.tensors import resplit  # noqa: E402
+from graphzero.runtime.tensors import gather, resplit  # noqa: E402
 from graphzero.runtime.transport import peer_memory  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -81,7 +81,7 @@ def test_an_op_that_fails_on_one_rank_is_an_error_on_all_and_the_next_call_works
     found = failure_toys.run(an_op_fails_on_rank_1, ranks, tmp_path, way)
     assert sorted(found) == list(range(ranks))
     for rank, (first, failed, second, third) in found.items():
-        assert failed["seconds"] < 10
+        assert failed["seconds"] < failure_toys.WAITS / 2
         if rank == 1:
             assert failed["kind"] == "IndexError"
         else:
@@ -145,7 +145,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path, way: str, how: A
     found = failure_toys.run(how, ranks, tmp_path, way)
     assert sorted(found) == [rank for rank in range(ranks) if rank != 1]
     for (one,) in found.values():
-        assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < 10, one
+        assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < failure_toys.WAITS / 2, one
         assert "rank 1 has ended" in one["text"] or "rank 1, which has ended" in one["text"]
 
 
@@ -171,7 +171,7 @@ def test_a_killed_rank_whose_forked_child_lives_on_is_named(tmp_path: Path, way:
     found = failure_toys.run(killed_with_a_child, ranks, tmp_path, way)
     assert sorted(found) == [rank for rank in range(ranks) if rank != 1]
     for (one,) in found.values():
-        assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < 10, one
+        assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < failure_toys.WAITS / 2, one
 
 
 def a_forked_child_calls(rank: int) -> Any:
@@ -195,7 +195,7 @@ def test_a_forked_child_may_not_call_a_graph_and_disturbs_nobody(tmp_path: Path,
         *in_child, after = found[rank]
         for one in in_child:
             assert one["kind"] == "GraphZeroError" and f"forked from that of rank {rank}" in one["text"], one
-            assert one["seconds"] < 5
+            assert one["seconds"] < failure_toys.WAITS / 2
         assert after["value"] == found[0][-1]["value"]
 
 
@@ -209,10 +209,10 @@ def stopped_by_a_signal(rank: int) -> Any:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stopped_process_is_named_after_the_jobs_timeout(tmp_path: Path, way: str, ranks: int) -> None:
-    found = failure_toys.run(stopped_by_a_signal, ranks, tmp_path, way, timeout=8.0, limit=40.0, stops=[1])
+    found = failure_toys.run(stopped_by_a_signal, ranks, tmp_path, way, timeout=8.0, stops=[1])
     for rank in {0, 2} & set(range(ranks)):
         (one,) = found[rank]
-        assert one["kind"] == "RankError" and one["ranks"] == [1] and 5 < one["seconds"] < 15, one
+        assert one["kind"] == "RankError" and one["ranks"] == [1] and 5 < one["seconds"] < failure_toys.WAITS / 2, one
         assert "has waited 8 s" in one["text"] and "rank 1" in one["text"] and "timeout" in one["text"]
 
 
@@ -272,7 +272,7 @@ def stops_while(rank: int, what: str) -> Any:
 
 # Where rank 1 fails, and in which call of it.
 _FAILING: dict[str, tuple[Any, str, int]] = {
-    "full_state_dict": (resplit, "join", 2),
+    "full_state_dict": (gather, "_copy", 1),
     "load_state_dict": (loading, "_laid", 2),
     "to_global of a module": (modules, "from_first_rank", 3),
     "to_global of a tensor": (resplit, "_joined", 1),
@@ -288,7 +288,7 @@ def test_a_rank_that_stops_while_tensors_are_made_whole_or_placed_is_an_error_on
     found = failure_toys.run(partial(stops_while, what=what), 3, tmp_path, way)
     assert sorted(found) == [0, 1, 2] and not any("raised" in one for one in found.values()), found
     for rank, (failed, again) in found.items():
-        assert failed["seconds"] < 10
+        assert failed["seconds"] < failure_toys.WAITS / 2
         if rank == 1:
             assert failed["kind"] == "MemoryError", failed
         else:

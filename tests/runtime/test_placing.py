@@ -19,25 +19,21 @@ pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
 CHECKS = ("placing_checks",)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return processes.run(CHECKS, 2, tmp_path_factory.mktemp("world"))
+TWO_RANKS = processes.Checks(CHECKS, 2)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return processes.run(CHECKS, 4, tmp_path_factory.mktemp("world"))
+@pytest.mark.parametrize("name", TWO_RANKS.names)
+def test_two_processes(name, tmp_path_factory):
+    TWO_RANKS.assert_passed(name, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", processes.checks_in(*CHECKS))
-def test_two_processes(two, name):
-    processes.assert_passed(two, name, 2)
+FOUR_RANKS = processes.Checks(CHECKS, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", processes.checks_in(*CHECKS))
-def test_four_processes(four, name):
-    processes.assert_passed(four, name, 4)
+@pytest.mark.parametrize("name", FOUR_RANKS.names)
+def test_four_processes(name, tmp_path_factory):
+    FOUR_RANKS.assert_passed(name, tmp_path_factory)
 
 
 def virtual_layouts():

@@ -249,6 +249,20 @@ def test_an_evaluation_between_steps_throws_no_recording_away(tapes: Tapes) -> N
     assert tapes.records == 2 and tapes.replays == 2 * (STEPS - 2)
 
 
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 3)])
+def test_what_eager_code_writes_between_steps_is_read_and_throws_no_recording_away(
+    tapes: Tapes, ranks: int, stage: int
+) -> None:
+    graph, plain = (Train(network(), ranks=ranks, stage=stage, recorded=recorded) for recorded in (True, False))
+    for given in batches():
+        torch.testing.assert_close(graph(*given), plain(*given), rtol=0, atol=0)
+        for one in (graph, plain):
+            with one.full_parameters(), torch.no_grad():
+                one.model[0].weight.mul_(0.9)
+                one.model[3].bias = nn.Parameter(one.model[3].bias + 1)
+    assert tapes.records == 1 and tapes.replays == STEPS - 2
+
+
 def test_two_batch_shapes_have_a_recording_each(tapes: Tapes) -> None:
     given = [(x[: 8 - 4 * (i % 2)], y[: 8 - 4 * (i % 2)]) for i, (x, y) in enumerate(batches(12))]
     both(lambda recorded: Train(network(), recorded=recorded), given)

@@ -1,4 +1,4 @@
-"""Graphs on two real gloo processes: see ``state_checks``, ``agreement_checks`` and ``arena_checks``."""
+"""Graphs on two real gloo processes: see the modules below."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,12 @@ import processes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
 
-MODULES = ("state_checks", "agreement_checks", "arena_checks")
+MODULES = ("state_checks", "agreement_checks", "arena_checks", "optimizer_checks")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return processes.run(MODULES, 2, tmp_path_factory.mktemp("world"))
+TWO_RANKS = processes.Checks(MODULES, 2)
 
 
-@pytest.mark.parametrize("name", processes.checks_in(*MODULES))
-def test_two_processes(results, name):
-    processes.assert_passed(results, name, 2)
+@pytest.mark.parametrize("name", TWO_RANKS.names)
+def test_two_processes(name, tmp_path_factory):
+    TWO_RANKS.assert_passed(name, tmp_path_factory)

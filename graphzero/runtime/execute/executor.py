@@ -168,7 +168,7 @@ class Executor:
         Args:
             inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
                 the same on all; the first counts).
-            meter: watches this run on the first local rank: a MemoryMeter or a Timer.
+            meter: watches this run: a MemoryMeter, a Timer or a Recorder.
             numbers: what ops are given for the host numbers, by place as ``numbers`` says them; computed if None.
 
         Raises:

@@ -15,13 +15,14 @@ from torch import Tensor, fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, shape_on
+from graphzero.ir.layout import Layout, count_runs, shape_on
 from graphzero.ir.transfer import Transfer
 from graphzero.runtime.transport.primitives import Handle, same_place
 from graphzero.runtime.world.world import World
 from graphzero.sbp.local import chunk
 
 Shape = tuple[int, ...]
+Cut = tuple[Shape, int, list[int]]  # seen in this shape: the dim, and how long its pieces are
 
 
 class Exchange:
@@ -34,10 +35,10 @@ class Exchange:
         self.dtype = value.tensor_type(moves.members[0]).dtype
         self.device = world.device
         self.offsets = layout.offsets
-        self.cuts: list[tuple[int, list[int]] | None] = []  # per member: (dim, lengths) to split it by before packing
+        self.cuts: list[Cut | None] = []  # per member: how to split it before packing
         self.packed: list[tuple[int, Shape]] = []  # (offset in the buffer, shape) of every piece sent
         self.taken: list[list[tuple[int, Shape]]] = []  # per member: the same of every piece of its result
-        self.joined: list[int] = []  # per member: the dim along which these are joined
+        self.joined: list[tuple[int, Shape]] = []  # per member: the dim along which these are joined, and the result
         peers = world.peers(local, moves.axis)
         for k, member in enumerate(moves.members):
             shapes = [_shape(graph, member, rank) for rank in peers]
@@ -46,33 +47,41 @@ class Exchange:
         self.sent, self.received = layout.sent(self.own), layout.received
 
     def _all_gather(self, k: int, shapes: list[Shape]) -> None:
+        dim, sections = self.layout.moves.dims[k], self.layout.sections[k]
         self._pack(k, [(self.own, shapes[self.own])], None)
-        self._take(k, list(enumerate(shapes)), self.layout.moves.dims[k])
+        whole = _resized(shapes[self.own], dim, sum(shape[dim] for shape in shapes))
+        self._take(k, [(q, _apart(shape, dim, sections)) for q, shape in enumerate(shapes)], dim, whole)
 
     def _reduce_scatter(self, k: int, shapes: list[Shape]) -> None:
-        dim, shape = self.layout.moves.dims[k], shapes[self.own]
-        lengths = [chunk(shape[dim], self.layout.ranks, q)[1] for q in range(self.layout.ranks)]
-        self._pack(k, [(q, _resized(shape, dim, length)) for q, length in enumerate(lengths)], (dim, lengths))
-        self._take(k, [(self.layout.ranks, _resized(shape, dim, lengths[self.own]))], 0)
+        dim, shape, sections = self.layout.moves.dims[k], shapes[self.own], self.layout.sections[k]
+        ranks, apart = self.layout.ranks, _apart(shape, dim, sections)
+        cut = dim + len(apart) - len(shape)
+        lengths = [chunk(apart[cut], ranks, q)[1] for q in range(ranks)]
+        pieces = [(q, _resized(apart, cut, length)) for q, length in enumerate(lengths)]
+        self._pack(k, pieces, (apart, cut, lengths))
+        made = _resized(shape, dim, sections * lengths[self.own])
+        self._take(k, [(ranks, made)], 0, made)
 
     def _all_reduce(self, k: int, shapes: list[Shape]) -> None:
         self._pack(k, [(0, shapes[self.own])], None)
-        self._take(k, [(0, shapes[self.own])], 0)
+        self._take(k, [(0, shapes[self.own])], 0, shapes[self.own])
 
     def _all_to_all(self, k: int, shapes: list[Shape]) -> None:
         src, dst = self.layout.moves.dims[k]
         ranks, shape = self.layout.ranks, shapes[self.own]
         lengths = [chunk(shape[dst], ranks, q)[1] for q in range(ranks)]
-        self._pack(k, [(q, _resized(shape, dst, length)) for q, length in enumerate(lengths)], (dst, lengths))
-        self._take(k, [(ranks + q, _resized(shapes[q], dst, lengths[self.own])) for q in range(ranks)], src)
+        self._pack(k, [(q, _resized(shape, dst, length)) for q, length in enumerate(lengths)], (shape, dst, lengths))
+        pieces = [_resized(shapes[q], dst, lengths[self.own]) for q in range(ranks)]
+        whole = _resized(pieces[0], src, sum(piece[src] for piece in pieces))
+        self._take(k, [(ranks + q, piece) for q, piece in enumerate(pieces)], src, whole)
 
-    def _pack(self, k: int, pieces: list[tuple[int, Shape]], cut: tuple[int, list[int]] | None) -> None:
+    def _pack(self, k: int, pieces: list[tuple[int, Shape]], cut: Cut | None) -> None:
         self.cuts.append(cut)
         self.packed += self._placed(k, pieces)
 
-    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int) -> None:
+    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int, made: Shape) -> None:
         self.taken.append(self._placed(k, pieces))
-        self.joined.append(dim)
+        self.joined.append((dim + len(pieces[0][1]) - len(made), made))
 
     def _placed(self, k: int, pieces: list[tuple[int, Shape]]) -> list[tuple[int, Shape]]:
         return [(line * self.layout.total + self.offsets[k], shape) for line, shape in pieces]
@@ -116,26 +125,29 @@ class Direct:
     """An exchange of one value without a buffer: out of the storage of ``x``, into that of the result.
 
     ``made`` is the result's storage, from ``Exchange.result_storage``; None for an all_reduce, which works in ``x``.
+    Attributes: runs: what is received and what is sent, for each run of elements in which a piece lies in the whole.
     """
 
     def __init__(self, exchange: Exchange, x: Tensor, made: Tensor | None):
         if made is None:
             x = x.contiguous()
-            self.sent = self.received = x.view(-1)
+            self.runs = [(x.view(-1), x.view(-1))]
             self.result = x
             return
-        self.received = made
-        if exchange.layout.moves.collective.gathers:
-            self.sent = made[exchange.sent]
+        layout, (_, shape) = exchange.layout, exchange.joined[0]
+        (dim,), (sections,) = layout.moves.dims, layout.sections
+        count = count_runs(x.shape, dim, sections) or 1
+        lines = made.view(count, -1)
+        if layout.moves.collective.gathers:
             for begin, end in exchange.padding:
                 made[begin:end].zero_()
-            own = self.sent[: x.numel()].view(x.shape)
+            own = lines.view(count, layout.ranks, -1)[:, exchange.own]
+            self.runs = list(zip(lines, own, strict=True))
             if own.data_ptr() != x.data_ptr():
-                own.copy_(x)
+                apart = _apart(x.shape, dim, sections)
+                own[:, : x.numel() // count].view(apart).copy_(x.view(apart))
         else:
-            self.sent = x.reshape(-1)
-        shapes = [shape for _, shape in exchange.taken[0]]
-        shape = _resized(shapes[0], 0, sum(shape[0] for shape in shapes))
+            self.runs = list(zip(lines, x.reshape(count, -1), strict=True))
         self.result = made[: prod(shape)].view(shape)
 
     def unpack(self) -> list[Tensor]:
@@ -155,13 +167,13 @@ class Packed:
         self.filled = [target.numel() > 0 for target in self.targets]
         self.padding = [flat[begin:end] for begin, end in exchange.padding]
         self.results = list(zip(map(views, exchange.taken), exchange.joined, strict=True))
-        self.sent, self.received = flat[exchange.sent], flat[exchange.received]
+        self.runs = [(flat[exchange.received], flat[exchange.sent])]
 
     def pack(self, values: Sequence[Tensor]) -> Packed:
         """Copy the values of the members into the buffer."""
         pieces: list[Tensor] = []
         for cut, x in zip(self.cuts, values, strict=True):
-            pieces += (x,) if cut is None else x.split_with_sizes(cut[1], cut[0])
+            pieces += (x,) if cut is None else x.view(cut[0]).split_with_sizes(cut[2], cut[1])
         for pad in self.padding:
             pad.zero_()
         for target, piece, filled in zip(self.targets, pieces, self.filled, strict=True):
@@ -171,18 +183,33 @@ class Packed:
 
     def unpack(self) -> list[Tensor]:
         """The results, one per member, out of a buffer that has arrived."""
-        return [views[0].clone() if len(views) == 1 else torch.cat(views, dim) for views, dim in self.results]
+        return [views[0].clone() if len(views) == 1 else _join(views, *how) for views, how in self.results]
 
 
 def starter(moves: Transfer, graph: StepGraph, world: World) -> Callable[[Sequence[Packed | Direct]], Handle]:
     """What begins a transfer on packed buffers, one per local rank."""
     kind, axis = moves.kind, moves.axis
     how = (moves.completes(graph),) if moves.collective.reduces else ()
-    return lambda packed: world.begin(kind, [p.received for p in packed], [p.sent for p in packed], axis, *how)
+
+    def begin(packed: Sequence[Packed | Direct]) -> Handle:
+        together = (zip(*pairs, strict=True) for pairs in zip(*(p.runs for p in packed), strict=True))
+        return world.begin_runs(kind, [(outs, ins) for outs, ins in together], axis, *how)
+
+    return begin
 
 
 def _shape(graph: StepGraph, node: fx.Node, rank: int) -> Shape:
     return shape_on(graph, value.tensor_type(node), value.nd_of(node), rank)
+
+
+def _join(views: Sequence[Tensor], dim: int, shape: Shape) -> Tensor:
+    made = torch.cat(list(views), dim)
+    return made if made.dim() == len(shape) else made.view(shape)
+
+
+def _apart(shape: Shape, dim: int, sections: int) -> Shape:
+    """``shape`` with a dim of its own for the sections of ``dim``, if there are several."""
+    return shape if sections == 1 else (*shape[:dim], sections, shape[dim] // sections, *shape[dim + 1 :])
 
 
 def _resized(shape: Shape, dim: int, length: int) -> Shape:

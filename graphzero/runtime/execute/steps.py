@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
+from graphzero.ir.space import HOST, is_offload
 from graphzero.ir.transfer import is_transfer
 
 Env = list[Any]
@@ -28,13 +29,18 @@ GENERATED = "<graphzero program>"
 
 
 class Meter(Protocol):
-    """What watches a run of the first local rank: ``MemoryMeter`` its bytes, ``Timer`` its seconds."""
+    """What watches a run: ``MemoryMeter`` the bytes of the first local rank, ``Timer`` its seconds, ``Recorder`` when
+    each op of every rank began and ended.
+    """
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> Any: ...
 
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """These are there before the run; of each at most so many bytes are for it."""
+
+    def watches(self, local: int) -> bool:
+        """The lines that follow are those of a local rank; whether it is watched."""
 
     def enter(self, node: str, kind: str) -> None:
         """The lines that follow belong to ``node`` ("" at the end); what they do not hand out is of ``kind``."""
@@ -73,11 +79,11 @@ class Segment:
             self.plain(e)
 
     def metered(self, envs: list[Env], meter: Meter) -> None:
-        """The same, told to ``meter`` line by line for the first local rank."""
+        """The same, told to ``meter`` line by line."""
         if self._metered is None:
             self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
         for self.local, e in enumerate(envs):
-            if self.local == 0:
+            if meter.watches(self.local):
                 with meter:
                     self._metered(e, meter)
             else:
@@ -102,7 +108,7 @@ class Segment:
 
 
 def _metered(line: Line) -> list[tuple[str, fx.Node]]:
-    kind = "communication" if is_transfer(line.node) else "temporaries"
+    kind = HOST if is_offload(line.node.target) else "communication" if is_transfer(line.node) else "temporaries"
     texts = [f"m.enter({line.node.name!r}, {kind!r})", line.text]
     texts += [f"m.made(e[{place}], {names!r})" for place, names in line.makes]
     return [(text, line.node) for text in texts]

@@ -20,6 +20,7 @@ from graphzero import _compat
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.aliases import is_name, is_reshape, is_view, unnamed
+from graphzero.logs import working
 from graphzero.runtime import kernels
 from graphzero.runtime.inductor.region_ops import RegionOp
 from graphzero.runtime.inductor.regions import COMPOSED, Region
@@ -94,7 +95,7 @@ class Call:
             if len(_functions) >= _KEPT:
                 _functions.clear()
             try:
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), working(f"Inductor compiles a {self.about}"):
                     warnings.simplefilter("ignore")  # torch's, of its own past
                     _functions[key] = _compat.inductor_compile(self.module, operands, SETTINGS)
             except Exception as error:  # whatever a compiler may fail with

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ops import adam
+from graphzero.ops import adam, adam_rounded
 
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float32, torch.float64)
@@ -89,7 +89,12 @@ FORMS: Mapping[tuple[str, Any], _Form] = {
     ("addcmul", "value"): _Form(lambda k, x, y, z, out: torch.addcmul(x, y * k, z, out=out)),
     ("addcdiv", "value"): _Form(lambda k, x, y, z, out: torch.addcdiv(x, y * k, z, out=out)),
 }
-_ADAM: Mapping[str, Callable[..., Any]] = {"adam": adam.adam, "adam_": adam.adam_}
+_ADAM: Mapping[str, Callable[..., Any]] = {
+    "adam": adam.adam,
+    "adam_": adam.adam_,
+    "adam_rounded": adam_rounded.adam_rounded,
+    "adam_rounded_": adam_rounded.adam_rounded_,
+}
 _RATE = 6  # index of the rate among their arguments, which torch's fused kernel reads as float32
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphzero.runtime.tensors.shards import coordinates, is_whole, join, local_of, local_shape, piece, wrap
+from graphzero import _compat
+from graphzero.runtime.tensors.shards import is_whole, join, local_of, local_shape, piece, wrap
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.dtensor import nd_of_dtensor, to_placements
@@ -69,10 +70,8 @@ def _moved(x: DTensor, nd: Nd, placement: Placement) -> Tensor:
     found = _joined(local, shape, now, mesh, apart, placement)
     if is_whole(nd):
         return found
-    place = mesh.mesh.flatten().tolist().index(dist.get_rank())
-    at, sizes = coordinates(tuple(mesh.shape), place), [mesh.size(axis) for axis in axes]
-    own = sum(at[axis] * prod(sizes[i + 1 :]) for i, axis in enumerate(axes))
-    mine = piece(found, tuple(nd[axis] for axis in axes), tuple(sizes), own)
+    sizes = tuple(mesh.size(axis) for axis in axes)
+    mine = piece(found, tuple(nd[axis] for axis in axes), sizes, place_on(mesh, axes))
     return mine.clone(memory_format=torch.contiguous_format)
 
 
@@ -92,30 +91,50 @@ def _joined(
     if count == 1:
         return local
     room = prod(local_shape(shape, nd, hierarchy, 0))  # no rank's piece is larger
-    found = local.new_zeros(1, room)
-    found[0, : local.numel()] = local.reshape(-1)
-    for axis in reversed(axes):
-        found = _gathered(found, mesh, axis, placement).view(-1, room)
+    found = local.new_zeros(*hierarchy, room)
+    found.view(count, room)[place_on(mesh, axes), : local.numel()] = local.reshape(-1)
+    gather_lines(found, mesh, axes, placement)
     shapes = [local_shape(shape, nd, hierarchy, position) for position in range(count)]
-    return join([x[: prod(size)].view(size) for x, size in zip(found, shapes, strict=True)], nd, hierarchy)
+    lines = found.view(count, room)
+    return join([x[: prod(size)].view(size) for x, size in zip(lines, shapes, strict=True)], nd, hierarchy)
 
 
-def _gathered(mine: Tensor, mesh: DeviceMesh, axis: int, placement: Placement) -> Tensor:
-    """Every rank's ``mine`` along one axis, one after the other."""
-    ranks = mesh.size(axis)
-    found = mine.new_empty(ranks, *mine.shape)
-    if ranks == 1 or not mine.numel():
-        return found.copy_(mine)
+def place_on(mesh: DeviceMesh, axes: Sequence[int]) -> int:
+    """Where this rank stands among those that some axes of a mesh lead to, flattened."""
+    at = _at(mesh)
+    return sum(at[axis] * prod(mesh.size(inner) for inner in axes[i + 1 :]) for i, axis in enumerate(axes))
+
+
+def gather_lines(lines: Tensor, mesh: DeviceMesh, axes: Sequence[int], placement: Placement) -> None:
+    """Every rank's line along some axes of a mesh; ``lines``: dense, one dim for each axis and one of elements, filled
+    where this rank stands.  Every rank of ``placement`` calls it."""
+    at = _at(mesh)
+    for i, axis in reversed(list(enumerate(axes))):
+        block = lines[tuple(at[outer] for outer in axes[:i])]
+        _gather(block, block[at[axis]], mesh, axis, placement)
+
+
+def _gather(out: Tensor, mine: Tensor, mesh: DeviceMesh, axis: int, placement: Placement) -> None:
+    """Into ``out`` every rank's ``mine`` along one axis, one after the other; its own stands there."""
+    if mesh.size(axis) == 1 or not mine.numel():
+        return
+    known, own = out.view(-1).view(torch.uint8), mine.reshape(-1).view(torch.uint8)
     if mine.device.type != "cpu" or has_fake_world():
-        dist.all_gather(list(found.unbind()), mine, group=mesh.get_group(axis))
-        return found
+        _compat.all_gather_single(known, own, group=mesh.get_group(axis))
+        return
     pairs = communicator(placement.ranks.ravel().tolist()).pairs(_line(mesh, axis))
-    pairs.begin("all_gather", found.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), "sum").wait()
-    return found
+    pairs.begin("all_gather", known, own, "sum").wait()
+
+
+def _at(mesh: DeviceMesh) -> list[int]:
+    """This rank's place on a mesh, by axis."""
+    found = mesh.get_coordinate()
+    assert found is not None, "a mesh of other ranks"
+    return list(found)
 
 
 def _line(mesh: DeviceMesh, axis: int) -> list[int]:
     """The ranks that this one meets along an axis, in its order."""
-    at = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
+    at: list[Any] = [*_at(mesh)]
     line: list[int] = mesh.mesh.movedim(axis, 0)[(slice(None), *at[:axis], *at[axis + 1 :])].tolist()
     return line

@@ -25,7 +25,6 @@ must do.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import RankError
+from graphzero.logs import event
 from graphzero.runtime.transport import meeting, peer_memory
 from graphzero.runtime.transport.alive import Lives, Waiting, check_own_process, whereabouts
 from graphzero.runtime.transport.notices import Board, Notice, describe
@@ -74,6 +74,11 @@ class Communicator:
         self.number += 1
         self._waiting.end()  # whatever a former call was interrupted in
 
+    @property
+    def ended(self) -> frozenset[int]:
+        """Ranks whose processes have ended, of those on this host that it has ever had a connection with."""
+        return frozenset() if self._lives is None else frozenset(self._lives.ended)
+
     # ---- connections
 
     def group(self, ids: Sequence[int] = ()) -> Any:
@@ -107,7 +112,7 @@ class Communicator:
                 link = Sockets(self.group(wanted), wanted, self._waiting)
                 why = next((f"rank {q}: {text}" for q, text in zip(wanted, obstacles, strict=True) if text), _APART)
                 about = f"{_ranks(wanted)} send through sockets ({why})"
-            _LOG.info("rank %d: %s", self.rank, about)
+            event("connected", f"rank {self.rank}: {about}", ranks=list(wanted))
             self._pairs[wanted] = Pairs(link, wanted.index(self.rank), about)
         return self._pairs[wanted]
 
@@ -291,7 +296,6 @@ class _Lost(RankError):
         self.what = what
 
 
-_LOG = logging.getLogger("graphzero")
 _APART = "they are on different hosts, in different containers, or the kernel lets no process read another"
 _MAX: Any = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp.MAX

@@ -27,6 +27,17 @@ class Done:
 DONE = Done()
 
 
+class All:
+    """Several collectives under way, begun in this order."""
+
+    def __init__(self, handles: Sequence[Handle]):
+        self.handles = handles
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
 def place_of(x: Tensor) -> tuple[int, int, int]:
     """Storage, offset and number of elements: equal for tensors of one dtype and layout that are one in memory."""
     return _compat.storage_id(x), int(x.storage_offset()), x.numel()

@@ -54,6 +54,7 @@ _ALIKE = (
 _SAME = "Every rank must hold the same modules, optimizers and states"
 CALL = Matter("a call of {}", "the program of this call", _ALIKE)
 COMPILE = Matter("compile() of {}", "the program of compile()", _ALIKE)
+SIZES = Matter("a call of {} that pads its inputs", "what set_shapes pads", _ALIKE)
 INPUTS = Matter("a call of {} with inputs that ranks share", "the inputs that ranks share", _ALIKE)
 PROGRAM = Matter("compiling {}", "the compiled program", _ALIKE)
 BIND = Matter(
@@ -230,6 +231,14 @@ class Ranks:
         if not self.active:
             return [mine]
         return self.communicator.all_gather(mine, "what all ranks have found")
+
+    def watch(self) -> Callable[[], list[int]]:
+        """What tells, in any thread and as long as it is asked, which places of the placement belong to ranks whose
+        processes have ended, of those on this host."""
+        if not self.active:
+            return list
+        flat, talking = self.placement.ranks.ravel().tolist(), self.communicator
+        return lambda: [flat.index(rank) for rank in talking.ended]
 
     @property
     def communicator(self) -> Communicator:

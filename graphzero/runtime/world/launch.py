@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.alive import check_own_process
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
+from graphzero.runtime.world import start
 from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
@@ -28,6 +29,11 @@ def has_launcher() -> bool:
 
 def has_world() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def own_rank() -> int:
+    """The number of this process among those of the job; 0 without a launcher and a process group."""
+    return dist.get_rank() if has_world() else int(os.environ.get("RANK", "0"))
 
 
 def has_fake_world() -> bool:
@@ -88,7 +94,12 @@ def ensure_world(device_type: str | None) -> None:
     accelerator = ACCELERATORS.get(kind)
     if accelerator is not None:
         _take_own(accelerator)
-    dist.init_process_group("gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}")
+    backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
+    if start.is_kept_over_restarts():
+        store, rank, size = start.join()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend)
     atexit.register(tear_down, dist.group.WORLD)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphzero.errors import PlacementError
-from graphzero.runtime.transport.primitives import DONE, Handle, same_place
+from graphzero.runtime.transport.primitives import DONE, All, Handle, same_place
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.buffers import Buffers
 from graphzero.sbp.boxing import wire_bytes
@@ -34,6 +34,9 @@ class Sent:
     kind: str
     axis: str
     nbytes: float
+
+
+Run = tuple[Sequence[Tensor], Sequence[Tensor]]  # flat buffers that receive and that send, one per local rank
 
 
 class World(ABC):
@@ -107,19 +110,25 @@ class World(ABC):
         be its own place in ``outs[r]``, and is ``outs[r]`` where a kind works in place.  What is reduced may be
         overwritten.
         """
+        return self.begin_runs(kind, [(outs, ins)], axis, reduction)
+
+    def begin_runs(self, kind: str, runs: Sequence[Run], axis: str, reduction: str = "sum") -> Handle:
+        """Begin one transfer whose buffers lie in several runs of elements: ``outs`` and ``ins`` of each as above."""
         ranks, collective = self.placement.hierarchy[self.placement.axis(axis)], COLLECTIVES[kind]
         if ranks == 1:
-            for out, sent in zip(outs, ins, strict=True):
-                if not same_place(out, sent):
-                    out.copy_(sent)
+            for outs, ins in runs:
+                for out, sent in zip(outs, ins, strict=True):
+                    if not same_place(out, sent):
+                        out.copy_(sent)
             return DONE
         if self.trace is not None:
             first, behind = collective.sent(0, ranks)
-            line = ins[0].numel() * ins[0].element_size() // (behind - first)
+            line = sum(ins[0].numel() * ins[0].element_size() for _, ins in runs) // (behind - first)
             self.trace.append(Sent(kind, axis, wire_bytes(kind, collective.whole(ranks) * line, ranks)))
-        if outs[0].numel() == 0 and ins[0].numel() == 0:
-            return DONE
-        return self._begin(kind, outs, ins, axis, reduction)
+        begun = [
+            self._begin(kind, outs, ins, axis, reduction) for outs, ins in runs if outs[0].numel() or ins[0].numel()
+        ]
+        return begun[0] if len(begun) == 1 else All(begun)
 
     @abstractmethod
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
