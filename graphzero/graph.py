@@ -1,6 +1,6 @@
 """Graph: the user's class.  One call is one step: read the arguments, agree with the other ranks, find or make the
-program (``step.selection``), bind what is not bound (``runtime.state``), run (``runtime.execute``), and leave the
-user's modules, optimizers and schedulers true (``runtime.state``).
+program (``step.selection``), bind what is not bound, run, and leave the user's modules, optimizers and schedulers true
+(``step.steps``).
 
 Here is only their order, and what the user may ask.
 """
@@ -8,40 +8,41 @@ Here is only their order, and what the user may ask.
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
-from graphzero.capture import OptimizerSpec, is_capturing
+from graphzero.capture import AverageSpec, OptimizerSpec, is_capturing
 from graphzero.config import GraphConfig
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir.graph import StepGraph
+from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
-from graphzero.runtime.checkpoint import fit, loading, reading
-from graphzero.runtime.checkpoint.fit import Checked
-from graphzero.runtime.state import modules, preflight
-from graphzero.runtime.state.binding import bind
+from graphzero.runtime.state import modules, whole
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.world import launch
-from graphzero.runtime.world.agree import BIND, FULL, LOAD, SAVE, tensor_text
+from graphzero.runtime.world.agree import tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 from graphzero.step import checks
 from graphzero.step.checks import check_attribute, missing_attribute
-from graphzero.step.loss_scale import moved_in, moved_out
+from graphzero.step.full_parameters import FullParameters
 from graphzero.step.program import Program
+from graphzero.step.saved.checkpoints import Checkpoints
 from graphzero.step.selection import Prepared, Selection
 from graphzero.step.source import Source
-from graphzero.step.states_to_come import StatesToCome
+from graphzero.step.steps import Steps
 
 
 class Graph:
@@ -52,6 +53,7 @@ class Graph:
 
     placement: the ranks, a ``gz.placement`` or a DeviceMesh; by default all ranks of the world.
     name: what programs and messages call it; by default the class's name.
+    config: settings to begin with, as ``gz.GraphConfig.from_deepspeed`` makes them; the Graph takes a copy.
     Raises PlacementError for ranks that do not exist, ConfigError for settings that have no meaning.
     """
 
@@ -59,10 +61,13 @@ class Graph:
         super().__init_subclass__(**more)
         checks.check_names(cls, Graph)
 
-    def __init__(self, placement: Placement | DeviceMesh | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, placement: Placement | DeviceMesh | None = None, name: str | None = None,
+        config: GraphConfig | None = None,
+    ) -> None:  # fmt: skip
         self.name = name or type(self).__name__
-        self.placement = launch.resolve(placement)
-        self.config = GraphConfig(self.placement)
+        self.placement = launch.resolve(config.placement if config is not None and placement is None else placement)
+        self.config = GraphConfig(self.placement) if config is None else checks.own_config(config, self.placement)
         if self.placement.size > 1 and not self.placement.data_axes:
             warnings.warn(
                 f"no axis of {self.placement!r} is a data axis (its name begins with dp), so every rank takes its "
@@ -75,8 +80,8 @@ class Graph:
         """The parts that are this Graph's alone: what it consists of, and what is compiled of that."""
         self._source = Source(self, self.placement, self.config)
         self._selection = Selection(self._source)
-        self._skipped: list[Tensor] = []  # of the last training call, if it may have been
-        self._grad_norms: dict[str, Tensor] = {}
+        self._checkpoints = Checkpoints(self._source, self._selection)
+        self._steps = Steps(self._source, self._selection)
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +113,23 @@ class Graph:
         checks.check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
         checks.check_scheduler(lr_sch, optim)
         checks.check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
+        modules.know(optim)
         source.optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
         source.schedulers.append(lr_sch)
+
+    def add_average(self, averaged: AveragedModel, of: nn.Module) -> None:
+        """Let ``averaged`` follow the module ``of``: each training call ends with its ``update_parameters(of)``.
+
+        averaged: a ``torch.optim.swa_utils.AveragedModel``, an attribute of the Graph as ``of`` is, or inside one.  Any
+        averaging function may be one of it that computes with tensors.  Its parameters are split as optimizer states
+        are, from stage 1 on; another Graph that holds it evaluates with it as it is.
+
+        Raises ConfigError for what is no AveragedModel, for modules that are no attributes, and for one that is there
+        already.
+        """
+        held = vars(self)
+        checks.check_average(averaged, of, held, [spec.averaged for spec in self._source.averages])
+        self._source.averages.append(AverageSpec(averaged, of))
 
     # ---- running
 
@@ -125,12 +145,16 @@ class Graph:
         Raises ConfigError, CaptureError or SbpError before the step is taken, on every rank, with what differs or where
         the step cannot be captured.
         """
-        self._not_in_build("called")
+        self._check_apart("called")
         with self._source.ranks.together(f"step of {self.name}"), _compat.outside_inference_mode():
+            began = time.perf_counter() if OPTIONS.steps else 0.0
             call = self._selection.prepare(args, kwargs, running=True)
             with torch.no_grad():
-                self._bind(call)
-                return self._run(call)
+                self._steps.bind(call)
+                result = self._steps.run(call)
+            if began:
+                self._steps.tell(time.perf_counter() - began)
+            return result
 
     @_compat.cpu_by_default
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
@@ -140,7 +164,7 @@ class Graph:
 
         Raises CaptureError, with the line of ``build``, for a step that cannot be one graph.
         """
-        self._not_in_build("compiled")
+        self._check_apart("compiled")
         with self.prepared_call(f"compile() of {self.name}", args, kwargs):
             return self
 
@@ -153,69 +177,10 @@ class Graph:
         What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
         ranks are told so.  alone: no rank is asked, and ConfigError is raised for a program that has never run.
         """
+        self._check_apart("looked at")
         with self._source.ranks.together(doing), _compat.outside_inference_mode():
             selection = self._selection
             yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, running=False)
-
-    def _bind(self, prepared: Prepared) -> None:
-        program, state = prepared.program, prepared.call.state
-        if program is state.program:
-            return
-        captured, found = program.captured, state.tensors()
-        self._source.ranks.agree_on(
-            BIND,
-            lambda: preflight.check(state, program.graph, captured.states, found),
-            lambda _: preflight.facts(state, captured.states, captured.constants, found, program.repeated),
-        )
-        executor = program.part.executor(prepared.source.world)
-        executor.bind(bind(state, program.graph, captured.states, captured.constants, found))
-        state.settle(program)
-        self._selection.bound(prepared)
-
-    def _run(self, prepared: Prepared) -> Any:
-        program, call, world = prepared.program, prepared.call, prepared.source.world
-        state, progress = call.state, self._selection.progress
-        executor, training = program.part.executor(world), program.captured.training
-        if program.uses_seed:
-            state.random.begin(self._source.ranks.share)
-        arguments = program.arguments(call, world)
-        try:
-            state.before()
-            results = executor.run(arguments)
-            state.after(training, program.uses_seed)
-            is_step = executor.program.first_write >= 0 or program.uses_seed
-            progress.taken += is_step
-            executor.finish()
-        except BaseException as error:
-            if executor.has_written:
-                written = program.graph.updates
-                held = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
-                state.tear(self._why_torn(error), {node.meta["role"].of for node in held})
-            raise
-        if training:
-            norms = {name: held[0] for name, held in results.aux.items() if name.startswith("grad_norm")}
-            norms = {name: norm.detach().clone() for name, norm in norms.items()}
-            self._grad_norms.clear()
-            self._grad_norms.update(norms)
-            self._skipped[:] = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
-            self._step_schedulers()
-        progress.completed += is_step
-        return program.outputs(call, results, world)
-
-    def _why_torn(self, error: BaseException) -> str:
-        return (
-            f"a call of {self.name} ended in the middle of its update ({type(error).__name__}: {error}), so parameters "
-            "and optimizer states are partly those of before it and partly those of after it; load a checkpoint of all "
-            "of them, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
-        )
-
-    def _step_schedulers(self) -> None:
-        if any(scheduler is not None for scheduler in self._source.schedulers) and self.skipped:
-            return
-        for spec, scheduler in zip(self._source.optimizers, self._source.schedulers, strict=True):
-            if scheduler is not None:
-                _compat.note_step(spec.optimizer)
-                scheduler.step()
 
     # ---- reading
 
@@ -254,9 +219,7 @@ class Graph:
 
         With several clipping optimizers a tuple, one entry per optimizer, None for those that do not clip.
         """
-        if len(self._grad_norms) < 2:
-            return next(iter(self._grad_norms.values()), None)
-        return tuple(self._grad_norms.get(f"grad_norm.{i}") for i in range(len(self._source.optimizers)))
+        return self._steps.grad_norm
 
     @property
     def skipped(self) -> bool:
@@ -264,13 +227,18 @@ class Graph:
 
         On a GPU it waits for that call.
         """
-        return any(map(bool, self._skipped))
+        return self._steps.skipped
 
     @property
     def loss_scale(self) -> float | None:
         """What the next call multiplies its loss by; None unless ``config.enable_amp(dtype=torch.float16)``."""
-        scale = self._source.loss_scale
-        return None if scale is None else float(scale.scale)
+        return self._source.next_loss_scale
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """What the next call steps with: of every parameter group that has one, in the order of add_optimizer."""
+        groups = (group for spec in self._source.optimizers for group in spec.optimizer.param_groups)
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     @_compat.cpu_by_default
     def state_dict(self) -> dict[str, Any]:
@@ -283,32 +251,14 @@ class Graph:
         It is live: its tensors are those that the next step writes to, as in torch.  To keep them as they are now,
         take ``full_state_dict``, or ``copy.deepcopy`` of this.  Every rank calls it where values are cut in sections.
         """
-        outline = self._outline()
-        if not any(reading.is_sectioned(x) for _, x in reading.tensors_in(outline)):
-            return cast("dict[str, Any]", reading.saveable(outline, self.placement))
-        with self._source.ranks.together(f"state_dict() of {self.name}"):
-            self._source.ranks.agree_on(SAVE, lambda: outline, reading.facts)
-            made: dict[str, Any] = reading.saveable(outline, self.placement)
-        return made
+        self._check_apart("saved")
+        return self._checkpoints.state_dict()
 
     @_compat.cpu_by_default
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
-        ranks = self._source.ranks
-        with ranks.together(f"full_state_dict() of {self.name}"):
-            outline = ranks.agree_on(FULL, self._outline, reading.facts)
-            made: dict[str, Any] = reading.full(outline, self.placement, self._source.state().why_torn())
-        return made
-
-    def _outline(self) -> dict[str, Any]:
-        """What there is to save."""
-        self._not_in_build("saved")
-        state, last = self._source.state(), self._selection.last
-        torn = state.why_torn()
-        if torn:
-            warnings.warn(torn, stacklevel=4)
-        program = (None, ()) if last is None else (last.graph, last.captured.states)
-        return moved_out(reading.outline(state, self._source.schedulers, *program))
+        self._check_not_whole("saved")  # a build is a step, which says so itself
+        return self._checkpoints.full_state_dict()
 
     @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
@@ -320,24 +270,48 @@ class Graph:
         Raises CheckpointError, before anything is written, on every rank, for what is no state dict, for missing or
         unexpected keys, and for shapes and kinds of values that do not fit.
         """
-        self._not_in_build("loaded")
-        source, program = self._source, self._selection.last
-        state, schedulers = source.state(), source.schedulers
-        nds = {} if program is None else program.state_nds()
-        sd = moved_in(sd, state.modules)
+        self._check_apart("loaded")
+        self._checkpoints.load_state_dict(sd, strict)
 
-        def check() -> Checked:
-            return fit.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Within it modules hold whole plain tensors, on the rank's device, for eager code: ``generate`` of
+        transformers, a plain loop over the validation set.
 
-        if program is None and not fit.is_split(sd, state):
-            loading.load(check(), state, schedulers, strict, nds)
-        else:
-            with source.ranks.together(f"load_state_dict() of {self.name}"):
-                fitting = source.ranks.agree_on(LOAD, check, fit.contents)
-                loading.load(fitting, state, schedulers, strict, nds)
-                if fitting.is_complete:
-                    progress = self._selection.progress
-                    progress.taken = progress.completed = 0
+        Every rank enters and leaves it.  In between none needs another, so one may compute alone while the others wait
+        at the end, as long as the process group's timeout; what runs on one rank alone must run no collectives.
+        A rank holds the whole tensors beside its pieces, and while they are gathered, 64 MiB of buffers.
+
+        Parameters are those that the optimizer updates: float32 under ``config.enable_amp``, for ``torch.autocast``.
+        Before the first call they are rank 0's, as in that call.  On a virtual placement modules hold whole tensors
+        anyway, and nothing is gathered.
+
+        **Writes are taken back.**  What eager code leaves in parameters and buffers is what the next step reads; every
+        rank must leave the same.  Behind the block the objects of before stand in modules and optimizers, split as they
+        were, in the memory that they had.  A tensor put in the place of another is taken by its values if it has the
+        same shape and dtype; ``requires_grad`` goes along, gradients of split parameters are dropped.  All this holds
+        where the block raises too; then every rank does.
+
+        Raises ConfigError for tensors on the meta device, for whole tensors that do not fit ``set_memory_budget``, at
+        the end for tensors of another shape or dtype, and within it where a Graph over these modules is called,
+        compiled, saved or loaded, or another block begins.  Raises CaptureError at the end, by hashes, if ranks have
+        left different values: these are not taken, and no Graph runs with them before they are loaded anew.
+        """
+        self._check_apart("opened once more")
+        last = self._selection.last
+        block = FullParameters(self._source, None if last is None else last.plan)
+        block.begin()
+        try:
+            yield
+        except BaseException as error:
+            block.end(error)
+            raise
+        block.end(None)
+
+    def checkpoints(self, doing: str) -> Checkpoints:
+        """For the rest of graphzero: what saves and loads it.  doing: "saved"."""
+        self._check_apart(doing)
+        return self._checkpoints
 
     @_compat.cpu_by_default
     def __repr__(self) -> str:
@@ -354,11 +328,21 @@ class Graph:
         ]
         return "\n".join([*lines, body.rstrip()])
 
-    def _not_in_build(self, what: str) -> None:
+    def _check_apart(self, what: str) -> None:
+        """Raise inside of a build, or of a block of ``full_parameters``."""
         if is_capturing():
             raise CaptureError(
                 f"the Graph {self.name} is {what} inside of a build; a step is one graph. Call its modules or its "
                 "build there (self.other.build(x)), and Graphs one after another"
+            )
+        self._check_not_whole(what)
+
+    def _check_not_whole(self, what: str) -> None:
+        who = whole.opened(self._source.modules) if whole.is_any_open() else ""
+        if who:
+            raise ConfigError(
+                f"the Graph {self.name} is {what} within full_parameters() of {who}: its modules hold whole tensors "
+                "there, for eager code, which are put away at the end of the block. Do it before or behind the block"
             )
 
     def __copy__(self) -> Graph:
@@ -370,6 +354,7 @@ class Graph:
 
     def _copied(self, made: Graph, config: GraphConfig, copied: Callable[[Any], Any]) -> Graph:
         """``made`` with settings of its own and ``copied`` attributes.  It compiles programs of its own."""
+        self._check_apart("copied")
         made.name, made.placement, made.config = self.name, self.placement, config
         made._begin()
         made._source.take_settings(self._source, copied)
@@ -384,10 +369,10 @@ class Graph:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_attribute(type(self), name, "_grad_norms" in vars(self))
+        raise missing_attribute(type(self), name, "_steps" in vars(self))
 
     def __setattr__(self, name: str, held: Any) -> None:
-        check_attribute(type(self), name, held, "_grad_norms" in vars(self))
+        check_attribute(type(self), name, held, "_steps" in vars(self))
         super().__setattr__(name, held)
 
     def _compiled(self, what: str) -> Program:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphzero.capture import Inputs
+from graphzero.capture import Inputs, baked_of_average
 from graphzero.config import Settings
 from graphzero.ir.value import Role
 from graphzero.runtime.state.state import State
@@ -18,6 +18,7 @@ from graphzero.step.attributes import Attributes
 from graphzero.step.groups import Groups
 from graphzero.step.inputs import Reader
 from graphzero.step.key import Key, Keys
+from graphzero.step.ragged.padding import Padded, Padding
 from graphzero.step.source import Source
 
 
@@ -28,6 +29,7 @@ class Call:
     settings: of the Graph, as they are now.
     numbers: the hyperparameters and float inputs that it feeds the program, by role.
     is_global: whether the caller speaks of global tensors, so that outputs are given as such.
+    padded: what of the inputs is padding, if ``set_shapes`` has said that some is.
     """
 
     inputs: Inputs
@@ -36,6 +38,7 @@ class Call:
     key: Key
     numbers: Mapping[Role, float]
     is_global: bool
+    padded: Padded | None = None
 
 
 class Calls:
@@ -55,17 +58,21 @@ class Calls:
         if self._reader is None:
             self._reader = self._source.reader()
         settings = self._source.config.settings
-        inputs = self._reader.read(args, kwargs, dict(settings.inputs), running)
+        if settings.shapes is None:
+            inputs, padded = self._reader.read(args, kwargs, dict(settings.inputs), running), None
+        else:
+            inputs, padded = Padding(self._reader, self._source.ranks, settings).read(args, kwargs, running)
         found, is_bound = state.look()
         if not is_bound:
             self._keys.count(state, found)
         self._attributes.look(state.modules, found)
         self._groups.look(self._source.optimizers)
-        key = self._keys.of(inputs, state, found, settings, self._groups.baked)
+        baked = (*self._groups.baked, *map(baked_of_average, self._source.averages))
+        key = self._keys.of(inputs, state, found, settings, baked)
         if running and state.program is None:
             state.check_real()
         is_global = any(leaf.is_global for leaf in inputs.leaves)
-        return Call(inputs, state, settings, key, self._numbers(inputs), is_global)
+        return Call(inputs, state, settings, key, self._numbers(inputs), is_global, padded)
 
     def with_numbers_now(self, call: Call) -> Call:
         """``call`` with hyperparameters that have changed since it was read."""

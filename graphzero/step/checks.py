@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
+from graphzero.sbp.placement import Placement
 
 RESERVED = (
     "config", "placement", "program", "history", "plan", "grad_norm", "skipped", "loss_scale", "is_compiled",
-    "training",
+    "training", "learning_rates",
 )  # fmt: skip
 _OWN = ("config", "placement", "name")
-_INNER = ("_source", "_selection", "_grad_norms", "_skipped")  # a Graph sets them once
+_INNER = ("_source", "_selection", "_checkpoints", "_steps")  # a Graph sets them once
 _WRAPPERS = (
     "OptimizedModule",
     "ScriptModule",
@@ -44,6 +49,21 @@ def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> Non
             f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
             "or nn.ModuleDict"
         )
+
+
+def own_config(config: object, placement: Placement) -> GraphConfig:
+    """A copy of the settings that a Graph is given.  Raises ConfigError for what is none, or for other ranks."""
+    if not isinstance(config, GraphConfig):
+        raise ConfigError(
+            f"Graph(config={type(config).__name__}): give a GraphConfig, as gz.GraphConfig.from_deepspeed(path) makes "
+            "it; other settings are made behind super().__init__(), by self.config"
+        )
+    if config.placement != placement:
+        raise ConfigError(
+            f"Graph(config=...): its settings are for {config.placement!r}, the Graph is on {placement!r}; leave the "
+            "Graph's placement out, or make the configuration for that one"
+        )
+    return copy.copy(config)
 
 
 def check_names(graph: type, base: type) -> None:
@@ -115,6 +135,22 @@ def check_scheduler(scheduler: Any, optim: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"add_optimizer(lr_sch={kind}): the scheduler belongs to another optimizer; make it with this one"
         )
+
+
+def check_average(averaged: object, of: object, held: Mapping[str, Any], others: Sequence[AveragedModel]) -> None:
+    """held: attributes of the Graph."""
+    kind = type(averaged).__name__
+    if not isinstance(averaged, AveragedModel):
+        raise ConfigError(f"add_average({kind}, ...): give a torch.optim.swa_utils.AveragedModel")
+    if any(averaged is other for other in others):
+        raise ConfigError(f"add_average({kind}, ...): it is there already, and would follow its model twice in a step")
+    inside = {id(one) for module in held.values() if isinstance(module, nn.Module) for one in module.modules()}
+    for name, module in (("the average", averaged), ("the module of which it is one", of)):
+        if id(module) not in inside:
+            raise ConfigError(
+                f"add_average({kind}, {type(of).__name__}): {name} is no module of the Graph; assign it to an "
+                "attribute first: self.average = AveragedModel(self.model)"
+            )
 
 
 def check_clipping(**numbers: float | None) -> None:

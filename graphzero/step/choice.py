@@ -9,6 +9,7 @@ from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.ragged import PADDING
 from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
@@ -17,10 +18,12 @@ from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
 
 
-def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None) -> Candidate:
+def program_of(
+    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True
+) -> Candidate:
     """The program of a captured step.
 
-    placed: role -> how it lies, of all that the step may read.
+    placed: role -> how it lies, of all that the step may read.  verifies: see ``Pipeline``.
     room: bytes that one rank may have, if the settings leave the stage to that.
     """
     stage, budget = settings.zero.stage, budget_of(settings, room)
@@ -31,7 +34,7 @@ def program_of(graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], 
         graph, placed = in_micro_batches(graph, settings, placed)
     found = choose(
         graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget,
-        activations=settings.activation_memory,
+        activations=settings.activation_memory, verifies=verifies,
     )  # fmt: skip
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return found
@@ -51,12 +54,15 @@ def in_micro_batches(
     axis, said = at.axis(MICRO_BATCHES), {name for name, _ in settings.inputs}
     data = [whole.axis(name) for name in whole.data_axes]
     rows = {value.role_of(node) for node in graph.placeholders("batch") if value.tensor_type(node).shape}
+    shapes = settings.shapes
+    said |= {PADDING + name for name in shapes.names if not shapes.is_first(name)} if shapes is not None else set()
 
     def on_time(role: Role, nd: Nd) -> Nd:
         follows = any(nd[i] is S(0) for i in data) if data else role.of not in said
         return (*nd[:axis], S(0) if role in rows and follows else B, *nd[axis:])
 
-    made, found = graph.with_axis(at, axis), {role: on_time(role, nd) for role, nd in placed.items()}
+    made = graph.with_axes(at, [*range(axis), None, *range(axis, len(whole.names))])
+    found = {role: on_time(role, nd) for role, nd in placed.items()}
     for node in graph.placeholders("batch"):
         role = value.role_of(node)
         if role in found and found[role][axis].is_split:
@@ -103,6 +109,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
         micro_batches=settings.gradient_accumulation_steps,
+        tiles=settings.row_tiles,
         links=settings.links,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
         bucket_bytes=settings.bucket_bytes,

@@ -7,12 +7,15 @@ import gc
 from graphzero.capture import Captured, Step, capture
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
+from graphzero.logs import phase
 from graphzero.ops import CHECK
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
+from graphzero.sbp.types import Nd
 from graphzero.step.call import Call
 from graphzero.step.choice import program_of
 from graphzero.step.program import Part, Program
+from graphzero.step.ragged.unpadded import unpadded
 
 YOUNG = 1  # generations of the collector in which is what compiling has made
 
@@ -27,17 +30,28 @@ def make(step: Step, call: Call, captured: Captured | None, room: int | None = N
     if settings.cuda_graph:
         cuda_graph.check(state.world.placement)
     if captured is None:
-        captured = capture(step, call.inputs)
-        gc.collect(YOUNG)  # what tracing leaves is several times what it makes
-    placed = {Role("batch", leaf.name): leaf.nd for leaf in call.inputs.tensors}
-    placed.update(state.placed(state.tensors(), captured.states))
-    graph = captured.graph
-    if not settings.check_values:
-        leave_out_checks(graph)
-    found = program_of(graph, settings, placed, room)
-    gc.collect(YOUNG)
+        with phase("capture"):
+            captured = capture(step, call.inputs)
+            if call.padded is not None:
+                captured = unpadded(step, call.inputs, call.padded, captured)
+            gc.collect(YOUNG)  # what tracing leaves is several times what it makes
+    graph, placed = given(call, captured)
+    with phase("plan"):
+        found = program_of(graph, settings, placed, room)
+        gc.collect(YOUNG)
     part = Part(found.graph, found.arena, settings.executor, settings.cuda_graph)
     return Program(captured, part, found.history, found.plan)
+
+
+def given(call: Call, captured: Captured) -> tuple[StepGraph, dict[Role, Nd]]:
+    """What the passes are given: the captured step, and how all that it may read lies."""
+    state, graph = call.state, captured.graph
+    placed = {Role("batch", leaf.name): leaf.nd for leaf in call.inputs.tensors}
+    placed.update({Role("batch", mask.name): mask.nd for mask in (call.padded.masks if call.padded else ())})
+    placed.update(state.placed(state.tensors(), captured.states))
+    if not call.settings.check_values:
+        leave_out_checks(graph)
+    return graph, placed
 
 
 def leave_out_checks(graph: StepGraph) -> None:

@@ -52,8 +52,13 @@ class Reader:
 
         Raises TypeError, ConfigError, CaptureError or PlacementError; says which input.
         """
-        flat, spec, names = self._flatten(args, kwargs)
-        unknown = [name for name in wanted if name not in names and not self._may_be(name)]
+        return self.placed(*self.flatten(args, kwargs), wanted, running)
+
+    def placed(
+        self, flat: list[Any], spec: pytree.TreeSpec, names: tuple[str, ...], wanted: Mapping[str, Nd], running: bool
+    ) -> Inputs:
+        """What ``flatten`` gave, as inputs on the ranks; see ``read``."""
+        unknown = [name for name in wanted if name not in names and not self.may_be(name)]
         if unknown:
             raise ConfigError(
                 f"set_input({unknown[0]!r}, ...): build has no such input; its inputs in this call are "
@@ -69,7 +74,7 @@ class Reader:
         )
         return Inputs(leaves, spec)
 
-    def _flatten(
+    def flatten(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...]]:
         """Leaves, the tree they came from, and their names."""
@@ -88,7 +93,7 @@ class Reader:
             self._flat[how] = spec, names
         return flat, spec, names
 
-    def _may_be(self, name: str) -> bool:
+    def may_be(self, name: str) -> bool:
         """Whether another call may have an input of that name."""
         known = self._signature.parameters
         return name.split(".")[0] in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -109,7 +114,7 @@ class Reader:
         return ".".join(words)
 
     def _tensor(self, name: str, raw: Tensor, wanted: Nd | None, running: bool) -> Input:
-        _check_kind(name, raw)
+        check_kind(name, raw)
         if running and raw.is_meta:
             raise ConfigError(
                 f"input {name} ({tensor_text(raw)}) is on the meta device: compile() takes it, a call does not. Pass a "
@@ -121,13 +126,13 @@ class Reader:
             _check_divides(name, shape, nd, self.placement)
             return Input(name, raw, shape, nd, is_global=True)
         known = annotation(raw)
-        nd = known[1] if known is not None and known[0] == self.placement else self._nd(name, raw, wanted)
+        nd = known[1] if known is not None and known[0] == self.placement else self.nd(name, raw, wanted)
         last = self._plain.get(name)
         if last is None or last[0] != raw.shape or last[1] != nd:
             last = self._plain[name] = raw.shape, nd, self._global_shape(name, tuple(raw.shape), nd)
         return Input(name, raw, last[2], nd, is_global=known is not None)
 
-    def _nd(self, name: str, raw: Tensor, wanted: Nd | None) -> Nd:
+    def nd(self, name: str, raw: Tensor, wanted: Nd | None) -> Nd:
         """How a plain tensor lies: as ``set_input`` says, else split along dim 0 over the data axes."""
         if wanted is None:
             return self._splits if raw.dim() else self._whole
@@ -175,7 +180,7 @@ def _checked_object(name: str, raw: Any) -> Any:
     return raw
 
 
-def _check_kind(name: str, raw: Tensor) -> None:
+def check_kind(name: str, raw: Tensor) -> None:
     """Refuse what is not a dense tensor of numbers, or wants a gradient."""
     if raw.requires_grad:
         raise CaptureError(
@@ -228,7 +233,7 @@ def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placeme
     whole = "gz.sbp.B" if axes == 1 else f"({', '.join(['gz.sbp.B'] * axes)})"
     for dim, n in ranks.items():
         if shape[dim] % n:
-            drop = " or drop the last batch (drop_last=True)" if dim == 0 else ""
+            drop = " or drop the last batch (drop_last=True), or let config.set_shapes pad it" if dim == 0 else ""
             raise CaptureError(
                 f"input {name} of shape {list(shape)} cannot be split over {n} ranks: dim {dim} is {shape[dim]} = "
                 f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; an input that is no batch is said so: "

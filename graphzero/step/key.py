@@ -88,7 +88,7 @@ class Keys:
             names = [f"input {leaf.name}" for leaf in inputs.leaves]
             parts = [("input structure", inputs.spec), *zip(names, chosen, strict=True)]
             parts += [("torch settings", modes), ("optimizer settings", groups), ("step counters", self._counters)]
-            parts += [("mixed precision", settings.amp)]
+            parts += [("mixed precision", settings.amp), ("ragged dims", settings.shapes)]
             self._last = Key((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)
             self._facts = facts
         return self._last
@@ -127,6 +127,14 @@ class Keys:
                     f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
                     "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
                 )
+
+
+def differing(one: Key, other: Key) -> list[str]:
+    """What two keys differ in, by the names of their parts."""
+    mine, its = dict(one.captured), dict(other.captured)
+    names = [name for name in dict.fromkeys((*mine, *its)) if mine.get(name) != its.get(name)]
+    names += ["how tensors lie"] * (one.placed != other.placed)
+    return names + ["configuration"] * (one.config != other.config)
 
 
 def placed_of(inputs: Inputs, nds: Sequence[Nd]) -> tuple[Any, ...]:

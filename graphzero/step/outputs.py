@@ -6,32 +6,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.ragged import Along
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import join, wrap
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd, S
+from graphzero.step.ragged.padding import Padded
 
 
 @dataclass(frozen=True)
 class Output:
-    """One thing that build returns.  nd, shape: of a tensor; no shape: a number.  is_literal: what stands there."""
+    """One thing that build returns.  nd, shape: of a tensor; no shape: a number.  is_literal: what stands there.
+
+    padded: along what it is padded.
+    """
 
     nd: Nd = ()
     shape: tuple[int, ...] | None = None
     is_literal: bool = False
+    padded: frozenset[Along] = frozenset()
 
-    def of(self, held: Any, world: World, as_global: bool) -> Any:
+    def of(self, held: Any, world: World, as_global: bool, padding: Padded | None) -> Any:
         """What the user is given, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
         if self.is_literal:
             return held
-        return held[0] if self.shape is None else self._tensor(held, self.shape, world, as_global)
+        if self.shape is None:
+            return held[0]
+        found = self._tensor(held, self.shape, world, as_global)
+        if not self.padded or padding is None:
+            return found
+        is_local = not world.placement.virtual and found.shape != torch.Size(self.shape)
+        return padding.cut(found, self.padded, self.shape, is_local)
 
     def _tensor(self, pieces: Sequence[Tensor], shape: tuple[int, ...], world: World, as_global: bool) -> Tensor:
         placement, nd = world.placement, self.nd
@@ -54,16 +67,18 @@ class Output:
 class Outputs:
     """All of them.  spec: the tree that build makes of them."""
 
-    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec) -> None:
-        self._all, self._spec = [_output(x) for x in graph.outputs], spec
+    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[frozenset[Along]] = ()) -> None:
+        along = padded or [frozenset()] * len(graph.outputs)
+        self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 
-    def of(self, results: Results, world: World, as_global: bool) -> Any:
-        """What build returns.  as_global: tensors as global ones."""
+    def of(self, results: Results, world: World, as_global: bool, padding: Padded | None) -> Any:
+        """What build returns.  as_global: tensors as global ones.  padding: what of the inputs is padding."""
         pairs = zip(self._all, results.outputs, strict=True)
-        return pytree.tree_unflatten([output.of(held, world, as_global) for output, held in pairs], self._spec)
+        found = [output.of(held, world, as_global, padding) for output, held in pairs]
+        return pytree.tree_unflatten(found, self._spec)
 
 
-def _output(x: Any) -> Output:
+def _output(x: Any, padded: frozenset[Along]) -> Output:
     if not isinstance(x, fx.Node):
         return Output(is_literal=True)
-    return Output(value.nd_of(x), value.tensor_type(x).shape) if value.is_tensor(x) else Output()
+    return Output(value.nd_of(x), value.tensor_type(x).shape, padded=padded) if value.is_tensor(x) else Output()

@@ -104,6 +104,9 @@ class Program:
         """What it reads anew in each call, by placeholder."""
         count, random = len(world.local_ranks), call.state.random
         leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
+        if call.padded is not None:
+            call.padded.check(self.captured.least)
+            leaves |= {mask.name: mask for mask in call.padded.masks}
         found: dict[str, list[Any]] = {}
         for name, role in self.roles.items():
             if role.kind == "batch":
@@ -114,11 +117,11 @@ class Program:
 
     @cached_property
     def _outputs(self) -> Outputs:
-        return Outputs(self.graph, self.captured.out_spec)
+        return Outputs(self.graph, self.captured.out_spec, self.captured.padded)
 
     def outputs(self, call: Call, results: Results, world: World) -> Any:
         """What ``build`` returns, of what it hands back."""
-        return self._outputs.of(results, world, call.is_global)
+        return self._outputs.of(results, world, call.is_global, call.padded)
 
     # ---- what is to be known of it
 

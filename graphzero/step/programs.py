@@ -124,7 +124,8 @@ class Programs:
         if self._made > _MANY + 1:
             return
         attributes = ((f"attribute {name}", held) for name, held in program.captured.attributes.items())
-        for name, found in (*key.captured, ("configuration", key.config), *attributes):
+        met = ("tensors that are no buffers", tuple(x for _, x in program.captured.free))
+        for name, found in (*key.captured, ("configuration", key.config), *attributes, met):
             self._seen.setdefault(name, set()).add(found)
         if self._made <= _MANY:
             return
@@ -134,7 +135,7 @@ class Programs:
         kept = "" if most is None else f"; {most} are kept, those used last (config.max_programs)"
         warnings.warn(
             f"{self.source.name} has compiled {self._made} programs{kept}; what keeps changing: {', '.join(changing)}. "
-            "Pad inputs to few shapes, pass numbers that change as floats or 0-d tensors, keep modules in the same "
-            "mode",
+            "Pad inputs to few shapes (config.set_shapes), pass numbers that change as floats or 0-d tensors, keep "
+            "modules in the same mode",
             stacklevel=7,
         )

@@ -2,7 +2,7 @@
 
 All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
 What a call consists of is ``call``'s, what ranks compare ``facts``', how a program is made ``compile``'s; binding and
-running it are the Graph's.
+running it are ``steps``'.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError, GraphZeroError
+from graphzero.logs import event, is_on, working
+from graphzero.logs.progress import Work
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import device_memory
 from graphzero.runtime.world.agree import CALL, COMPILE, PROGRAM
@@ -19,7 +21,8 @@ from graphzero.step.attributes import Attributes
 from graphzero.step.call import Call, Calls
 from graphzero.step.compile import make
 from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
-from graphzero.step.key import placed_of
+from graphzero.step.inputs import text_of
+from graphzero.step.key import Key, differing, placed_of
 from graphzero.step.program import Program
 from graphzero.step.programs import Known, Programs
 from graphzero.step.source import Source
@@ -47,6 +50,7 @@ class Selection:
     def __init__(self, source: Source) -> None:
         self.source, self.progress = source, Progress()
         self.last: Program | None = None
+        self._last_key: Key | None = None
         attributes = Attributes(source.owner)
         self.programs = Programs(source, attributes)
         self._calls = Calls(source, attributes)
@@ -95,9 +99,12 @@ class Selection:
         program = self.programs.find(call, known)
         if program is None:
             program = self._compiled(call)
-        elif not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
-            ranks.agree(PROGRAM, program.hash, program.lines)
-        self.last = program
+        else:
+            if program is not self.last:
+                self._tell_of_other(call, "program_reused", "runs a program that it has")
+            if not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
+                ranks.agree(PROGRAM, program.hash, program.lines)
+        self.last, self._last_key = program, call.key
         return Prepared(source, call, program)
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
@@ -125,15 +132,37 @@ class Selection:
         program: Program | None = None
         failure: Exception | None = None
         room = device_memory.room(ranks) if _needs_room(call.settings) else None
-        try:
-            program = make(self.source.step, call, self.programs.find_capture(call), room)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
-            failure = error
+        self._tell_of_other(call, "compile_begun", "compiles a program")
+        with working(f"compiling {self.source.name}", self.source.speaks) as work:
+            try:
+                program = make(self.source.step, call, self.programs.find_capture(call), room)
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+                failure = error
+        self._tell_of_compile(work, failure)
         made = program
         ranks.agree(PROGRAM, made.hash if made and ranks.active else 0, lambda: made.lines() if made else {}, failure)
         assert program is not None
         self.programs.add(call.key, program)
         return program
+
+    def _tell_of_other(self, call: Call, name: str, does: str) -> None:
+        """Log that a call runs another program than the last one."""
+        if not is_on():
+            return
+        changed = [] if self._last_key is None else differing(self._last_key, call.key) or ["guarded values"]
+        inputs = {leaf.name: text_of(leaf) for leaf in call.inputs.leaves}
+        why = f", for {', '.join(changed)} changed" if changed else ""
+        graph, count = self.source.name, len(self.programs.all)
+        event(name, f"{graph} {does}{why}", graph=graph, programs=count, changed=changed, inputs=inputs)
+
+    def _tell_of_compile(self, work: Work, failure: Exception | None) -> None:
+        graph, seconds = self.source.name, work.elapsed
+        if failure is None:
+            event("compile_done", f"{graph} compiled in {seconds:.2f} s", graph=graph, seconds=seconds,
+                  phases=work.seconds)  # fmt: skip
+        else:
+            why = f"{type(failure).__name__}: {failure}"
+            event("compile_failed", f"{graph} was not compiled: {why}", graph=graph, seconds=seconds, error=why)
 
     def bound(self, prepared: Prepared) -> None:
         """Its program is bound: the same call, made again, finds it though parameters are split now."""

@@ -5,15 +5,20 @@ The Graph and the selection of its programs both hold it; it knows neither of th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from graphzero.capture import LOSS_SCALE, LossScale, OptimizerSpec, Step
+from graphzero import _compat
+from graphzero.capture import LOSS_SCALE, AverageSpec, LossScale, OptimizerSpec, Step
 from graphzero.config import GraphConfig
+from graphzero.logs import note_rank
+from graphzero.runtime.state.modules import know
 from graphzero.runtime.state.state import State
+from graphzero.runtime.world import launch
 from graphzero.runtime.world.agree import Ranks, identity
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
@@ -26,14 +31,20 @@ class Source:
     """All of it, as of now.
 
     owner: the user's object, on whose attributes ``build``, modules and a ``name`` are looked up.
-    optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.
+    optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.  averages: in the order of
+    add_average.  speaks: whether this process says for all ranks what the Graph is busy with.
     """
 
     def __init__(self, owner: Any, placement: Placement, config: GraphConfig) -> None:
         self.owner, self.placement, self.config = owner, placement, config
         self.ranks = Ranks(placement, identity(self.name, placement))
+        own = launch.own_rank()
+        note_rank(own)
+        self.speaks = own == (0 if placement.virtual else int(placement.ranks.flat[0]))
         self.optimizers: list[OptimizerSpec] = []
         self.schedulers: list[Any] = []
+        self.averages: list[AverageSpec] = []
+        self._epochs: dict[int, Any] = {}  # of schedulers, by their numbers, behind the last step
         self._state: State | None = None
         self._loss_scale: LossScale | None = None
 
@@ -59,10 +70,45 @@ class Source:
         return self._loss_scale
 
     @property
+    def next_loss_scale(self) -> float | None:
+        """What the next call multiplies its loss by; None where no loss is scaled."""
+        scale = self.loss_scale
+        return None if scale is None else float(scale.scale)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether any optimizer has a scheduler."""
+        return any(scheduler is not None for scheduler in self.schedulers)
+
+    def step_schedulers(self) -> None:
+        """Step them all, as behind a training call; warn of one that somebody else steps too."""
+        for i, (spec, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
+            if scheduler is None:
+                continue
+            if i in self._epochs and getattr(scheduler, "last_epoch", None) == self._epochs[i] + 1:
+                self._warn_of_two_steps(i, type(scheduler).__name__)
+            _compat.note_step(spec.optimizer)
+            scheduler.step()
+            if isinstance(epoch := getattr(scheduler, "last_epoch", None), int):  # a ChainedScheduler has none
+                self._epochs[i] = epoch
+
+    def forget_epochs(self) -> None:
+        """Schedulers have been loaded: that they are elsewhere says nothing of who steps them."""
+        self._epochs.clear()
+
+    def _warn_of_two_steps(self, index: int, kind: str) -> None:
+        warnings.warn(
+            f"the {kind} of optimizer {index} was stepped between two calls of {self.name}, which steps it after each "
+            "training call: it is twice as far. Leave out scheduler.step(), or give add_optimizer no lr_sch",
+            stacklevel=6,
+        )
+
+    @property
     def step(self) -> Step:
         """What capture writes down."""
         precision = self.config.settings.amp.precision
-        return Step(self.name, self.placement, self.owner.build, self.modules, self.optimizers, precision)
+        build, modules = self.owner.build, self.modules
+        return Step(self.name, self.placement, build, modules, self.optimizers, precision, self.averages)
 
     def reader(self) -> Reader:
         """Of build's arguments.  Raises ConfigError for a build that cannot be called."""
@@ -100,7 +146,9 @@ class Source:
     def take_settings(self, other: Source, copied: Callable[[Any], Any]) -> None:
         """Optimizers and schedulers of ``other``, as ``copied`` makes them."""
         self.optimizers, self.schedulers = list(copied(other.optimizers)), list(copied(other.schedulers))
-        self._loss_scale = copied(other._loss_scale)
+        self.averages, self._loss_scale = list(copied(other.averages)), copied(other._loss_scale)
+        for spec in self.optimizers:
+            know(spec.optimizer)
 
     def take_state(self, other: Source) -> None:
         """Go on as ``other``, of whose tensors this one's are copies, or which they are."""

@@ -28,6 +28,23 @@ def check_steps_are_those_of_virtual_ranks_at_every_stage():
             assert set(map(id, stepped)) == set(map(id, graph.model.parameters()))
 
 
+def check_masters_in_bfloat16_are_rounded_as_on_virtual_ranks():
+    for stage in (0, 3):
+        told = {"stage": stage, "clip": 1.0, "stochastic_rounding": True}
+        graph, twin = Train(mlp().to(BF16), **told), Train(mlp().to(BF16), placement=virtual(2), **told)
+        for step in range(3):
+            for one, batch in ((graph, share(batch_of(twin.model, step))), (twin, batch_of(twin.model, step))):
+                if step == 0:
+                    torch.manual_seed(stage)
+                one(*batch)
+        full, whole = graph.full_state_dict(), twin.full_state_dict()
+        for name, held in whole["modules"]["model"].items():
+            assert held.dtype == BF16 and torch.equal(full["modules"]["model"][name], held), (stage, name)
+        for name, states in whole["optimizers"][0]["state"].items():
+            for key, held in states.items():
+                assert torch.equal(full["optimizers"][0]["state"][name][key], held), (stage, name, key)
+
+
 def check_an_overflow_on_one_rank_skips_the_step_on_both_and_the_scale_is_loaded():
     graph = Train(mlp(), 1, dtype=F16, init_scale=2.0**10)
     batch = share(batch_of(graph.model, 0))

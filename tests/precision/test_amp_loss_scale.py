@@ -84,6 +84,18 @@ def test_the_scale_falls_after_as_many_overflows_as_hysteresis_and_not_below_its
     assert found == [(16, 1), (8, 0), (4, 0), (4, 0), (4, 0), (8, 2), (8, 1), (4, 0)]
 
 
+def test_with_consecutive_hysteresis_a_good_step_counts_overflows_anew():
+    model = mlp()
+    told = {"init_scale": 16.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "consecutive_hysteresis": True}
+    graph = Train(model, 2, virtual(2), F16, **told)
+    found = []
+    for step, overflow in enumerate([1, 0, 1, 1, 0, 0, 0]):
+        graph(*fed(model, step, overflow))
+        found.append((graph.loss_scale, int(graph.state_dict()["loss_scale"]["hysteresis"])))
+    # as DeepSpeed's DynamicLossScaler, but that its first growth is one step later
+    assert found == [(16, 1), (16, 2), (16, 1), (8, 0), (8, 2), (8, 2), (16, 2)]
+
+
 def test_a_scheduler_does_not_step_with_a_step_that_is_skipped():
     model = mlp()
     halving = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731

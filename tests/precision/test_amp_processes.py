@@ -14,11 +14,9 @@ pytestmark = pytest.mark.timeout(600)
 MODULES = ("amp_process_checks",)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return processes.run(MODULES, 2, tmp_path_factory.mktemp("world"))
+TWO_RANKS = processes.Checks(MODULES, 2)
 
 
-@pytest.mark.parametrize("name", processes.checks_in(*MODULES))
-def test_two_processes(results, name):
-    processes.assert_passed(results, name, 2)
+@pytest.mark.parametrize("name", TWO_RANKS.names)
+def test_two_processes(name, tmp_path_factory):
+    TWO_RANKS.assert_passed(name, tmp_path_factory)

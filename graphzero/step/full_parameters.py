@@ -1,0 +1,134 @@
+"""``Graph.full_parameters``: eager code sees whole tensors, and what it writes is taken back.
+
+Ranks meet at both ends of the block and nowhere in it.  How tensors are exchanged is ``runtime.state.whole``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from graphzero import _compat
+from graphzero.errors import CaptureError, ConfigError, GraphZeroError
+from graphzero.plan import Plan
+from graphzero.plan.plan import mega
+from graphzero.runtime.state import torn, whole
+from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.placed import check_held
+from graphzero.runtime.state.whole import Left, Shown
+from graphzero.runtime.tensors.fingerprint import content
+from graphzero.runtime.world.agree import Matter
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.step.source import Source
+
+_BEGIN = Matter("full_parameters() of {}", "what is made whole", "Every rank must hold the same modules")
+_END = Matter("the end of full_parameters() of {}", "what follows full_parameters()", "Every rank must leave the block")
+_WRITTEN = Matter(
+    "the end of full_parameters() of {}, written",
+    "what was written within full_parameters()",
+    "What differs is not taken back, and no Graph runs with it before it is loaded anew, graph.load_state_dict(...). "
+    "Write the same on every rank, or on none",
+)
+
+
+class FullParameters:
+    """One block.  ``begin`` and ``end`` are called by every rank, and ``end`` once if ``begin`` has not raised."""
+
+    def __init__(self, source: Source, plan: Plan | None) -> None:
+        """``plan``: of the program used last."""
+        self._source, self._plan, self._state = source, plan, source.state()
+
+    @_compat.cpu_by_default
+    def begin(self) -> None:
+        source, state, ranks = self._source, self._state, self._source.ranks
+        with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
+            found = ranks.agree_on(_BEGIN, self._found, lambda found: whole.facts(state, found))
+            state.meet()
+            self._shown: Sequence[Shown] = whole.show(state, found)
+        self._modules = whole.mark(self._shown, source.name)
+
+    def _found(self) -> dict[str, Found]:
+        """What will be shown.
+
+        Raises GraphZeroError for values of no whole step, ConfigError, PlacementError or SbpError for what cannot be.
+        """
+        source, state = self._source, self._state
+        why = state.why_torn()
+        if why:
+            raise GraphZeroError(why)
+        if has_fake_world():
+            raise ConfigError(f"full_parameters() of {source.name} has no values in a fake world: others are not there")
+        found = state.tensors()
+        for entry in found.values():
+            check_real(entry.tensor, f"{entry.kind} {entry.path}")
+            check_held(entry, source.placement)
+        budget, plan = source.config.settings.memory_budget, self._plan
+        if budget is not None and plan is not None:
+            held, extra = sum(plan.memory.resident.values()), whole.extra_bytes(found)
+            if extra and held + extra > budget:
+                raise ConfigError(
+                    f"full_parameters() of {source.name} needs {mega(extra)} for whole tensors and what gathers them, "
+                    f"beside {mega(held)} that stay: {held + extra:,} bytes, and the memory budget is {budget:,}. "
+                    "Evaluate with a Graph, which gathers layer by layer, or set a larger budget"
+                )
+        return found
+
+    @_compat.cpu_by_default
+    def end(self, error: BaseException | None) -> None:
+        """``error``: what the block has raised on this rank, which this raises too."""
+        whole.unmark(self._modules)
+        left, lost = whole.put_back(self._shown)
+        try:
+            doing = f"the end of full_parameters() of {self._source.name}"
+            with self._source.ranks.together(doing), _compat.outside_inference_mode(), torch.no_grad():
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                failure = self._met(error, lost)
+                self._take(left)
+                if failure is not None:
+                    raise failure
+        finally:
+            whole.let_go(self._shown)
+
+    def _met(self, error: Exception | None, lost: Sequence[str]) -> Exception | None:
+        """What all ranks are to raise, when all have come."""
+        ranks = self._source.ranks
+        try:
+            ranks.agree_on(_END, lambda: self._check(error, lost), lambda _: {})
+        except Exception as failure:
+            if ranks.active and id(failure) != ranks.raised_by_all:
+                raise
+            return failure
+        return None
+
+    def _check(self, error: Exception | None, lost: Sequence[str]) -> None:
+        if error is not None:
+            raise error
+        if lost:
+            raise ConfigError(
+                f"{', '.join(lost[:4])}{' ...' * (len(lost) > 4)}: within full_parameters() of {self._source.name} "
+                "another tensor was put there, of another shape, dtype or kind, or none at all; what stood there "
+                "before does so again. Convert a copy of the module (copy.deepcopy), and write in place"
+            )
+
+    def _take(self, left: Iterable[Left]) -> None:
+        """Take what is the same on all ranks.  Raises CaptureError on all of them if anything is not."""
+        ranks, by_path = self._source.ranks, {one.of.entry.path: one for one in left}
+        values = {path: f"hash {content(one.values):x}" for path, one in by_path.items()} if ranks.active else {}
+        failure, differing = None, set[str]()
+        try:
+            ranks.agree_on(_WRITTEN, lambda: values, lambda values: values)
+        except CaptureError as error:
+            failure, differing = error, _differing(ranks.collect(values))
+        for path in by_path.keys() - differing:
+            by_path[path].take()
+        if failure is not None:
+            torn.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
+            raise failure
+
+
+def _differing(everyone: Sequence[Mapping[str, str]]) -> set[str]:
+    paths = {path for found in everyone for path in found}
+    return {path for path in paths if len({found.get(path) for found in everyone}) > 1}

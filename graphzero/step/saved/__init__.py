@@ -1,0 +1,1 @@
+"""What of a Graph is saved and loaded: its state dicts, and checkpoints in files."""

@@ -1,0 +1,104 @@
+"""What one checkpoint in files consists of, as of now."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphzero._compat import storage_id
+from graphzero.errors import CheckpointError
+from graphzero.runtime.checkpoint import reading
+from graphzero.runtime.files import blocks, saving
+from graphzero.runtime.files.index import Index
+from graphzero.runtime.files.json_values import to_json
+from graphzero.runtime.files.saving import Layout
+from graphzero.runtime.tensors.shards import local_of
+from graphzero.step.source import Source
+
+
+class Content:
+    """All of one.  outline: what there is to save, see ``reading.outline``.  extra: of the user.
+
+    is_hashed: whether of frozen parameters only hashes are kept.
+
+    Raises CheckpointError for values that are no whole step's, and for what no file can hold.
+    """
+
+    def __init__(self, source: Source, outline: Mapping[str, Any], path: Path, extra: Any, is_hashed: bool) -> None:
+        self._path = path
+        state = source.state()
+        torn = state.why_torn()
+        if torn:
+            raise CheckpointError(f"{source.name} is not saved: {torn}")
+        self.tensors: dict[str, Tensor] = {}
+        self._state = _in_words(reading.plain(outline), "", self._keep)
+        self._extra = _in_words(extra, "extra", _no_tensor)
+        self.step = int(outline["random"]["step"])
+        self.placement = source.placement
+        found = state.tensors().values()
+        frozen = {storage_id(local_of(x.tensor)) for x in found if x.kind == "param" and not x.tensor.requires_grad}
+        self.layout: Layout = saving.lay_out(
+            self.tensors, self.placement, lambda _: state.program is None,
+            lambda name: is_hashed and name.startswith("modules.") and self._storage(name) in frozen,
+        )  # fmt: skip
+        self.position = saving.place_of(self.placement)
+
+    def _keep(self, x: Tensor, path: str) -> str:
+        name = path.removeprefix(".")
+        while name in self.tensors:  # names with dots can come to the same
+            name += "'"
+        self.tensors[name] = x
+        return name
+
+    def _storage(self, name: str) -> int:
+        return storage_id(local_of(self.tensors[name]))
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        values = {f"values of {part}": json.dumps(held) for part, held in self._state.items()}
+        ties = {f"tie of {name}": held.same_as for name, held in self.layout.stored.items() if held.same_as}
+        path, extra = str(self._path), json.dumps(self._extra)
+        return {"path": path, "extra": extra, **values, **ties, **reading.facts(self.tensors)}
+
+    @property
+    def is_first(self) -> bool:
+        return self.position == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(saving.nbytes(self.layout, position) for position in range(len(self.layout.files)))
+
+    def boxes(self) -> list[Tensor]:
+        return saving.own_boxes(self.layout.files[self.position], self.tensors)
+
+    def frozen(self) -> list[str]:
+        """Hashes of what this rank only hashes, in order."""
+        return [blocks.sha256_of(box) for box in saving.own_boxes(self.layout.frozen[self.position], self.tensors)]
+
+    def staged(self) -> list[Tensor]:
+        """Copies of them, which the next step does not write to."""
+        return [box.detach().to("cpu", copy=True).contiguous() for box in self.boxes()]
+
+    def index(self, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+        made_by = {"torch": torch.__version__, "python": platform.python_version(), "ranks": self.placement.size}
+        return Index(self.step, tensors, files, self._state, self._extra, made_by)
+
+
+def _in_words(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
+    try:
+        return to_json(x, path, tensor)
+    except RecursionError:
+        raise CheckpointError(f"{path or 'the state'} contains itself, or is nested too deeply to be saved") from None
+
+
+def _no_tensor(x: Tensor, path: str) -> str:
+    raise CheckpointError(
+        f"{path} is a tensor; extra= holds numbers, strings, lists and dicts, the same on every rank: x.tolist(), or "
+        "register it as a buffer of a module"
+    )

@@ -1,0 +1,70 @@
+"""Frozen parameters of which a checkpoint has hashes alone: whether those that stand here are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from graphzero._compat import is_dtensor
+from graphzero.errors import CheckpointError
+from graphzero.runtime.files import saving
+from graphzero.runtime.files.blocks import sha256_of
+from graphzero.runtime.files.boxes import Box
+from graphzero.runtime.files.index import Stored
+from graphzero.runtime.tensors.resplit import whole
+from graphzero.runtime.tensors.shards import local_of
+from graphzero.sbp.placement import Placement
+
+_SHOWN = 6
+
+
+def check_present(stored: Mapping[str, Stored], have: Mapping[str, Tensor], where: str) -> None:
+    """Raise CheckpointError for what has no values here to compare, or others at first sight."""
+    for name, x in have.items():
+        if x.is_meta:
+            raise CheckpointError(
+                f"{where} has hashes of frozen parameters, not their values, and {name} is on the meta device here: "
+                "load what they were frozen from first, gz.load_pretrained(graph, path)"
+            )
+        if x.dtype != stored[name].dtype:
+            raise CheckpointError(f"{name} is frozen, and {x.dtype} here, {stored[name].dtype} in {where}")
+
+
+def different(
+    stored: Mapping[str, Stored], have: Mapping[str, Tensor], placement: Placement, is_first_alone: bool
+) -> list[str]:
+    """Names of those whose hashes this rank finds to be others.  All ranks call it; where pieces are those that were
+    saved each hashes its own, else one tensor at a time is made whole.
+
+    stored, have: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
+    """
+    names = list(have)
+    parts = saving.boxes_of([have[name] for name in names], placement, [is_first_alone] * len(names))
+    here = saving.place_of(placement)
+    found = []
+    for name, held in zip(names, parts, strict=True):
+        x, wanted = have[name], {box: text for text, box in stored[name].hashes}
+        if {one.box for _, one in held} == wanted.keys():
+            mine = [(one.box, one.here.of(local_of(x))) for position, one in held if position == here]
+        else:
+            sharing = 1 if placement.virtual or is_first_alone and not is_dtensor(x) else placement.size
+            mine = _share(list(wanted), whole(x, placement) if is_dtensor(x) else x, here, sharing)
+        if any(sha256_of(piece) != wanted[box] for box, piece in mine):
+            found.append(name)
+    return found
+
+
+def _share(boxes: list[Box], x: Tensor, here: int, sharing: int) -> list[tuple[Box, Tensor]]:
+    """What of the whole ``x`` this rank hashes, one of so many."""
+    return [(box, box.of(x)) for i, box in enumerate(boxes) if i % sharing == here]
+
+
+def refuse(names: list[str], where: str) -> None:
+    """Raise CheckpointError if there are any."""
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise CheckpointError(
+            f"{where} has hashes of frozen parameters, and {', '.join(names[:_SHOWN])}{more} have other values here; "
+            "nothing was loaded. Load what they were frozen from first"
+        )
