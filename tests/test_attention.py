@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from graphzero import _compat
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_kernels
-from graphzero.ops.attention_kernels import KERNELS, Case, backward_by_definition, by_definition, choose
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda
+from graphzero.ops.attention_contract import Case, backward_by_definition, by_definition, wide
+from graphzero.ops.attention_kernels import KERNELS, choose
 
 MASKS = [(None, False), (None, True), ("whole", False), ("rows", True), ("masked row", False)]
 CUDA = {kernel.name: kernel for kernel in KERNELS["cuda"]}
@@ -152,7 +153,7 @@ def _check_bias(bias, q, k):
 
 def _exact(*args):
     out, logsumexp = by_definition(*args)
-    return out, logsumexp.to(attention_kernels.wide(out.dtype))
+    return out, logsumexp.to(wide(out.dtype))
 
 
 def _efficient(q, k, v, bias, compute, dropout, causal, *, scale):
@@ -202,7 +203,7 @@ def stand_ins(monkeypatch):
         _scaled_dot_product_cudnn_attention=_cudnn,
         _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
     )
-    monkeypatch.setattr(attention_kernels, "aten", made)
+    monkeypatch.setattr(attention_cuda, "aten", made)
 
 
 @pytest.mark.parametrize("dim", [4, 8, 13])
@@ -262,8 +263,8 @@ def test_cudnn_reads_pieces_of_one_projection_where_they_are(stand_ins, monkeypa
         given.extend(args[1:4])
         return _cudnn_backward(*args, **kwargs)
 
-    monkeypatch.setattr(attention_kernels.aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(attention_kernels.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    monkeypatch.setattr(attention_cuda.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(attention_cuda.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
     q, k, v = torch.randn(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind()
     out, sums = CUDA["cudnn"].forward(q, k, v, None, False, 0.3)
     found = CUDA["cudnn"].backward(out, q, k, v, out, sums, None, False, 0.3)

@@ -5,12 +5,17 @@ The numbers are those of plain PyTorch doing the same.
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from user_steps import Train, adam, batch, eager_step, mlp, same
 
 
@@ -44,6 +49,114 @@ def test_build_may_call_methods_and_read_attributes_which_may_change():
     check()
 
 
+class Weight:
+    """Of the user's own, no module."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.read = scale, 0
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+
+SHARED = torch.tensor(2.0)
+
+
+def a_list(graph: Train, scale: float) -> None:
+    graph.scales[0] = scale
+
+
+def a_dict_of_tensors(graph: Train, scale: float) -> None:
+    graph.named["scale"] = torch.tensor(scale)
+
+
+def a_tensor_in_a_dict(graph: Train, scale: float) -> None:
+    graph.named["scale"].fill_(scale)
+
+
+def a_plain_object(graph: Train, scale: float) -> None:
+    graph.weight.scale = scale
+
+
+def another_plain_object(graph: Train, scale: float) -> None:
+    graph.weight = Weight(scale)
+
+
+def an_object_of_a_module(graph: Train, scale: float) -> None:
+    graph.model.options.scale = scale
+
+
+def a_partial(graph: Train, scale: float) -> None:
+    graph.call = functools.partial(torch.mul, torch.tensor(scale))
+
+
+def a_global_tensor(graph: Train, scale: float) -> None:
+    SHARED.fill_(scale)
+
+
+CHANGES = {
+    a_list: lambda graph: graph.scales[0],
+    a_dict_of_tensors: lambda graph: graph.named["scale"],
+    a_tensor_in_a_dict: lambda graph: graph.named["scale"],
+    a_plain_object: lambda graph: graph.weight(1.0),
+    another_plain_object: lambda graph: graph.weight(1.0),
+    an_object_of_a_module: lambda graph: graph.model.options.scale,
+    a_partial: lambda graph: graph.call(torch.ones(())),
+    a_global_tensor: lambda graph: SHARED,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_build_reads_in_containers_and_objects_may_change(change):
+    SHARED.fill_(2.0)
+    graph = Train(nn.Identity())
+    graph.scales, graph.named, graph.weight = [2.0], {"scale": torch.tensor(2.0)}, Weight(2.0)
+    graph.model.options, graph.call = Namespace(scale=2.0), functools.partial(torch.mul, torch.tensor(2.0))
+    graph.build = MethodType(lambda self, x: self.model(x) * CHANGES[change](self), graph)
+    x = torch.ones(2, 3)
+    assert torch.equal(graph(x), 2 * x)
+    for scale in (5.0, 7.0):
+        change(graph, scale)
+        assert torch.equal(graph(x), scale * x)
+    first = graph.program
+    graph.weight.read += 1  # which build does not look at
+    assert torch.equal(graph(x), scale * x) and graph.program is first
+
+
+def times(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda h: h * scale
+
+
+@pytest.mark.filterwarnings("ignore:Train has compiled")
+def test_a_function_that_takes_the_place_of_a_freed_one_is_another():
+    graph = Train(nn.Identity())
+    graph.build = MethodType(lambda self, x: self.change(self.model(x)), graph)
+    x = torch.ones(2, 3)
+    for scale in range(12):  # addresses come back
+        graph.change = None
+        graph.change = times(scale)
+        assert torch.equal(graph(x), scale * x)
+
+
+def test_what_build_sets_itself_and_then_reads_makes_no_new_program():
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.aux, self.times, self.spare = [x.mean()], 3, float("nan")
+            self.aux.append(x.sum())
+            return x * sum(self.aux) * self.times if self.spare else x
+
+    model = Keeps()
+    graph = Train(model)
+    graph.build = MethodType(lambda self, x: self.model(x), graph)
+    x = torch.ones(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that build sets attributes
+        graph(x)
+        first = graph.program
+        graph(x)
+    assert graph.program is first
+
+
 def test_a_changed_number_of_a_module_is_seen_and_the_old_program_serves_the_old_one():
     graph = Train(nn.Sequential(nn.Dropout(0.5), nn.LeakyReLU(0.1)))
     graph.build = lambda x, y: graph.model(x)
@@ -57,6 +170,82 @@ def test_a_changed_number_of_a_module_is_seen_and_the_old_program_serves_the_old
     graph.model[0].p, graph.model[1].negative_slope = 0.5, 0.1
     graph(x, x)
     assert graph.program is first
+
+
+AWAY = [torch.ones(3, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("which", range(2))
+def test_a_tensor_that_is_no_attribute_is_seen_when_it_is_written_to(which):
+    class Reads(Train):
+        def build(self, x, y):
+            return self.model(x) * AWAY[which] * self.held[0] * self.shown
+
+    graph, (x, y) = Reads(mlp()), batch(0)
+    graph.held, graph.shown = [torch.tensor(2.0, dtype=torch.float64)], torch.tensor(1.0, dtype=torch.float64)
+
+    def check():
+        wanted = graph.model(x).detach() * AWAY[which] * graph.held[0] * graph.shown
+        torch.testing.assert_close(graph(x, y), wanted)
+
+    check()
+    AWAY[which].mul_(1.5)
+    check()
+    graph.held[0].add_(1.0)
+    check()
+    AWAY[which].data = AWAY[which] * 2.0
+    check()
+    graph.shown.data = graph.shown + 3.0
+    check()
+    first = graph.program
+    check()
+    assert graph.program is first
+
+
+def test_a_tensor_that_keeps_changing_is_named_in_the_warning():
+    class Reads(Train):
+        def build(self, x, y):
+            return self.model(x) * AWAY[0]
+
+    graph = Reads(nn.Identity())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(10):
+            AWAY[0].fill_(step)
+            graph(*(x[:, :3] for x in batch(0)))
+    (message,) = [str(w.message) for w in caught if "programs" in str(w.message)]
+    assert "what keeps changing: tensors that are no buffers." in message
+
+
+class Factored(torch.optim.Optimizer):
+    """A number of its own beside its groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.factor, self.signed = 1.0, False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_((p.grad.sign() if self.signed else p.grad) * group["lr"] * self.factor)
+
+
+def test_a_number_that_an_optimizer_keeps_in_itself_is_seen_when_it_changes():
+    model = mlp()
+    twin = copy.deepcopy(model)
+    mine, its = Factored(model.parameters()), Factored(twin.parameters())
+    graph = Train(model, mine, 2, lr_sch=torch.optim.lr_scheduler.StepLR(mine, 100))
+    programs = []
+    for step, change in enumerate(({}, {}, {"factor": 0.5}, {"signed": True}, {})):
+        for optimizer in (mine, its):
+            vars(optimizer).update(change)
+        graph(*batch(step))
+        eager_step(twin, its, step)
+        same(model, twin)
+        programs.append(graph.program)
+    assert programs[0] is programs[1] and programs[3] is programs[4] and len(set(programs)) == 3
 
 
 def test_an_attribute_that_build_does_not_read_makes_no_new_program():

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from _ranks import start_as_torchrun
 
 import graphzero as gz
 from graphzero.cli import main
-from graphzero.cli.calibrate import Measured, Sample, calibrate, fit, table
+from graphzero.cli.calibrate import Measured, Sample, calibrate, fit, on_any_axes, table
+from graphzero.cli.calibrate_compute import measured_device, shares
 from graphzero.config import GraphConfig
+from graphzero.plan.device import Device
+from graphzero.plan.timeline import timeline
 from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
 from graphzero.sbp.links import messages
 
@@ -77,6 +81,22 @@ def test_the_table_has_a_line_for_each_axis():
     assert lines[1].split() == ["dp", "4", "5.0", "us", "50.000", "GB/s", "0%"]
 
 
+def test_what_was_measured_along_an_axis_serves_axes_that_other_placements_have(tmp_path):
+    fast, slow, few = gz.Link(1e-6, 1e11), gz.Link(1e-5, 1e10), gz.Link(1e-7, 1e12)
+    place = gz.placement("cpu", torch.arange(16).reshape(2, 4, 2).tolist(), ("dp", "tp", "cp"), virtual=True)
+    device = Device("two hosts", "cpu", {"f32": 1e12}, 1e11, 1 << 34, 1e-6, host=8)
+    measured = [Measured("dp", 2, slow, []), Measured("tp", 4, fast, []), Measured("cp", 2, few, [])]
+    links = on_any_axes(measured, device, place)
+    assert links == {"dp": slow, "tp": fast, "cp": few, "inside": fast, "between": slow}
+    both = replace(device, links=links)
+    flat = gz.placement("cpu", torch.arange(16).reshape(4, 4).tolist(), ("dp_replicate", "dp_shard"), virtual=True)
+    assert (both.link(flat, "dp_replicate"), both.link(flat, "dp_shard")) == (slow, fast)
+    (tmp_path / "device.json").write_text(json.dumps(both.to_json()))
+    config = GraphConfig(place)
+    config.set_links(str(tmp_path / "device.json"))
+    assert config.links == (slow, fast, few)
+
+
 @pytest.fixture
 def file(tmp_path):
     (tmp_path / "steps.py").write_text(FACTORY)
@@ -86,7 +106,7 @@ def file(tmp_path):
 def test_virtual_ranks_have_nothing_to_measure(file, capsys):
     with pytest.raises(gz.ConfigError, match="nothing to measure.*virtual.*torchrun"):
         calibrate(gz.placement("cpu", range(4), virtual=True))
-    assert main(["calibrate", f"{file}:make"]) == 1
+    assert main(["calibrate", f"{file}:make"]) == 2
     assert "nothing to measure" in capsys.readouterr().err
 
 
@@ -105,10 +125,11 @@ def test_a_fake_world_has_nothing_to_measure():
         ("{file}:make", ["--axes", "dp4"], "dp=4,tp=2"),
         ("{file}:make", ["--axes", "dp=2,tp=2"], "torchrun"),
         ("{file}:make", ["--sizes", "8"], "two sizes"),
+        ("{file}:make", ["--output", "no/folder/device.json"], "there is no folder"),
     ],
 )
 def test_a_wrong_command_says_what_to_write(file, capsys, what, more, word):
-    assert main(["calibrate", what.format(file=file), *more]) == 1
+    assert main(["calibrate", what.format(file=file), *more]) == 2
     assert word in capsys.readouterr().err
 
 
@@ -119,6 +140,38 @@ def _run(rank: int, output: Path, options: list[str]) -> None:
         runpy.run_module("graphzero", run_name="__main__")
     assert not ended.value.code
     dist.destroy_process_group()
+
+
+class Train(gz.Graph):
+    def __init__(self):
+        super().__init__(gz.placement("cpu", [0], virtual=True))
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def scaled(times, by):
+    return replace(times, seconds={k: by * v for k, v in times.seconds.items()},
+                   ops={k: by * v for k, v in times.ops.items()})  # fmt: skip
+
+
+def test_with_the_shares_of_a_step_its_ops_take_as_long_as_they_took():
+    graph, x = Train(), torch.randn(512, 64)
+    device = measured_device(graph, (x,), {}, repeat=3)
+    one = gz.testing.profile_step(graph, x)
+    times = [scaled(one, by) for by in (1.1, 1.0, 0.9)]  # of one machine at one time, whatever else it does
+    base = replace(device, reached={}, call=1e-7, step=0.0)
+    found = shares(base, graph.program, times)
+    assert {"addmm", "gelu", "mm"} <= set(found.reached) and set(device.reached) == set(found.reached)
+    step = timeline(graph.program, found)
+    assert step.seconds == pytest.approx(one.total, rel=0.05)
+    events = [event.seconds - found.call + base.call for event in step.events if event.kind == "mm"]
+    took = sum(seconds for (_, op), seconds in one.ops.items() if op == "mm")
+    assert sum(events) == pytest.approx(took)
 
 
 @pytest.mark.slow
@@ -132,5 +185,8 @@ def test_two_processes_measure_their_links_into_a_file_that_the_configuration_re
     config = GraphConfig(gz.placement("cpu", [[0, 1]], virtual=True))
     config.set_links(out)
     assert 0 <= config.links[1].latency < 1 and 1e6 < config.links[1].bandwidth < 1e13
+    device = Device.named(str(out))
+    assert device.links == {"tp": config.links[1]} and device.type == "cpu" and not device.overlaps
+    assert min(device.flops["f32"], device.memory) > 1e6 and "mul" in device.reached and device.step > 0
     (measured,) = json.loads(out.read_text())["measured"]
     assert measured["axis"] == "tp" and {s["kind"] for s in measured["samples"]} == set(COLLECTIVES)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.inspect.report import Report, Stage
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.sbp import registry
@@ -266,3 +267,12 @@ def test_the_report_of_a_large_difference_stays_short(batch: Any) -> None:
     report = gz.check(Train(layers, scales_gradients), *batch, dtype=torch.float64)
     assert not report
     assert len(str(report).splitlines()) < 50
+
+
+def test_the_columns_of_a_report_stand_below_each_other_however_long_a_name_is() -> None:
+    found = {"outputs": 1e-7, "gradients": 2e-7, "parameters": 3e-7, "states": 4e-7}
+    long = Stage("my_package.gathers_in_eight_bits_between_hosts", ranks=16, differences=found)
+    lines = str(Report("Net", "its own dtypes", 1e-3, (Stage("captured", differences=found), long))).splitlines()
+    head, first, last = (next(x for x in lines if word in x) for word in ("plain PyTorch", "captured  ", "in_eight"))
+    assert len(head) == len(first) == len(last)
+    assert last.split()[-4:] == ["1.0e-07", "2.0e-07", "3.0e-07", "4.0e-07"]

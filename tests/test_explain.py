@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphzero as gz
+from graphzero.ir.source import line_of
 from graphzero.sbp import B, P, S
 
 
@@ -162,3 +166,15 @@ def test_explaining_changes_nothing(graph: gz.Graph) -> None:
     before = str(graph.program)
     gz.explain(graph, named(graph, "aten.gelu.default"))
     assert str(graph.program) == before
+
+
+def test_a_line_of_a_notebook_is_told_by_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def format_code_name(file: str) -> tuple[str, str] | None:  # IPython's
+        return ("Cell", "In[3]") if file.startswith("/tmp/ipykernel_1/") else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert line_of(compile("pass", "/tmp/ipykernel_1/2345.py", "exec"), 5) == "Cell In[3]:5 in <module>"
+    assert line_of(compile("pass", "/tmp/train.py", "exec"), 5) == "/tmp/train.py:5 in <module>"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert line_of(compile("pass", "/tmp/ipykernel_1/9.py", "exec"), 5) == "/tmp/ipykernel_1/9.py:5 in <module>"

@@ -14,6 +14,7 @@ import graphzero
 ROOT = pathlib.Path(graphzero.__file__).parent
 LAYERS = (  # what stands in one line does not know each other
     {"errors", "_compat"},
+    {"logs"},
     {"ops"},
     {"sbp"},
     {"ir"},
@@ -21,9 +22,10 @@ LAYERS = (  # what stands in one line does not know each other
     {"plan"},
     {"config"},
     {"step"},
-    {"graph", "region", "convert", "files"},
-    {"nn", "inspect"},
-    {"testing"},
+    {"graph", "region", "convert"},
+    {"nn", "inspect", "files", "pretrained", "tune"},
+    {"testing", "page"},
+    {"measure"},
     {"cli", "pytest_plugin"},
     {"__main__", "__init__"},
 )

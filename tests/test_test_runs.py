@@ -80,3 +80,9 @@ def _is_there(process: int) -> bool:
 def test_files_that_are_put_first_are_there() -> None:
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(LONGEST) <= there, "tests/order_of_files.py names files that are not there"
+
+
+def test_no_two_files_of_tests_are_modules_of_one_name():
+    """Their folders all go onto the path, so the second one would be given the first."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

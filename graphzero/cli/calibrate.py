@@ -1,4 +1,4 @@
-"""Measures what links cost: times the runtime's own collectives along each axis and fits the alpha-beta model.
+"""``graphzero calibrate``: times the runtime's own collectives along each axis and fits the alpha-beta model of links.
 
 All ranks talk along the measured axis at once, as they do in a step: groups that share a network card share its
 bandwidth.  What the numbers mean is ``sbp.links``'s; the file they are kept in ``link_files``'s.
@@ -6,19 +6,26 @@ bandwidth.  What the numbers mean is ``sbp.links``'s; the file they are kept in 
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from graphzero.cli import factory
+from graphzero.cli.calibrate_compute import measured_device
+from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
+from graphzero.plan.device import Device
 from graphzero.runtime.transport.primitives import Handle
+from graphzero.runtime.world import launch
 from graphzero.runtime.world.accelerators import synchronize
-from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.boxing import wire_bytes
@@ -63,6 +70,56 @@ class Measured:
         return {"axis": self.axis, "ranks": self.ranks, "samples": [asdict(sample) for sample in self.samples]}
 
 
+def add_arguments(one: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    one.description = (
+        "Times collectives along each placement axis, under torchrun, and fits latency and bandwidth; times products, "
+        "copies and the ops of the FACTORY's own step: "
+        "torchrun --nproc-per-node=8 -m graphzero calibrate train.py:make --axes dp=4,tp=2"
+    )
+    factory.add_arguments(one)
+    one.add_argument("--stage", type=int, default=0, choices=factory.STAGES, help="given to the FACTORY")
+    one.add_argument("--output", metavar="PATH", default="device.json", help="what plan and config.set_links read")
+    one.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    one.add_argument("--repeat", type=int, default=7, help="how often each size is timed")
+    one.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the command line says, and print it."""
+    if min(options.sizes) < 1 or len(set(options.sizes)) < 2 or options.repeat < 1:
+        raise ConfigError("calibrate needs two sizes of at least a byte and one repeat: two numbers are to be fitted")
+    if launch.own_rank() == 0:  # which writes it
+        check_output("--output", options.output)
+    where = factory.placement_of(options, launch.resolve(None).device_type)
+    graph, args = factory.make(options.factory, where, options.stage)
+    found = calibrate(graph.placement, options.sizes, options.repeat)
+    device = measured_device(graph, args, {one.axis: one.link for one in found}, options.repeat)
+    if dist.get_rank() != int(graph.placement.ranks.flat[0]):
+        return
+    device = replace(device, links=on_any_axes(found, device, graph.placement))
+    facts = {
+        "placement": repr(graph.placement),
+        "torch": torch.__version__,
+        "measured": [one.facts() for one in found],
+    }
+    write_output("--output", options.output, json.dumps({**device.to_json(), **facts}, indent=2) + "\n")
+    print(table(found))
+    print(described(device))
+    print(
+        f'wrote {options.output}; graph.config.set_links("{options.output}") reads its links, '
+        f"`graphzero plan --device {options.output}` all of it"
+    )
+
+
+def on_any_axes(found: Sequence[Measured], device: Device, placement: Placement) -> dict[str, Link]:
+    """The links by axis, and "inside" and "between" hosts, for axes that other placements have: those along which most
+    ranks meet there.
+    """
+    ways = {device.way(placement, one.axis): one.link for one in sorted(found, key=lambda one: one.ranks)}
+    return {one.axis: one.link for one in found} | ways
+
+
 def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:
     """The links of every axis of several ranks; every rank calls it, and every rank gets the same numbers.
 
@@ -71,7 +128,7 @@ def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 
     do not grow with sizes.
     """
     axes = [name for name, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
-    why = "virtual: its ranks live in this process" if placement.virtual else "fake" if has_fake_world() else ""
+    why = "virtual: its ranks live in this process" if placement.virtual else "fake" if launch.has_fake_world() else ""
     if why or not axes:
         raise ConfigError(
             f"there is nothing to measure: {placement!r} is {why or 'one rank'}, so nothing travels between ranks; run "
@@ -108,6 +165,13 @@ def table(found: Sequence[Measured]) -> str:
         latency, bandwidth = f"{one.link.latency * 1e6:.1f} us", f"{one.link.bandwidth / 1e9:.3f} GB/s"
         lines.append(f"{one.axis:<14}{one.ranks:>6}{latency:>14}{bandwidth:>16}{one.error:>11.0%} ")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def described(device: Device) -> str:
+    """What a rank computes, as text."""
+    flops = ", ".join(f"{dtype} {rate / 1e9:,.1f} GFLOP/s" for dtype, rate in device.flops.items())
+    memory, call = f"memory {device.memory / 1e9:.2f} GB/s", f"an op {device.call * 1e6:.1f} us"
+    return f"{flops}\n{memory}, {call}, shares of {len(device.reached)} ops"
 
 
 def _measure(world: World, axis: str, sizes: Sequence[int], repeat: int) -> Measured:

@@ -2,124 +2,75 @@
 
     graphzero calibrate FILE:FACTORY    time the links of the FACTORY's placement; see ``calibrate``
     graphzero opt FILE --passes TEXT    run passes over a printed program; see ``opt``
+    graphzero plan FILE:FACTORY         say what a step costs on ranks that are not there; see ``plan``
+    graphzero show FILE:FACTORY         the program as text, or as a page; see ``show``
+    graphzero trace FILE:FACTORY        measure a step, op by op, beside its plan; see ``trace``
+    graphzero tune FILE:FACTORY         rank the layouts of a step that fit a machine; see ``tune``
 
-A FACTORY is a callable of ``placement`` and ``stage`` that returns ``(graph, example_args)``.
+What a FACTORY is says ``factory``.  Exit status: 0; 1 where the answer is no: a law is broken, a step cannot be
+captured; 2 for a wrong command or wrong input, and where the output cannot be written; 130 after Ctrl-C, 141 where
+nobody reads the output any more, as shells number these.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
+import errno
+import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
+from graphzero.cli import calibrate, opt, plan, show, trace, tune
+from graphzero.errors import ConfigError, GraphZeroError, PlacementError
 
-from graphzero.cli import calibrate, opt
-from graphzero.config import links
-from graphzero.errors import ConfigError, GraphZeroError
-from graphzero.graph import Graph
-from graphzero.runtime.world import launch
-from graphzero.sbp.placement import Placement, placement
+COMMANDS = {  # name: (its module, which has add_arguments(parser), in a few words)
+    "calibrate": (calibrate, "time the links of a placement"),
+    "opt": (opt, "run passes over a printed program"),
+    "plan": (plan, "say what a step costs on ranks that are not there"),
+    "show": (show, "print the program of a step, or write a page about it"),
+    "trace": (trace, "measure a step, op by op"),
+    "tune": (tune, "rank the layouts of a step that fit a machine"),
+}
+
+
+STOPPED, UNREAD = 128 + 2, 128 + 13  # by SIGINT, by SIGPIPE
+UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a file that is open
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        status = int(options.run(options) or 0)
+        if sys.stdout is not None:  # which may be closed
+            sys.stdout.flush()
+        return status
     except GraphZeroError as error:
         print(f"graphzero: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 2 if isinstance(error, (ConfigError, PlacementError)) else 1
+    except KeyboardInterrupt:
+        print("graphzero: stopped", file=sys.stderr)
+        return STOPPED
+    except OSError as error:
+        if error.errno not in UNWRITTEN or error.filename is not None:
+            raise
+        _drop_output()
+        if isinstance(error, BrokenPipeError):
+            return UNREAD
+        print(f"graphzero: what is printed cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """What is printed goes nowhere from now on: at its end Python would try once more to write what is left."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("graphzero", description="Ask something of a step of training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    one = commands.add_parser(
-        "calibrate",
-        help="time the links of a placement",
-        description="Times collectives along each placement axis, under torchrun, and fits latency and bandwidth: "
-        "torchrun --nproc-per-node=8 -m graphzero calibrate train.py:make --axes dp=4,tp=2",
-    )
-    one.add_argument("factory", metavar="FILE:FACTORY", help="makes the graph whose placement is measured")
-    one.add_argument("--axes", metavar="dp=4,tp=2", help="ranks along each axis; by default all are dp")
-    one.add_argument("--stage", type=int, default=0, choices=(0, 1, 2, 3), help="given to the FACTORY")
-    one.add_argument("--output", metavar="PATH", default="links.json", help="what config.set_links reads afterwards")
-    one.add_argument("--sizes", type=int, nargs="+", default=calibrate.SIZES, metavar="BYTES")
-    one.add_argument("--repeat", type=int, default=7, help="how often each size is timed")
-    one.set_defaults(run=_calibrate)
-    opt.add_arguments(commands.add_parser("opt", help="run passes over a printed program"))
+    for name, (module, words) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=words))
     return parser
-
-
-def _calibrate(options: argparse.Namespace) -> None:
-    if min(options.sizes) < 1 or len(set(options.sizes)) < 2 or options.repeat < 1:
-        raise ConfigError("calibrate needs two sizes of at least a byte and one repeat: two numbers are to be fitted")
-    graph, _ = make(options.factory, axes_of(options.axes), options.stage)
-    found = calibrate.calibrate(graph.placement, options.sizes, options.repeat)
-    if dist.get_rank() != int(graph.placement.ranks.flat[0]):
-        return
-    links.write(
-        options.output,
-        {one.axis: one.link for one in found},
-        {
-            "placement": repr(graph.placement),
-            "torch": torch.__version__,
-            "measured": [one.facts() for one in found],
-        },
-    )
-    print(calibrate.table(found))
-    print(f'wrote {options.output}; graph.config.set_links("{options.output}") reads it')
-
-
-def make(what: str, where: Placement | None, stage: int) -> tuple[Graph, tuple[Any, ...]]:
-    """What the FACTORY of ``FILE:FACTORY`` makes.  Raises ConfigError where it does not give a graph and arguments."""
-    found = factory(what)(placement=where, stage=stage)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Graph)):
-        raise ConfigError(f"{what} returned {type(found).__name__}; return (graph, example_args)")
-    graph, example = found
-    return graph, tuple(example) if isinstance(example, (tuple, list)) else (example,)
-
-
-def factory(what: str) -> Callable[..., Any]:
-    """The callable of ``FILE:FACTORY``.  Raises ConfigError where there is none."""
-    file, _, name = what.rpartition(":")
-    path = Path(file)
-    if not file or not path.is_file():
-        raise ConfigError(f"{what}: there is no file {file or what!r}; write FILE:FACTORY, such as train.py:make")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{what}: {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look there
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(
-            f"{what}: {file} has no callable {name!r}; define `def {name}(placement, stage)` that returns "
-            "(graph, example_args)"
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def axes_of(text: str | None) -> Placement | None:
-    """The placement of ``dp=4,tp=2`` over all ranks of the world; None for none.
-
-    Raises ConfigError for another form, PlacementError for ranks that are not there.
-    """
-    if text is None:
-        return None
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.isidentifier() and size.isdigit() and int(size) for name, _, size in pairs):
-        raise ConfigError(f"--axes {text}: write each axis with its ranks, outermost first: dp=4,tp=2")
-    shape = [int(size) for _, _, size in pairs]
-    ranks = torch.arange(math.prod(shape)).reshape(shape).tolist()
-    world = launch.resolve(None)
-    return placement(world.device_type, ranks, [name for name, _, _ in pairs])

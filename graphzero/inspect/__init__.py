@@ -2,6 +2,7 @@
 
 ``start`` collects what one step reads, as whole copies; ``eager`` runs the user's build and optimizers on them;
 ``stages`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
+``explain`` and ``snapshots`` run nothing: why a value has its SBP, and the program behind each pass as text.
 """
 
 from graphzero.inspect.checking import check

@@ -18,8 +18,8 @@ from graphzero.inspect.stages import Ran, ran
 from graphzero.inspect.start import Start, start_of
 from graphzero.inspect.wide import widened
 from graphzero.ir import value
-from graphzero.passes import Record
 from graphzero.runtime.world.agree import CHECK
+from graphzero.step.program import Program
 
 _CAPTURED = (
     "Capture runs build once and writes down the tensor operations. What plain PyTorch does anew in every call, and a "
@@ -66,12 +66,12 @@ def check(
             start = start_of(prepared, dtype is not None)
         names = {node.name: _result_name(node, program.captured.states) for node in program.graph.placeholders()}
         device = graph.placement.device_type
-        report = _Check(start, names, program.history, device, rtol).run()
+        report = _Check(start, names, program, device, rtol).run()
         if report.agrees or start.is_wide:
             return report
         with torch.no_grad():
             again = start_of(prepared, True)
-        return with_second(report, _Check(again, names, program.history, device, None).run())
+        return with_second(report, _Check(again, names, program, device, None).run())
 
 
 def _result_name(node: Any, specs: list[Any]) -> str:
@@ -82,10 +82,11 @@ def _result_name(node: Any, specs: list[Any]) -> str:
 
 class _Check:
     def __init__(
-        self, start: Start, names: Mapping[str, str], history: list[Record], device: str, rtol: float | None
+        self, start: Start, names: Mapping[str, str], program: Program, device: str, rtol: float | None
     ) -> None:
-        self.start, self.names, self.history, self.device = start, names, history, device
-        self.captured = self._run(history[0].before)
+        self.start, self.names, self.history, self.device = start, names, program.history, device
+        self.padded = program.captured.padded
+        self.captured = self._run(self.history[0].before)
         self.rtol = tolerance(self.captured.program, start.is_wide) if rtol is None else rtol
         self.kinds = {name: "states" for name in names.values() if "/" in name}
         self.notes: list[str] = []
@@ -135,8 +136,17 @@ class _Check:
         return Stage(name, ranks, False, by_kind, {n: gap for n, gap in gaps.items() if not gap <= self.rtol})
 
     def _against_eager(self) -> Stage:
-        found = {name: held.whole() for name, held in self.captured.results.items()}
+        found = {name: self._given(name, held.whole()) for name, held in self.captured.results.items()}
         return self._stage("captured", self.captured.ranks, self._gaps(eager_step(self.start), found))
+
+    def _given(self, name: str, whole: Any) -> Any:
+        """A result without what is padding."""
+        kind, _, number = name.partition(" ")
+        padding = self.start.padding
+        if padding is None or kind != "output" or not self.padded:
+            return whole
+        dims = self.padded[int(number)]
+        return padding.cut(whole, dims, whole.shape, False) if dims else whole
 
     def _gaps(self, eager: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
         before = {f"new {path}": x for path, x in {**self.start.params, **self.start.buffers}.items()}

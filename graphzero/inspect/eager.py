@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,8 +61,13 @@ def eager_step(start: Start) -> dict[str, Any]:
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
         scaled = _scale_after(start, grads, now) if grads else 1.0
         found |= {f"gradient {path}": grad.detach() * scaled for path, grad in grads.items()}
+        _widen(start, params.values())
         if grads and all(grad.isfinite().all() for grad in grads.values() if scaled != 1):
             found |= _update(start, {id(real): params[path] for path, real in reals.items() if path in params}, params)
+        if grads and start.step.averages:
+            with _compat.reparametrize(root, {**held, **now}):
+                for average in start.step.averages:
+                    average.averaged.update_parameters(average.of)
     found |= {f"new {path}": p.detach() for path, p in params.items()}
     found |= {f"new {path}": now.get(path, x).detach() for path, x in buffers.items()}
     return found
@@ -120,7 +125,8 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
         state: Any = defaultdict(dict)
         for (index, path), entry in start.states.items():
             if index == i:
-                state[params[path]] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
+                copies = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
+                state[params[path]] = {k: _unrounded(start, x) for k, x in copies.items()}
         try:
             optimizer.param_groups, optimizer.state = groups, state
             if spec.clip_grad_norm is not None:
@@ -136,6 +142,19 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
                 if isinstance(x, Tensor):
                     found[f"new {paths[id(param)]}/{key}"] = x.detach()
     return found
+
+
+def _widen(start: Start, params: Iterable[nn.Parameter]) -> None:
+    """What the program steps in float32 and rounds stochastically is float32 here, and not rounded."""
+    for param in params:
+        grad, param.grad = param.grad, None
+        param.data = _unrounded(start, param.data)
+        param.grad = None if grad is None else grad.to(param.dtype)
+
+
+def _unrounded(start: Start, x: Any) -> Any:
+    precision = start.step.precision
+    return x.float() if isinstance(x, Tensor) and precision is not None and precision.rounds(x) else x
 
 
 class _StandIns(TorchFunctionMode):

@@ -16,7 +16,6 @@ from graphzero.ir.calls import is_op
 from graphzero.ir.text.printer import op_name, print_line
 
 _SHOWN = 6
-_REORDERS = (torch.ops.aten.permute.default, torch.ops.aten.view.default)
 
 
 def first_difference(before: Ran, after: Ran, rtol: float) -> tuple[str, str]:

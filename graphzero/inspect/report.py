@@ -73,15 +73,16 @@ class Report:
         return "differs as captured" if self.where == "captured" else f"differs from pass {self.where} on"
 
     def __str__(self) -> str:
+        wide = max(22, *(len(_where(stage)) for stage in self.stages))
         lines = [
             f"check of {self.name} in {self.numbers}: {self.verdict}",
             f"  largest differences, relative to the largest element of a value; up to {self.rtol:.1e} is rounding",
             "",
-            f"  {'against plain PyTorch':<24}" + "".join(f"{kind:>12}" for kind in KINDS),
+            f"  {'against plain PyTorch':<{wide + 2}}" + "".join(f"{kind:>12}" for kind in KINDS),
         ]
         for i, stage in enumerate(self.stages):
             lines += ["  against the captured step"] if i == 1 else []
-            lines.append(_row(stage))
+            lines.append(_row(stage, wide))
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
 
@@ -97,12 +98,15 @@ def with_second(report: Report, second: Report) -> Report:
     return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is no rounding."))
 
 
-def _row(stage: Stage) -> str:
-    where = "" if stage.ranks == 1 else f", {stage.ranks} ranks"
+def _where(stage: Stage) -> str:
+    return stage.name + ("" if stage.ranks == 1 else f", {stage.ranks} ranks")
+
+
+def _row(stage: Stage, wide: int) -> str:
     cells = ["" if kind not in stage.differences else f"{stage.differences[kind]:.1e}" for kind in KINDS]
     cells = [("0" if cell == "0.0e+00" else cell) for cell in cells]
     rest = "  as before" if stage.same else "".join(f"{cell:>12}" for cell in cells)
-    return f"    {stage.name + where:<22}{rest}{'  <' if stage.beyond else ''}".rstrip()
+    return f"    {_where(stage):<{wide}}{rest}{'  <' if stage.beyond else ''}".rstrip()
 
 
 def beyond_lines(beyond: dict[str, float], most: int = 6) -> Sequence[str]:

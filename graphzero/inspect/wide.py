@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
-from graphzero.ops import GROUPED_MM, UNIFORM_LIKE
+from graphzero.ops import ADAM, ADAM_ROUNDED, GROUPED_MM, STOCHASTIC_ROUND, UNIFORM_LIKE
 
+_TO = torch.ops.aten._to_copy.default
 _WIDE = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -38,11 +39,16 @@ def wide(x: Any) -> Any:
 
 
 def widened(graph: StepGraph) -> StepGraph:
-    """A copy of ``graph`` that computes in float64; random numbers stay the ones they are."""
+    """A copy of ``graph`` that computes in float64 and rounds nothing; random numbers stay the ones they are."""
     graph = graph.clone()
     for node in graph.nodes:
         if node.op == "output" or node.target is UNIFORM_LIKE:
             continue
+        if node.target is ADAM_ROUNDED:
+            kept = {key: x for key, x in node.kwargs.items() if key not in ("numbers", "start", "total")}
+            node.target, node.args, node.kwargs = ADAM, node.args[:-1], kept
+        if node.target is STOCHASTIC_ROUND:
+            node.target, node.args, node.kwargs = _TO, node.args[:1], {"dtype": torch.float64}
         node.meta["type"] = wide(value.type_of(node))
         node.args = fx.node.map_aggregate(node.args, _dtype)  # type: ignore[assignment,arg-type]
         node.kwargs = fx.node.map_aggregate(node.kwargs, _dtype)  # type: ignore[assignment,arg-type]

@@ -32,4 +32,5 @@ def fake_world(n: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # what ran inside may have ended it, as scripts do
+            dist.destroy_process_group()

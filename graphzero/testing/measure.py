@@ -21,7 +21,7 @@ def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
 
     The graph must have been called with such arguments before.  Only the names of categories come from the program;
     bytes and lifetimes are those of real storages, so ``graph.plan.memory`` can be compared with it.  On a virtual
-    placement split states may be views of whole tensors and count whole; use ``fake_world`` or real ranks.
+    placement split states may be views of whole tensors; what the first rank holds of them counts.
     """
     prepared = _prepared(graph, args, kwargs)
     executor, program = prepared.executor, prepared.program.graph
@@ -29,7 +29,9 @@ def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
     for node in program.placeholders(*RESIDENT):
         role = value.role_of(node)
         assert role is not None
-        meter.register(RESIDENT[role.kind], [executor.bound[node.name][0]])
+        held = executor.bound[node.name][0]
+        own = held.numel() * held.element_size() if prepared.source.placement.virtual else None  # a view of the whole
+        meter.register(RESIDENT[role.kind], [held], own)
     executor.meter = meter
     try:
         graph(*args, **kwargs)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphzero import _compat
+from graphzero.ir.space import HOST
 
 if TYPE_CHECKING:
     from graphzero.runtime.execute.executor import Executor
@@ -30,7 +31,8 @@ class Measured:
 
     peak: the most that was alive at once, what was registered included; at_peak: by category at that moment;
     resident: by category, what was registered before the run; node: the op that reached the peak.
-    timeline: (op, bytes alive when it had run), in order.
+    timeline: (op, bytes alive when it had run), in order.  host: the most that ops had put into host memory, which is
+    in none of the others.
     """
 
     peak: int
@@ -38,6 +40,7 @@ class Measured:
     resident: dict[str, int]
     node: str
     timeline: list[tuple[str, int]] = field(repr=False)
+    host: int = 0
 
 
 class _Storage:
@@ -60,6 +63,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.timeline: list[tuple[str, int]] = []
+        self.host, self.host_peak = 0, 0
         self._alive: dict[int, _Storage] = {}
         self._resident: dict[str, int] = {}
         self._at_peak: list[_Storage] = []
@@ -82,11 +86,16 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak()
         at_peak: dict[str, int] = {}
         for storage in self._at_peak:
-            if storage.nbytes:
+            if storage.nbytes and storage.category != HOST:
                 at_peak[storage.category] = at_peak.get(storage.category, 0) + storage.nbytes
-        return Measured(self.peak, at_peak, dict(self._resident), self._peak_node, list(self.timeline))
+        timeline = list(self.timeline)
+        return Measured(self.peak, at_peak, dict(self._resident), self._peak_node, timeline, self.host_peak)
 
     # ---- what generated code calls
+
+    def watches(self, local: int) -> bool:
+        """The first one only: it holds the fullest pieces."""
+        return local == 0
 
     def enter(self, node: str, kind: str) -> None:
         """The ops that follow belong to ``node`` ("" at the end); what it does not hand out is of category ``kind``."""
@@ -102,7 +111,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(x, Tensor):
             self._see(x, self._kind, self._node)  # compiled code makes its results past this mode
             found = self._alive.get(_compat.storage_id(x))
-            if found is not None and found.maker == self._node:
+            if found is not None and found.maker == self._node and found.category != HOST:
                 found.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")
 
     # ---- what torch calls
@@ -123,12 +132,19 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         nbytes = storage.nbytes() if nbytes is None else nbytes
         self._alive[key] = _Storage(nbytes, category, maker, weakref.ref(storage, lambda _: self._die(key)))
+        if category == HOST:
+            self.host += nbytes
+            self.host_peak = max(self.host, self.host_peak)
+            return True
         self.live += nbytes
         if self.live > self.peak:
             self.peak, self._is_peak, self._peak_node = self.live, True, maker
         return True
 
     def _die(self, key: int) -> None:
+        if self._alive[key].category == HOST:
+            self.host -= self._alive.pop(key).nbytes
+            return
         self._note_peak()
         self.live -= self._alive.pop(key).nbytes
 

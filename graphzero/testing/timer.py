@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.transfer import awaited, transfer_of
+from graphzero.plan.seconds import op_name
 
 AROUND = ("overhead", "around the program")
 AGREEING = ("overhead", "waiting for all ranks to agree")
@@ -79,6 +80,10 @@ class Timer:
 
     # ---- what the executor calls
 
+    def watches(self, local: int) -> bool:
+        """The first one only."""
+        return local == 0
+
     def enter(self, node: str, kind: str) -> None:
         """What ran since the last call belongs to the node entered then."""
         now = time.perf_counter()
@@ -111,7 +116,7 @@ class Timer:
 
 def _kind(node: fx.Node) -> tuple[str, str, str]:
     """(what, detail, op) of a node's lines."""
-    op = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+    op = op_name(node.target)
     if node.target is ops.assign or node.op == "output":
         return "copies", "write back", op
     if (over := awaited(node)) is not None:

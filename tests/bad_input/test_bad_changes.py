@@ -185,14 +185,14 @@ def test_settings_of_a_copy_are_its_own(how):
 
 
 def test_names_that_a_graph_has_for_itself_are_not_taken():
-    with pytest.raises(gz.ConfigError, match="Odd defines _run, which every Graph has for itself"):
+    with pytest.raises(gz.ConfigError, match="Odd defines _begin, which every Graph has for itself"):
 
         class Odd(gz.Graph):
-            def _run(self, x):
+            def _begin(self, x):
                 return x
 
             def build(self, x):
-                return self._run(x)
+                return self._begin(x)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])

@@ -1,0 +1,131 @@
+"""The table of ``graphzero plan``: a column for each stage, and below it what makes each peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from graphzero.cli.least_ranks import Least
+from graphzero.cli.plan_report import Report, StagePlan, traffic
+from graphzero.plan.plan import CATEGORIES, mega
+
+WIDTH = 13  # of a column
+PHASES = ("forward", "backward", "update")
+
+
+def text(report: Report) -> str:
+    """The table, and what makes the peaks."""
+    rows = [*_memory(report), (), *_traffic(report), (), *_seconds(report)]
+    label = max(len(row[0]) for row in rows if row) + 2
+    head = [f"stage {one.stage}" for one in report.stages]
+    lines = [*_head(report), "", " " * label + "".join(f"{name:>{WIDTH}}" for name in head)]
+    lines += [row[0].ljust(label) + "".join(f"{cell:>{WIDTH}}" for cell in row[1:]) if row else "" for row in rows]
+    return "\n".join([*(line.rstrip() for line in lines), "", *_notes(report)])
+
+
+def _head(report: Report) -> Iterator[str]:
+    place, device, first = report.placement, report.device, report.stages[0].plan
+    axes = ", ".join(f"{name}={size}" for name, size in zip(place.names, place.hierarchy, strict=True))
+    yield f"plan of {first.name} ({report.factory}), Psi = {first.parameters:,} parameters"
+    yield f"on {place.size} ranks ({axes}) of {device.name}: modelled, nothing has run; bytes and seconds of one rank"
+
+
+def _memory(report: Report) -> Iterator[Sequence[str]]:
+    plans = [one.plan.memory for one in report.stages]
+    yield ("bytes at the peak",)
+    yield from _rows(CATEGORIES, lambda name: [plan.at_peak[name] for plan in plans], mega)
+    yield ("  all", *(mega(plan.peak) for plan in plans))
+    yield ("  of it between steps", *(mega(sum(plan.resident.values())) for plan in plans))
+    fits = ["yes" if plan.peak <= report.memory else "no" for plan in plans]
+    yield (f"  fits in {mega(report.memory)}", *fits)
+    least = [one.least for one in report.stages]
+    if any(least):
+        yield ("  least ranks that fit", *map(_ranks, least))
+
+
+def _traffic(report: Report) -> Iterator[Sequence[str]]:
+    found = [
+        {group[:3]: group for group in traffic(one.plan, report.placement, report.device)} for one in report.stages
+    ]
+    axis = report.placement.axis
+    keys = sorted({key for groups in found for key in groups}, key=lambda key: (axis(key[0]), key[2], key[1]))
+    yield ("sent in a step",)
+    for key in keys:
+        cells = [groups.get(key) for groups in found]
+        yield (f"  {key[0]} {key[1]} {key[2]}", *(mega(group.nbytes) if group else "-" for group in cells))
+        if any(group.psi for group in cells if group):
+            yield ("    in Psi", *(f"{group.psi:.3f}" if group else "-" for group in cells))
+    yield ("  all", *(mega(one.plan.comm_bytes) for one in report.stages))
+    yield ("    in Psi, parameters and gradients", *(f"{one.plan.comm_volume:.3f}" for one in report.stages))
+    yield ("    in calls", *(f"{len(one.plan.collectives):,}" for one in report.stages))
+
+
+def _seconds(report: Report) -> Iterator[Sequence[str]]:
+    steps = [one.timeline for one in report.stages]
+    phases = [step.by_phase() for step in steps]
+    yield ("time",)
+    yield ("  compute", *(time(step.compute) for step in steps))
+    yield from _rows(PHASES, lambda name: [phase.get(name, 0.0) for phase in phases], time, indent=4)
+    yield ("  communication", *(time(step.communication) for step in steps))
+    yield ("    not hidden behind compute", *(time(step.exposed) for step in steps))
+    if any(step.host > 0.01 * step.seconds for step in steps):
+        yield ("  waiting for the host to start ops", *(time(step.host) for step in steps))
+    yield ("  step", *(time(step.seconds) for step in steps))
+
+
+def _rows(
+    names: Iterable[str], cells: Callable[[str], list[Any]], shown: Callable[[Any], str], indent: int = 2
+) -> Iterator[Sequence[str]]:
+    """A row for each name of which any cell is not 0."""
+    for name in names:
+        found = cells(name)
+        if any(found):
+            yield (" " * indent + name.replace("_", " "), *map(shown, found))
+
+
+def _notes(report: Report) -> Iterator[str]:
+    """What makes each peak, what was decided, and what the seconds are from."""
+    for alike in _with_one_peak(report.stages):
+        one, stages = alike[0], ", ".join(str(stage.stage) for stage in alike)
+        yield f"stage {stages}: the peak is at {one.plan.memory.peak_at}; what weighs most there:"
+        for held in one.largest:
+            source = f", {held.source}" if held.source else ""
+            yield f"  {mega(held.nbytes):>10}  {held.name} ({held.category}){source}"
+    for one in report.stages:
+        why = f"no number of ranks fits: {one.least.why}" if one.least is not None and one.least.why else ""
+        yield from (f"stage {one.stage}: {line}" for line in (why, *one.plan.decisions) if line)
+    yield from _unused(report)
+    yield f"seconds are modelled by the numbers of {report.device.name}:"
+    sources = report.device.sources.items()
+    yield from [f"  {name}: {source}" for name, source in sources] or ["  its file does not say where they are from"]
+
+
+def _with_one_peak(stages: Sequence[StagePlan]) -> list[list[StagePlan]]:
+    """Stages whose peaks are made of the same values."""
+    found: dict[str, list[StagePlan]] = {}
+    for one in stages:
+        found.setdefault(f"{one.plan.memory.peak_at} {one.largest}", []).append(one)
+    return list(found.values())
+
+
+def _ranks(least: Least | None) -> str:
+    return "" if least is None else "none" if least.ranks is None else f"{least.ranks:,}"
+
+
+def _unused(report: Report) -> Iterator[str]:
+    """Axes on which nothing happens, so that its ranks do the same work."""
+    used = {call.axis for one in report.stages for call in one.plan.collectives}
+    for name, ranks in zip(report.placement.names, report.placement.hierarchy, strict=True):
+        if name not in used and ranks > 1:
+            yield (
+                f"nothing travels along {name}: its {ranks} ranks do the same work, for the FACTORY splits nothing "
+                "over it; an axis whose name begins with dp splits the batch (--axes dp0=8,dp1=8)"
+            )
+
+
+def time(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"

@@ -1,0 +1,150 @@
+"""The program as captured and behind each pass: its text, what of it one asks for, and which pass made a value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.text.printer import print_graph
+from graphzero.passes import Record
+
+CAPTURED = "captured"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The program at one moment.
+
+    name: of the pass that made it, "captured" for none; record: of that pass.  lines: its text, as diffs have it.
+    """
+
+    name: str
+    graph: StepGraph = field(repr=False)
+    lines: list[str] = field(repr=False)
+    record: Record | None = field(default=None, repr=False)
+
+
+def snapshots(history: Sequence[Record]) -> list[Snapshot]:
+    """The program as captured, then behind each pass."""
+    first = history[0].before
+    found = [Snapshot(CAPTURED, first, _text(first))]
+    for record in history:
+        graph = record.after
+        found.append(Snapshot(record.name, graph, _text(graph), record))
+    return found
+
+
+def _text(graph: StepGraph) -> list[str]:
+    return print_graph(graph, align=False).splitlines()
+
+
+def find(found: Sequence[Snapshot], name: str) -> int:
+    """The number of the snapshot behind a pass.
+
+    name: of the pass, "captured", or a number: 3 is the third pass.  Of several by one name it is the first.
+    Raises ConfigError, with the names, where there is none.
+    """
+    if name.isascii() and name.isdigit() and int(name) < len(found):
+        return int(name)
+    names = [one.name for one in found]
+    if name in names:
+        return names.index(name)
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise ConfigError(
+        f"no pass of this program is called {name!r}{hint}\n  They are, in order: "
+        + ", ".join(f"{i} {one}" for i, one in enumerate(names))
+    )
+
+
+@dataclass(frozen=True)
+class Which:
+    """The values that one asks for; "" asks for all.
+
+    phase: "input", "forward", "backward" or "update".  module: the path of one, with what is inside it, or a pattern of
+    ``fnmatch`` for paths.  name: of a value, or a pattern.
+    """
+
+    phase: str = ""
+    module: str = ""
+    name: str = ""
+
+    @property
+    def is_all(self) -> bool:
+        return not (self.phase or self.module or self.name)
+
+    def __call__(self, node: fx.Node) -> bool:
+        path = value.module_of(node)
+        return (
+            (not self.phase or _phase(node) == self.phase)
+            and (not self.module or f"{path}.".startswith(f"{self.module}.") or fnmatchcase(path, self.module))
+            and (not self.name or fnmatchcase(node.name, self.name))
+        )
+
+    def check(self, graphs: Iterable[StepGraph]) -> None:
+        """Raise ConfigError where none of the graphs has such a module, or such a value."""
+        nodes = [node for graph in graphs for node in graph.nodes if node.op != "output"]
+        for what, asked, known in (
+            ("module", self.module, {value.module_of(node) for node in nodes} - {""}),
+            ("value", self.name, {node.name for node in nodes}),
+        ):
+            one = Which(module=asked) if what == "module" else Which(name=asked)
+            if asked and not any(map(one, nodes)):
+                near = difflib.get_close_matches(asked, known, n=4) or sorted(known)[:4]
+                raise ConfigError(f"no {what} of this program is called {asked!r}; there is {', '.join(near)}")
+
+
+def _phase(node: fx.Node) -> str:
+    return "input" if node.op == "placeholder" else value.phase_of(node)
+
+
+def listing(graph: StepGraph, which: Which) -> str:
+    """The text of the values of a program that are asked for, in columns."""
+    return print_graph(graph, keep=None if which.is_all else which)
+
+
+def diff(before: Snapshot, after: Snapshot, which: Which) -> Iterator[str]:
+    """What changed between two snapshots among the values that are asked for: a unified diff, no line for nothing.
+
+    Of all values it is what ``Record.diff`` gives.
+    """
+    old, new = (one.lines if which.is_all else _kept(one, which) for one in (before, after))
+    return difflib.unified_diff(old, new, f"before {after.name}", f"after {after.name}", lineterm="", n=1)
+
+
+def _kept(one: Snapshot, which: Which) -> list[str]:
+    return print_graph(one.graph, align=False, keep=which).splitlines()
+
+
+def made_and_changed(found: Sequence[Snapshot]) -> dict[str, tuple[int, int]]:
+    """Value of the last program -> the snapshots that it is first in, and that its line is as it is since.
+
+    A name that went away and came back counts from when it came back.
+    """
+    known: dict[str, tuple[int, int]] = {}
+    before: dict[str, str] = {}
+    for number, one in enumerate(found):
+        lines = {name: line for line in one.lines if (name := defined(line))}
+        known = {
+            name: (number, number)
+            if name not in before
+            else known[name]
+            if before[name] == line
+            else (known[name][0], number)
+            for name, line in lines.items()
+        }
+        before = lines
+    return known
+
+
+def defined(line: str) -> str:
+    """The value that a line of a text defines; "" for a heading and what is returned."""
+    name, equals, _ = line.partition(" = ")
+    return name.strip() if equals and name.startswith("  ") and not name.startswith("  return") else ""

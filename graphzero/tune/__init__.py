@@ -1,0 +1,7 @@
+"""Which layout of a step is fastest on a machine, of those that fit it.
+
+``captured_step`` puts a step that was captured once on any ranks; ``layout`` says what there is to choose; ``price``
+compiles a layout and models its seconds.  ``groups`` finds weights that can be split together, by what ``forward``
+reads of the step, ``proposal`` which of them are worth it.  ``search`` decides what is priced, ``report`` says it in
+words, ``patterns`` names weights.
+"""

@@ -1,0 +1,182 @@
+"""graphzero plan: its numbers are those of a plan, its errors say what to write, its status is for scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphzero as gz
+from graphzero.cli import factory, main
+from graphzero.cli.least_ranks import least_ranks
+from graphzero.cli.plan import plan_at, size_of
+from graphzero.plan.device import Device
+
+FILE = """
+import torch
+from torch import nn
+import graphzero as gz
+
+class Train(gz.Graph):
+    def __init__(self, placement, stage):
+        super().__init__(placement)
+        self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
+        self.config.enable_zero(stage > 0, stage=stage or 2)
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+def make(placement, stage):
+    print("a word of the file's own")
+    return Train(placement, stage), torch.zeros(2, 64)
+
+def needs_values(placement, stage):
+    graph = Train(placement, stage)
+    graph.build = lambda x: x if x.sum() > 0 else -x
+    return graph, torch.zeros(2, 64)
+
+def raises(placement, stage):
+    raise ValueError("a width of 3 heads")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(FILE)
+    return str(tmp_path / "train.py")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    assert main(["plan", *arguments, "--jobs", "1", "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_its_numbers_are_those_of_each_stages_plan(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, f"{file}:make", "--ranks", "4", "--device", "a100", "--stage", "0,3")
+    assert (found["ranks"], found["axes"], found["device"]["name"]) == (4, {"dp": 4}, "a100")
+    for one in found["stages"]:
+        with gz.testing.fake_world(4):
+            place = gz.placement("cuda", range(4))
+            graph, args = factory.make(f"{file}:make", place, one["stage"])
+            plan = graph.compile(*args).plan
+        assert one["at_peak"] == plan.memory.at_peak and one["resident"] == plan.memory.resident
+        assert one["peak"] == sum(one["at_peak"].values()) == plan.memory.peak
+        assert sum(group["calls"] for group in one["traffic"]) == len(plan.collectives)
+        assert sum(group["nbytes"] for group in one["traffic"]) == pytest.approx(plan.comm_bytes)
+        assert sum(group["psi"] for group in one["traffic"]) == pytest.approx(plan.comm_volume)
+        seconds = one["seconds"]
+        assert seconds["communication"] == pytest.approx(sum(group["seconds"] for group in one["traffic"]))
+        assert seconds["compute"] == pytest.approx(sum(seconds["phases"].values()))
+        assert seconds["step"] == pytest.approx(seconds["compute"] + seconds["exposed"] + seconds["host"])
+        assert one["fits"] and one["least_ranks"] is None and len(one["largest_at_peak"]) == 3
+
+
+def test_it_prints_a_table_with_a_column_for_each_stage(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{file}:make", "--axes", "dp=4,tp=2", "--stage", "3,0", "--jobs", "2"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert "Psi = 18,696 parameters" in lines[0] and "8 ranks (dp=4, tp=2) of h100" in lines[1]
+    rows = {line[:36].strip(): line.split()[-4:] for line in lines}
+    assert any(line.split() == ["stage", "0", "stage", "3"] for line in lines)
+    for name in ("parameters", "all", "dp all_reduce gradients", "compute", "not hidden behind compute", "step"):
+        assert name in rows
+    assert re.search(r"peak is at '\w+' in (forward|backward|update); what weighs most there:", printed.out)
+    assert "train.py:14 in build" in printed.out
+    assert "nothing travels along tp: its 2 ranks do the same work" in printed.out
+    assert "data sheet" in printed.out and "assumed, not measured" in printed.out
+    assert "own" not in printed.out.split()  # of what the file prints
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "words"),
+    [
+        ("nowhere.py:make", ["--ranks", "4"], ["no file"]),
+        ("{file}:other", ["--ranks", "4"], ["no callable 'other'", "it has make"]),
+        ("{file}:raises", ["--ranks", "4"], ["ValueError: a width of 3 heads", "in raises"]),
+        ("{file}:make", [], ["--ranks 64"]),
+        ("{file}:make", ["--ranks", "4", "--stage", "5"], ["unknown stage '5'"]),
+        ("{file}:make", ["--ranks", "4", "--device", "b9000"], ["no device 'b9000'", "h100"]),
+        ("{file}:make", ["--ranks", "4", "--memory", "80 apples"], ["80GB"]),
+        ("{file}:make", ["--ranks", "4", "--jobs", "0"], ["--jobs"]),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_status_2(
+    file: str, capsys: pytest.CaptureFixture[str], what: str, more: list[str], words: list[str]
+) -> None:
+    assert main(["plan", what.format(file=file), "--stage", "2", "--jobs", "1", *more]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.startswith("graphzero: ConfigError") and "Traceback" not in printed.err
+    for word in words:
+        assert word in printed.err
+
+
+def test_a_step_that_cannot_be_captured_is_status_1(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{file}:needs_values", "--ranks", "2", "--stage", "0"]) == 1
+    assert "CaptureError" in capsys.readouterr().err
+
+
+def test_the_least_ranks_fit_and_one_rank_less_does_not(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    a100 = Device.named("a100")
+
+    def peak(ranks: int, stage: int) -> int:
+        return plan_at(f"{file}:make", gz.placement("cuda", range(ranks)), stage, a100).peak
+
+    memory = peak(5, 2)
+    zero, two = planned(capsys, f"{file}:make", "--ranks", "16", "--stage", "0,2", "--memory", f"{memory}")["stages"]
+    least = two["least_ranks"]["ranks"]
+    assert least <= 5 and peak(least, 2) <= memory < peak(least - 1, 2)
+    assert zero["least_ranks"]["ranks"] is None and "does" in zero["least_ranks"]["why"]
+    assert two["fits"] and not zero["fits"]
+    planned(capsys, f"{file}:make", "--ranks", "16", "--stage", "0", "--memory", f"{memory}", status=1)
+
+
+@pytest.mark.parametrize("here", [1, 3, 8, 1000])
+@pytest.mark.parametrize(("rest", "split", "memory"), [(10, 1000, 110), (10, 1000, 1010), (5, 64000, 80), (0, 7, 7)])
+def test_the_search_takes_few_plans(here: int, rest: int, split: int, memory: int) -> None:
+    asked = []
+
+    def peak(n: int) -> int:
+        asked.append(n)
+        return rest + -(-split // n)
+
+    truth = next(n for n in range(1, 10_000) if rest + -(-split // n) <= memory)
+    assert least_ranks(peak, here, rest + -(-split // here), memory).ranks == truth
+    assert len(asked) == len(set(asked)) <= 16
+
+
+def test_the_search_says_why_there_is_none() -> None:
+    found = least_ranks(lambda n: 100, 8, 100, 90)
+    assert found.ranks is None and "does not shrink" in found.why
+    found = least_ranks(lambda n: 100 + 1000 // n, 8, 225, 90)
+    assert found.ranks is None and "with 16,384 ranks" in found.why
+
+
+def test_sizes_have_units() -> None:
+    assert [size_of(text) for text in ("80GB", "64GiB", "1.5e9", "10 MB")] == [80 * 10**9, 64 * 2**30, 1.5e9, 10**7]
+    for text in ("", "GB", "-1GB", "1XB", "nan"):
+        with pytest.raises(gz.ConfigError, match="--memory"):
+            size_of(text)
+
+
+def test_help_has_an_example_and_says_what_a_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "graphzero plan examples/plans/llama_70b.py:make" in said and "exit status" in said
+
+
+@pytest.mark.slow
+def test_the_examples_file_is_a_factory() -> None:
+    pytest.importorskip("transformers")
+    examples = Path(__file__).parent.parent / "examples" / "plans"
+    with gz.testing.fake_world(2), torch.device("meta"):
+        graph, (ids,) = factory.make(f"{examples / 'gpt2.py'}:make", gz.placement("cuda", range(2)), 3)
+    assert graph.config.settings.zero.stage == 3 and ids.shape == (8, 1024)
