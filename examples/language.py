@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from launch import options_of
 from text import VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,30 +35,36 @@ class Gpt2(nn.Module):
 
 
 class WindowMlp(nn.Module):
-    """Predicts each byte from the eight before it by one hidden layer; ids [batch, context] to logits."""
+    """Predicts each byte from the eight before it, by a transformer's MLPs alone; ids [batch, context] to logits."""
 
     WINDOW = 8
 
-    def __init__(self, width: int):
+    def __init__(self, layers: int, width: int):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.hidden = nn.Linear(self.WINDOW * 32, 4 * width)
-        self.head = nn.Linear(4 * width, VOCABULARY)
+        self.mix = nn.Linear(self.WINDOW * 32, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         context = ids.shape[1]
         embedded = F.pad(self.embedding(ids), (0, 0, self.WINDOW - 1, 0))
-        windows = torch.cat([embedded[:, i : i + context] for i in range(self.WINDOW)], dim=-1)
-        logits: Tensor = self.head(F.gelu(self.hidden(windows)))
+        x = self.mix(torch.cat([embedded[:, i : i + context] for i in range(self.WINDOW)], dim=-1))
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
 def make_model(kind: str, layers: int, width: int, context: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return Gpt2(layers, width, context) if kind == "gpt2" else WindowMlp(width)
+    return Gpt2(layers, width, context) if kind == "gpt2" else WindowMlp(layers, width)
 
 
-def make_optimizer(model: nn.Module, steps: int, peak: float = 3e-3) -> tuple[torch.optim.Optimizer, LRScheduler]:
+def make_optimizer(model: nn.Module, steps: int, peak: float = 1e-3) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """AdamW, weight decay on matrices only, and a cosine schedule after a linear warm-up."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
@@ -88,8 +95,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 class TrainGraph(gz.Graph):
     """One step: forward, backward, clipping, AdamW, schedule; returns the loss of the whole batch."""
 
-    def __init__(self, model: nn.Module, steps: int, stage: int, clip: float = 1.0):
-        super().__init__()
+    def __init__(
+        self, model: nn.Module, steps: int, stage: int, clip: float = 1.0, placement: gz.Placement | None = None
+    ):
+        super().__init__(placement)  # by default all ranks that torchrun has started
         self.model = model
         optimizer, schedule = make_optimizer(model, steps)
         self.add_optimizer(optimizer, lr_sch=schedule, clip_grad_norm=clip)
@@ -111,3 +120,12 @@ class EvalGraph(gz.Graph):
 
     def build(self, ids: Tensor, targets: Tensor) -> Tensor:
         return loss_of(self.model(ids), targets)
+
+
+def make(placement: gz.Placement | None, stage: int) -> tuple[TrainGraph, tuple[Tensor, Tensor]]:
+    """The step of ``make train`` and arguments for it: a FACTORY for the command ``graphzero``."""
+    options = options_of([])
+    model = make_model(options.model, options.layers, options.width, options.context)
+    sequences = placement.size if placement is not None and placement.virtual else 1
+    ids = torch.zeros(sequences, options.context, dtype=torch.long)
+    return TrainGraph(model, options.steps, stage, placement=placement), (ids, ids)

@@ -1,5 +1,5 @@
-"""The table at the end of train.py: what each ZeRO stage costs, by plan and by measurement, and that it computes
-what plain PyTorch computes in one process on the whole batch."""
+"""The table at the end of train.py: what each ZeRO stage costs, by plan and by measurement, what it buys, and that it
+computes what plain PyTorch computes in one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from language import TrainGraph, loss_of, make_optimizer
@@ -16,6 +17,7 @@ import graphzero as gz
 from graphzero.plan import CATEGORIES, Plan
 from graphzero.testing.meter import Measured
 
+SPLITS = {1: "optimizer states", 2: "gradients", 3: "parameters"}  # what each stage adds to the one before it
 INSIDE = ("arena", "gradients", "activations", "temporaries")
 
 Batch = Callable[[int], tuple[Tensor, ...]]
@@ -88,6 +90,29 @@ def table(reports: list[StageReport], reference: list[float], ranks: int) -> str
     rows.append(["step time, ms", *(f"{r.step_time * 1e3:.0f}" for r in reports)])
     rows.append(["loss, off plain PyTorch", *(f"{_off(r.losses, reference):.1e}" for r in reports)])
     return aligned(rows)
+
+
+def bought(reports: list[StageReport], reference: list[float]) -> str:
+    """What each stage has bought, a line a stage, then the last beside the first and their losses."""
+    lines = []
+    for before, after in pairwise(reports):
+        old, new = before.measured.peak, after.measured.peak
+        lines.append(
+            f"stage {after.stage} also splits {SPLITS[after.stage]}: peak {old / 1e6:.1f} to {new / 1e6:.1f} MB "
+            f"({new / old - 1:+.0%}), sent {before.plan.comm_volume:.2f} to {after.plan.comm_volume:.2f} Psi"
+        )
+    first, last = reports[0], reports[-1]
+    lines.append(
+        f"Stage {last.stage} peaks at {last.measured.peak / first.measured.peak:.2f} of stage {first.stage}; on these "
+        f"ranks, which share a machine, a step takes {last.step_time / first.step_time:.2f} of its time."
+    )
+    apart = max(_off(report.losses, first.losses) for report in reports)
+    plain = max(_off(report.losses, reference) for report in reports)
+    equal = "equal to the bit" if apart == 0 else f"equal within {apart:.0e}"
+    lines.append(
+        f"The losses of all stages are {equal}; those of plain PyTorch, alone with the whole batch, within {plain:.0e}."
+    )
+    return "\n".join(lines)
 
 
 def aligned(rows: list[list[str]]) -> str:

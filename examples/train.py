@@ -1,8 +1,10 @@
 """Train a small language model on the source text of Python's standard library, and show what each stage costs.
 
-    torchrun --standalone --nproc-per-node=2 examples/train.py --model gpt2 --stage 2
+    python examples/launch.py --ranks 4 --model gpt2 --stage 3                          # as make train does
+    torchrun --standalone --nproc-per-node=4 examples/train.py --model gpt2 --stage 3   # the same
 
-CUDA and NCCL where every rank has a GPU, else CPUs and gloo.  ``make train`` calls it.
+CUDA and NCCL where every rank has a GPU, else CPUs and gloo.  launch.py has the options.  Sizes are chosen such that
+the states of the model outweigh its activations, as they do in models that need ZeRO.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from functools import partial
 
 import torch
 from language import EvalGraph, TrainGraph, make_model
-from report import Batch, plain_losses, run_stage, table
+from launch import options_of, start
+from report import Batch, bought, plain_losses, run_stage, table
 from text import Text, share
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -24,21 +27,10 @@ from tqdm import tqdm
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("gpt2", "mlp"), default="gpt2")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2)
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--compare-steps", type=int, default=12, help="steps of each run of the table; 0: no table")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    options = options_of()
+    if options.ranks != RANKS:  # this is no rank
+        start(options)
     text = Text()
     make = partial(make_model, options.model, options.layers, options.width, options.context)
     model = make()
@@ -48,7 +40,7 @@ def main() -> None:
     say(f"{options.model} of {parameters:,} parameters, stage {options.stage}, {RANKS} ranks on {device.type}")
 
     def batch(step: int, part: str = "train") -> tuple[Tensor, ...]:
-        return text.batch(step, options.batch * RANKS, options.context, part)
+        return text.batch(step, options.batch, options.context, part)
 
     train(graph, lambda step: share(batch(step), RANK, RANKS, device), options)
     evaluate(EvalGraph(model), lambda step: share(batch(step, "held out"), RANK, RANKS, device))
@@ -66,7 +58,7 @@ def train(graph: TrainGraph, batch: Batch, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     graph.compile(*batch(0))
     say(f"compiled in {time.perf_counter() - started:.1f} s: {len(list(graph.program.nodes)):,} operations")
-    tokens = options.batch * RANKS * options.context
+    tokens = options.batch * options.context
     bar = tqdm(range(options.steps), disable=RANK != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
     started = time.perf_counter()
     for step in bar:
@@ -101,8 +93,8 @@ def compare(make: Callable[[], nn.Module], batch: Batch, device: torch.device, s
     reports = [run_stage(stage, make, own, steps) for stage in range(4)]
     if RANK == 0:
         reference = plain_losses(lambda: make().to(device), lambda step: share(batch(step), 0, 1, device), steps)
-        say("\nbytes at the peak are planned / measured; the losses are those of", steps, "steps\n")
-        say(table(reports, reference, RANKS))
+        say(f"\n{steps} steps of each stage, same seed, same data; bytes at the peak are planned / measured\n")
+        say(table(reports, reference, RANKS), bought(reports, reference), sep="\n\n")
 
 
 def say(*args: object, **kwargs: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import start, start_as_torchrun
-from language import make_model, warm_cosine
+from language import TrainGraph, make, make_model, warm_cosine
+from launch import options_of
 from report import aligned
 from tensor_parallel import Gpt, Train, plain_losses, traffic
 from text import Text, share, standard_library
@@ -68,29 +69,88 @@ def test_the_mlp_learns_the_same_alone_and_on_two_ranks(script, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "mlp"])
 def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model, tmp_path):
-    small = [
-        "--layers",
-        "1",
-        "--width",
-        "32",
-        "--context",
-        "32",
-        "--batch",
-        "2",
-        "--compare-steps",
-        "3",
-        "--steps",
-        "5",
-    ]
+    small = ["--layers=1", "--width=32", "--context=32", "--batch=4", "--compare-steps=3", "--steps=5"]
     options = ["--model", model, "--stage", "3", *small]
     output = torchrun("train.py", *options) if model == "gpt2" else forked(tmp_path, 2, "train.py", *options)
     assert "held-out loss" in output and "a sample of what it writes" in output
     pairs = re.findall(r"([\d,.]+) / ([\d,.]+)", output)
     assert len(pairs) >= 4 * 5
     assert all(planned == measured for planned, measured in pairs), output
-    off = output.splitlines()[-1]
-    assert off.startswith("loss, off plain PyTorch")
+    off = next(line for line in output.splitlines() if line.startswith("loss, off plain PyTorch"))
     assert all(float(found) < 2e-5 for found in re.findall(r"\d\.\de[+-]\d+", off)), off
+    assert re.search(r"^stage 1 also splits optimizer states: peak [\d.]+ to [\d.]+ MB \(-\d+%\)", output, re.MULTILINE)
+    assert re.search(r"^The losses of all stages are equal (to the bit|within \de-0[6-9]);", output, re.MULTILINE), (
+        output
+    )
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mlp"])
+def test_each_stage_lowers_the_peak_of_the_main_job_and_the_last_one_halves_it(model):
+    options = options_of(["--model", model])
+    batch = torch.zeros(options.batch // options.ranks, options.context, dtype=torch.long)
+    peaks = []
+    for stage in range(4):
+        with gz.testing.fake_world(options.ranks):
+            made = make_model(model, options.layers, options.width, options.context)
+            peaks.append(TrainGraph(made, options.steps, stage).compile(batch, batch).plan.memory.peak)
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    assert peaks[3] < 0.5 * peaks[0]
+    if model == "gpt2":
+        graph, example = make(gz.placement("cpu", range(options.ranks), virtual=True), 3)
+        assert graph.compile(*example).plan.memory.peak == peaks[3]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--model bert", "--model: invalid choice: 'bert' (choose from"),
+        ("--stage 7", "--stage: invalid choice: 7 (choose from"),
+        ("--ranks 0", "--ranks 0: at least 1 is needed"),
+        ("--ranks 3 --batch 4", "--batch 4: 3 ranks cannot share 4 sequences equally; take a multiple of 3"),
+        ("--steps many", "--steps: invalid int value: 'many'"),
+        ("--steps 0", "--steps 0: at least 1 is needed"),
+        ("--context 5000", "--context 5000: at most 1024 bytes"),
+        ("--width 100", "--width 100: gpt2 has heads of 32; take a multiple of 32"),
+        ("--compare-steps 1", "--compare-steps 1: 0 for no table, else at least 2"),
+        ("--stages 2", "unrecognized arguments: --stages 2"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(options, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options_of(options.split())
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and not shown.out
+    assert shown.err.startswith(f"train: {said}") and shown.err.count("\n") == 1
+
+
+def test_of_many_ranks_with_a_wrong_option_one_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (0, 1), (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            options_of(["--ranks", "4"])
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == lines
+    assert options_of([]).ranks == 2
+
+
+def test_make_train_starts_no_rank_with_a_wrong_option():
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    wrong = ["RANKS=3", "BATCH=4", f"VENV={sys.prefix}", f"--assume-old={Path(sys.prefix) / '.ready'}"]
+    done = subprocess.run(["make", "train", *wrong], capture_output=True, text=True, cwd=EXAMPLES.parent, env=outer)
+    assert done.returncode == 2 and not done.stdout
+    said, of_make = done.stderr.splitlines()
+    assert said.startswith("train: --batch 4: 3 ranks cannot share") and of_make.startswith("make: ***")
+
+
+@pytest.mark.slow
+def test_the_script_of_deepspeed_learns(monkeypatch, capsys):
+    import from_deepspeed
+
+    monkeypatch.setattr(sys, "argv", ["from_deepspeed.py", "--context", "32", "--steps", "31"])
+    from_deepspeed.main()
+    found = losses(capsys.readouterr().out)
+    assert len(found) == 4 and found[0] > 5.3 and found == sorted(found, reverse=True) and found[-1] < found[0] - 0.1
 
 
 @pytest.mark.parametrize("along", [False, True], ids=["", "sequence"])
