@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _run import HERE, command, options_of, saved
-from jobs import JOBS
-from peers import BASE, EARLY, SYSTEMS
+from jobs import JOBS, How
+from peers import BASE, EARLY, ROOMY, ROUNDED, SYSTEMS
 
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
@@ -84,6 +84,10 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
                 words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "4")
                 words += ("--systems", "graphzero", "DDP", BASE)
                 yield Part(f"{model}, {ranks} ranks, {what}", "times", 60, words)
+    for model, parts in (("A", 4), ("B", 2)):
+        if model in models:
+            yield from _in_another_way(model, ranks, How(precision="bfloat16"), "--precision", "bfloat16", ROUNDED)
+            yield from _in_another_way(model, ranks, How(micro_batches=parts), "--micro-batches", str(parts), ROOMY)
     for count in sorted({ranks, 4}):
         yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
@@ -105,6 +109,14 @@ def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
 
 def _part(script: str, part: str, seconds: int, model: str, ranks: int, *more: str) -> Part:
     return Part(f"{model}, {ranks} ranks", part, seconds, (script, "--model", model, "--ranks", str(ranks), *more))
+
+
+def _in_another_way(model: str, ranks: int, how: How, option: str, value: str, also: str) -> Iterator[Part]:
+    words = ("--model", model, "--ranks", str(ranks), option, value)
+    systems = ("--systems", "graphzero", also, "DDP", BASE, "FSDP2", "DeepSpeed")
+    run = f"{model}, {ranks} ranks{how.title}"
+    yield Part(run, "times", 120, ("step_time.py", *words, "--rounds", "4", *systems))
+    yield Part(run, "peaks", 150, ("peak.py", *words, *systems))
 
 
 def tables(file: str, to: Path) -> None:

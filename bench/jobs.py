@@ -6,6 +6,7 @@ every rank's share by itself compute what a Graph computes on the whole batch.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ class Job:
 
     make: a fresh model; its parameters depend on torch's seed alone.
     batch: (step, samples) -> the whole batch of a step; share: samples a rank.
-    micro_batches: in which every rank computes its share.
+    micro_batches: in which every rank computes its share.  precision: of what is computed in 16 bit, None for nothing.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Job:
     batch: Callable[[int, int], Batch]
     share: int
     micro_batches: int = 1
+    precision: torch.dtype | None = None
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -45,7 +47,38 @@ class Job:
     def describe(self, ranks: int) -> str:
         parameters = sum(p.numel() for p in self.model().parameters())
         parts = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        parts += f", mixed precision of {str(self.precision).removeprefix('torch.')}" if self.precision else ""
         return f"{self.what}{parts}, {parameters / 1e6:.1f} M parameters; {ranks} gloo ranks, one thread each"
+
+
+@dataclass(frozen=True)
+class How:
+    """In which way a job is done: as the two fields of ``Job`` say; precision: the dtype's name."""
+
+    micro_batches: int = 1
+    precision: str | None = None
+
+    @staticmethod
+    def add_options(parser: ArgumentParser) -> None:
+        parser.add_argument("--micro-batches", type=int, default=1, help="in which every rank computes its share")
+        parser.add_argument("--precision", choices=("bfloat16", "float16"), help="mixed precision, in all systems")
+
+    @classmethod
+    def of(cls, options: Namespace) -> How:
+        return cls(options.micro_batches, options.precision)
+
+    def do(self, job: Job) -> Job:
+        dtype = getattr(torch, self.precision) if self.precision else None
+        return replace(job, micro_batches=self.micro_batches, precision=dtype)
+
+    @property
+    def title(self) -> str:
+        """What stands behind the name of a run."""
+        parts = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
+        return parts + f", {self.precision}" * bool(self.precision)
+
+
+PLAIN = How()
 
 
 class Residual(nn.Module):

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
 from compare import TrainGraph
-from jobs import JOBS, THIN
+from jobs import JOBS, PLAIN, THIN, How
 from peers import BASE, SYSTEMS, chosen, mean
 
 STEPS = 6
@@ -60,8 +60,10 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
     parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--ranks", type=int, default=2)
+    How.add_options(parser)
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
+    how = How.of(options)
     if not CLEAR.exists():
         sys.exit("bench/peak.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
     os.environ.update(MALLOC)
@@ -70,16 +72,16 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
             continue
-        one = on_gloo(options.ranks, measure, system.name, options.model)
+        one = on_gloo(options.ranks, measure, system.name, options.model, how)
         if one.planned is not None:
-            thin = on_gloo(options.ranks, measure, system.name, options.model, True)
+            thin = on_gloo(options.ranks, measure, system.name, options.model, how, True)
             one = replace(one, fixed=thin.later - thin.planned)
         found[system.name] = one
         print(".", end="", file=sys.stderr, flush=True)
     if options.save:
         peaks = {name: asdict(one) for name, one in found.items()}
-        save(options.save, f"{options.model}, {options.ranks} ranks", "peaks", peaks)
-    print(f"{JOBS[options.model].describe(options.ranks)}\n\n{table(found)}")
+        save(options.save, f"{options.model}, {options.ranks} ranks{how.title}", "peaks", peaks)
+    print(f"{how.do(JOBS[options.model]).describe(options.ranks)}\n\n{table(found)}")
 
 
 def table(found: Mapping[str, Peak]) -> str:
@@ -103,16 +105,17 @@ def mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
-def measure(rank: int, name: str, model: str, thin: bool = False) -> Peak:
+def measure(rank: int, name: str, model: str, how: How = PLAIN, thin: bool = False) -> Peak:
     """Every rank: train a toy, then the model, or its thin form."""
     (system,) = (s for s in SYSTEMS if s.name == name)
     ranks = dist.get_world_size()
     toy = JOBS["toy conv" if "conv" in model else "toy"]
+    toy = how.do(replace(toy, share=toy.share * how.micro_batches))
     step = system.begin(toy)
     for i in range(3):
         mean(step(*toy.part(i, rank, ranks)))
     del step
-    job = (THIN if thin else JOBS)[model]
+    job = how.do((THIN if thin else JOBS)[model])
     batches = [job.part(i, rank, ranks) for i in range(STEPS)]
     dist.barrier()
     before = reset()

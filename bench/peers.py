@@ -1,9 +1,9 @@
 """The systems that are compared: graphzero's stages, and what PyTorch's users train with instead.
 
-Each trains the same model with AdamW in float32.  The peers' AdamW is torch's fused one; DDP and FSDP2 are used as
-their documentation does it.  DeepSpeed is there if it can be imported (``pip install deepspeed``), on its CPU path.
-Its default buckets are made for GPUs (0.5 G elements, allocated at once): here they hold 25 MB, as DDP's do.  It clips
-gradients by default, the others do not: that is off.
+Each trains the same model with AdamW, in float32 or in mixed precision with float32 masters.  The peers' AdamW is
+torch's fused one; DDP and FSDP2 are used as their documentation does it.  DeepSpeed is there if it can be imported
+(``pip install deepspeed``), on its CPU path.  Its default buckets are made for GPUs, 0.5 G elements allocated at once:
+here they hold 25 MB, as DDP's do.  It clips gradients by default, the others do not: that is off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this
 BASE = "DDP + compile"  # what others are measured against
 ROOMY = "graphzero + memory budget"  # with room for whole accumulators and kept gathers
 EARLY = "graphzero + optimizer in backward"
+ROUNDED = "graphzero + bfloat16 masters"  # rounded stochastically; only with --precision bfloat16
 BUCKET = 25 * 2**20  # bytes
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # DeepSpeed's words
 RATE = 1e-4  # small, so that rounding, which compilers change, does not grow within a run
 
 
@@ -61,8 +63,18 @@ def graph(stage: int, job: Job, **settings: Any) -> TrainGraph:
     model = job.model()
     made = TrainGraph(model, adamw(model), None, stage)
     made.config.set_gradient_accumulation_steps(job.micro_batches)
+    if job.precision is not None:
+        made.config.enable_amp(dtype=job.precision)
     for name, value in settings.items():
         getattr(made.config, f"set_{name}")(value)
+    return made
+
+
+def rounded(stage: int, job: Job) -> TrainGraph:
+    model = job.model().to(torch.bfloat16)
+    made = TrainGraph(model, adamw(model), None, stage)
+    made.config.set_gradient_accumulation_steps(job.micro_batches)
+    made.config.enable_amp(stochastic_rounding=True)
     return made
 
 
@@ -72,8 +84,13 @@ def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: 
         yield System(f"{name}, stage {stage}", stage, partial(graph, stage, **settings), special=special)
 
 
-def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw) -> Step:
-    """The loop that one writes around a wrapped model; ranks meet for the last micro-batch's gradients."""
+def hand_written(
+    wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw, casts: bool = True
+) -> Step:
+    """The loop that one writes around a wrapped model; ranks meet for the last micro-batch's gradients.
+
+    casts: mixed precision is ``torch.autocast``'s, not what ``wrap`` does.
+    """
     model, count = job.model(), job.micro_batches
     wrapped = wrap(model)
     optimizer = optimizer_of(model)
@@ -83,7 +100,8 @@ def hand_written(wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Calla
         total = torch.zeros(())
         for i, part in enumerate(zip(*(x.chunk(count) for x in batch), strict=True)):
             with apart(wrapped, i < count - 1):
-                loss: Tensor = wrapped(*part) / count
+                with torch.autocast("cpu", job.precision, enabled=casts and job.precision is not None):
+                    loss: Tensor = wrapped(*part) / count
                 loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -118,12 +136,17 @@ def redundancy(model: nn.Module) -> Any:
     )
 
 
-def fsdp2(model: nn.Module, compiled: bool = False) -> nn.Module:
+def fsdp2(job: Job, compiled: bool = False) -> Step:
     """Split block by block, resharded after forward; each block is compiled by itself before it is split."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh, policy = init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy(param_dtype=job.precision)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    return hand_written(partial(_by_block, shard, compiled), job, casts=False)
+
+
+def _by_block(shard: Callable[[nn.Module], Any], compiled: bool, model: nn.Module) -> Any:
     blocks: Any = model.blocks
     for i, block in enumerate(blocks):
         blocks[i] = shard(torch.compile(block) if compiled else block)
@@ -147,6 +170,7 @@ def deepspeed(stage: int, job: Job) -> Step:
         "gradient_accumulation_steps": count,
     }
     config |= {"gradient_clipping": 0.0, "zero_optimization": zero}
+    config |= {KINDS[job.precision]: {"enabled": True}} if job.precision else {}
     engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 
     def step(*batch: Tensor) -> Tensor:
@@ -166,11 +190,12 @@ SYSTEMS = [
     *graphs("graphzero + inductor", range(4), executor="inductor"),
     *graphs(ROOMY, (2, 3), special=True, memory_budget=2**34),
     *graphs(EARLY, (2, 3), special=True, optimizer_in_backward=True),
+    *(System(f"{ROUNDED}, stage {stage}", stage, partial(rounded, stage), special=True) for stage in (0, 2, 3)),
     System("DDP", 0, partial(hand_written, ddp)),
     System(BASE, 0, partial(hand_written, compiled_ddp)),
     System("DDP + ZeroRedundancyOptimizer", 1, partial(hand_written, ddp, optimizer_of=redundancy)),
-    System("FSDP2", 3, partial(hand_written, fsdp2)),
-    System("FSDP2 + compile", 3, partial(hand_written, partial(fsdp2, compiled=True))),
+    System("FSDP2", 3, fsdp2),
+    System("FSDP2 + compile", 3, partial(fsdp2, compiled=True)),
     *(System(f"DeepSpeed, stage {stage}", stage, partial(deepspeed, stage), "deepspeed") for stage in (1, 2, 3)),
 ]
 

@@ -4,6 +4,7 @@
     python bench/step_time.py --model B     # one of 24 M; conv is a convolutional network
     python bench/step_time.py --full        # more rounds
     python bench/step_time.py --micro-batches 4
+    python bench/step_time.py --precision bfloat16 --also "graphzero + bfloat16 masters"
 
 All train the same model on the same data in the same processes, with AdamW, fused for the peers.  Rounds alternate, in
 another order each, so that whatever else the machine does meets all of them; a round's first step does not count.
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
-from jobs import JOBS
+from jobs import JOBS, PLAIN, How
 from peers import BASE, SYSTEMS, chosen, mean
 
 import graphzero as gz
@@ -72,7 +73,7 @@ def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
     return [statistics.median(a) / statistics.median(b) for a, b in zip(mine, its, strict=True)]
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="more rounds")
     parser.add_argument("--model", choices=JOBS, default="A")
@@ -81,13 +82,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=1, help="in which every rank computes its share")
+    How.add_options(parser)
     parser.add_argument(
         "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
     )
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
-    options = options_of(parser)
+    return options_of(parser)
+
+
+def main() -> None:
+    options = read_options()
     if options.sockets:
         os.environ[SWITCH] = "0"
     rounds = options.rounds or (12 if options.full else 5)
@@ -96,6 +101,7 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
+    how = How.of(options)
     found = on_gloo(
         options.ranks,
         work,
@@ -105,20 +111,16 @@ def main() -> None:
         options.steps,
         0,
         options.keep_memory,
-        options.micro_batches,
+        how,
     )
-    about = (
-        replace(JOBS[options.model], micro_batches=options.micro_batches).describe(options.ranks)
-        + SENT * options.sockets
-        + KEPT * options.keep_memory
-    )
+    about = how.do(JOBS[options.model]).describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
         run = (
             f"{options.model}, {options.ranks} ranks"
-            + f", {options.micro_batches} micro-batches" * (options.micro_batches > 1)
+            + how.title
             + ", through sockets" * options.sockets
             + ", memory kept" * options.keep_memory
         )
@@ -151,7 +153,7 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
 
 def work(
     rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False,
-    micro_batches: int = 1,
+    how: How = PLAIN,
 ) -> dict[str, Timed]:  # fmt: skip
     """Every rank: alternate rounds of all systems.
 
@@ -160,7 +162,8 @@ def work(
     if keep:
         gz.keep_freed_memory()
     ranks = dist.get_world_size()
-    job = replace(JOBS[model], share=share or JOBS[model].share, micro_batches=micro_batches)
+    job = how.do(JOBS[model])
+    job = replace(job, share=share or job.share)
     batches = [job.part(step, rank, ranks) for step in range(BATCHES)]
     systems = {s.name: s for s in chosen(names)}
     running = {name: s.begin(job) for name, s in systems.items()}

@@ -78,7 +78,7 @@ def test_loading_modules_is_not_in_the_seconds(tmp_path, monkeypatch):
         began = clock.wall()
         importlib.import_module("slow_to_load")
         time.sleep(0.05)
-        assert 0.05 <= clock.wall() - began < 0.8  # loading is none of it
+        assert 0.05 <= clock.wall() - began < 1.6  # loading is none of it
     assert clock.loading_wall >= 1.6
     for name in ("slow_to_load", "slow_too"):
         del sys.modules[name]

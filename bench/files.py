@@ -1,0 +1,252 @@
+"""What checkpoints cost: ``python bench/files.py --save build/files.json``, against torch.distributed.checkpoint.
+
+GPT-2 with 124 million parameters and AdamW's states, float32, on two gloo ranks at stage 3, against FSDP2 of the same
+model and DCP (``torch.distributed.checkpoint``, its own defaults: one thread, files synced).  One run of two processes:
+both hold their model all the time, and take turns.  A load reads files that were just written, and once more, from the
+disk, when the kernel has forgotten them.  Seconds are those of the slowest rank, from the moment when all
+have come; those of the processor are both ranks' together, in all threads; the peak is of what a rank holds beside what
+it held before, as the kernel counts it.  graphzero sums all
+that it writes and compares what it reads; DCP does neither.  ``asynchronous``: seconds of a step while a
+checkpoint is written, by that of a step without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _run import average, markdown, on_gloo, options_of, save
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import graphzero as gz
+
+TOKENS = 16
+WHAT = "save", "load", "load from the disk"
+Cost = tuple[float, float, float]  # seconds, seconds of the processor, MB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6, help="in each of the two halves of the asynchronous part")
+    parser.add_argument("--folder", default=None, help="on the disk that is measured")
+    parser.add_argument("--save", default=None)
+    options = options_of(parser)
+    found = on_gloo(2, work, options.rounds, options.layers, options.steps, options.folder)
+    if options.save:
+        save(options.save, "files", "gpt2", found)
+    report(found)
+
+
+def report(found: dict[str, Any]) -> None:
+    rows = []
+    for what in WHAT:
+        ours, theirs = found[f"graphzero {what}"], found[f"DCP {what}"]
+        for i, unit in enumerate(("seconds", "seconds of the processor", "peak MB")):
+            a, b = (statistics.median(one[i] for one in held) for held in (ours, theirs))
+            spread = [f"{min(x[i] for x in held):.2f} to {max(x[i] for x in held):.2f}" for held in (ours, theirs)]
+            ratio = f"{a / b:.2f}" if b else "-"
+            rows.append([f"{what}, {unit}", f"{a:.2f}", f"{b:.2f}", ratio, *spread])
+    print(f"{found['bytes'] / 1e9:.2f} GB, {len(found['DCP save'])} rounds, median\n")
+    print(markdown(["", "graphzero", "DCP", "ratio", "graphzero from to", "DCP from to"], rows))
+    with_, without = (statistics.median(found[f"step {how}"]) for how in ("saving", "alone"))
+    print(
+        f"\nasynchronous: gz.save returns after {found['staging']:.2f} s; a step takes {with_:.3f} s while it writes, "
+    )
+    print(f"{without:.3f} s without, {with_ / without:.2f} times as long")
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        self.gpt = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.gpt(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class Train(gz.Graph):
+    def __init__(self, layers: int) -> None:
+        super().__init__(gz.placement("cpu", range(2)))
+        self.model = Model(layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.add_optimizer(self.optimizer)
+        self.config.enable_zero(stage=3)
+
+    def build(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        loss.backward()
+        return loss
+
+
+class Theirs:
+    """FSDP2 of the same, one unit a block."""
+
+    def __init__(self, layers: int) -> None:
+        self.model = Model(layers)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for block in self.model.gpt.transformer.h:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def step(self, tokens: Tensor) -> None:
+        self.model(tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=str(folder))
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=str(folder))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def work(rank: int, rounds: int, layers: int, steps: int, place: str | None) -> dict[str, Any]:
+    folder = Path(shared(tempfile.mkdtemp(dir=place)))
+    tokens = torch.arange(TOKENS).view(1, -1) + rank
+    ours, theirs = Train(layers), Theirs(layers)
+    ours(tokens)
+    theirs.step(tokens)
+    check_equal_size(ours, theirs)
+    found: dict[str, Any] = {f"{who} {what}": [] for who in ("graphzero", "DCP") for what in WHAT}
+    try:
+        for number in range(rounds + 1):
+            pair = [
+                ("graphzero", lambda path: gz.save(ours, path), lambda path: gz.load(ours, path)),
+                ("DCP", theirs.save, theirs.load),
+            ]
+            for who, write, read in pair if number % 2 else reversed(pair):
+                path = folder / f"{who}-{number}"
+                saved = measure(lambda write=write, path=path: write(path))
+                settle()
+                loaded = measure(lambda read=read, path=path: read(path))
+                forget(path)
+                settle()
+                from_disk = measure(lambda read=read, path=path: read(path))
+                if number:  # the first one warms up
+                    found[f"{who} load from the disk"].append(from_disk)
+                    found[f"{who} save"].append(saved)
+                    found[f"{who} load"].append(loaded)
+                found["bytes"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                dist.barrier()
+                if rank == 0:
+                    shutil.rmtree(path)
+                settle()
+        found |= asynchronous(ours, tokens, folder, steps)
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def check_equal_size(ours: Train, theirs: Theirs) -> None:
+    """Both hold the same number of values on this rank, within a part in a hundred."""
+    counts = [
+        sum(x.to_local().numel() for x in model.parameters() if hasattr(x, "to_local"))
+        for model in (ours.model, theirs.model)
+    ]
+    assert abs(counts[0] - counts[1]) < 0.01 * counts[1], counts
+
+
+def shared(mine: str) -> str:
+    made = [mine]
+    dist.broadcast_object_list(made)
+    return made[0]
+
+
+def settle() -> None:
+    """What is in flight to the disk is there, on all ranks, and memory that was freed is the kernel's again."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+
+
+def forget(path: Path) -> None:
+    """The kernel does not keep these files in memory."""
+    os.sync()
+    for file in path.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(act: Callable[[], Any]) -> Cost:
+    """Seconds until all are through; of the processor, both ranks together; MB at the peak beside what was held before,
+    of the fullest rank."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    dist.barrier()
+    began, busy = time.perf_counter(), time.process_time()
+    act()
+    busy = 2 * average([time.process_time() - busy])[0]
+    seconds = time.perf_counter() - began
+    peak = torch.tensor(resident("VmHWM") - before)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return seconds, busy, float(peak)
+
+
+def resident(name: str) -> float:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def asynchronous(graph: Train, tokens: Tensor, folder: Path, steps: int) -> dict[str, Any]:
+    """Steps alone and while a checkpoint is written, one after the other; only those count that it lasts for."""
+    found: dict[str, Any] = {"step alone": [], "step saving": []}
+    for number in range(3):
+        for _ in range(steps):
+            found["step alone"].append(step_seconds(graph, tokens))
+        began = time.perf_counter()
+        saved = gz.save(graph, folder / "async", asynchronous=True, keep=1)
+        found["staging"] = time.perf_counter() - began
+        for _ in range(20 * steps):
+            seconds = step_seconds(graph, tokens)
+            if average([float(saved.is_done)])[0]:
+                break
+            found["step saving"].append(seconds)
+        saved.wait()
+        settle()
+        if not number:
+            found["step alone"], found["step saving"] = [], []
+    return found
+
+
+def step_seconds(graph: Train, tokens: Tensor) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    graph(tokens)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
