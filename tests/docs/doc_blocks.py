@@ -22,6 +22,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+import torch
 from _ranks import context, end_with_parent
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -133,6 +134,7 @@ def _run_here(path: pathlib.Path, folder: pathlib.Path) -> None:
     work = folder / "work"
     work.mkdir()
     os.chdir(work)
+    torch.manual_seed(0)
     printed: list[str] = []
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(path.read_text(encoding="utf-8")):

@@ -1,0 +1,44 @@
+"""How ``make docs`` turns the pages into a site.
+
+They stay plain Markdown, as a code host shows it: no directive stands on them.  The contents of the site are the lists
+of links in docs/index.md, a part for each of its headings.  Sources are the whole repository's, because pages link to
+results of bench/ and to files of examples/.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+project = "graphzero"
+version = release = version_of(project)
+extensions = ["myst_parser"]
+include_patterns = ["README.md", "docs/*.md", "bench/results/*.md"]
+exclude_patterns = [".*", "build", "dist", "docs/site"]  # not even looked into
+root_doc = "docs/index"
+html_theme = "furo"
+html_title = f"{project} {version}"
+myst_heading_anchors = 4  # a link to a section is written as on a code host
+TO_ROOT = '<meta http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">graphzero</a>\n'
+
+
+def contents(page: str) -> str:
+    """The hidden tables of contents of a page's lists of links."""
+    found = []
+    for part in page.split("\n## ")[1:]:
+        links = re.findall(r"\]\(([\w./]+)\.md\)", part)
+        found += ["", "```{toctree}", ":hidden:", f":caption: {part.splitlines()[0]}", "", *links, "```", ""]
+    return "\n".join(found)
+
+
+def setup(app: Any) -> None:
+    def read(app: Any, name: str, source: list[str]) -> None:
+        if name == root_doc:
+            source[0] += contents(source[0])
+        elif name.startswith("bench/"):
+            source[0] = f"---\norphan: true\n---\n{source[0]}"
+
+    app.connect("source-read", read)
+    app.connect("build-finished", lambda app, _: Path(app.outdir, "index.html").write_text(TO_ROOT))
