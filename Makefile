@@ -2,9 +2,10 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-RANKS  ?= 2
-STAGE  ?= 2
-MODEL  ?= gpt2
+RANKS  ?=
+STAGE  ?=
+MODEL  ?=
+BATCH  ?=
 STEPS  ?=
 
 BIN   := $(VENV)/bin
@@ -12,12 +13,22 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else each process compiles the sources, and pytest all tests, anew: seconds
 
-.PHONY: train test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
+.PHONY: train dist docs test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
 
 train: $(READY)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/train.py --model $(MODEL) --stage $(STAGE) $(if $(STEPS),--steps $(STEPS))
+	@$(BIN)/python examples/launch.py $(if $(RANKS),--ranks='$(RANKS)') $(if $(MODEL),--model='$(MODEL)') \
+		$(if $(STAGE),--stage='$(STAGE)') $(if $(BATCH),--batch='$(BATCH)') $(if $(STEPS),--steps='$(STEPS)')
 
-test: lint test-all test-rounding
+# What says within minutes whether a change is right; .ci/run runs test-slow and test-rounding behind it.
+test: lint test-fast
+
+# A wheel and what it is built from, in dist/.
+dist: $(READY)
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+# The pages as a site, docs/site/index.html; a broken link or any other warning ends it.
+docs: $(READY)
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --conf-dir docs . docs/site
 
 # Two processes take whole files, whose tests share what is costly to set up, such as sets of ranks.  A process that
 # crashes is not replaced: xdist would wait for ever for the rest of its file.
@@ -70,7 +81,7 @@ test-torch: .venv-torch-$(TORCH)/.ready
 MODELS ?= A B conv
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	$(BIN)/python bench/everything.py --models $(MODELS) --ranks $(RANKS)
+	$(BIN)/python bench/everything.py --models $(MODELS) --ranks $(or $(RANKS),2)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -78,4 +89,4 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist docs/site *.egg-info .pytest_cache .mypy_cache .ruff_cache
