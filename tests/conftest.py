@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+# As in `make test`: more threads add in another order, and two ranks of each test share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# On a busy machine a compile takes longer than the seconds after which it says so on stderr, which tests read.
+os.environ["GRAPHZERO_PROGRESS"] = "off"
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from graphzero.capture.trace.attention import attention
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
-from graphzero.ops.attention_kernels import DEFINITION, KERNELS, case_of, choose
+from graphzero.ops.attention_contract import DEFINITION
+from graphzero.ops.attention_kernels import KERNELS, case_of, choose
 
 BY_NAME = {kernel.name: kernel for kernel in (*KERNELS["cuda"], DEFINITION)}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
