@@ -252,5 +252,6 @@ class _Capture:
             constants,
             self.entry,
             traced.attributes,
+            spaces=traced.spaces,
             free=traced.free,
         )

@@ -185,6 +185,7 @@ class Captured:
     padded: along what each output of build is padded, where inputs are.  least: the fewest places of a ragged dim that
         the step reads, by its name, where that is more than one.
     attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
+    spaces: of those that stand elsewhere, as ``global train.SCALE`` does: label -> what has them as attributes.
     free: tensors that build has met anywhere else, and as what: see ``written``.
     """
 
@@ -199,6 +200,7 @@ class Captured:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     padded: tuple[frozenset[Along], ...] = ()
     least: Mapping[str, int] = field(default_factory=dict)
+    spaces: Mapping[str, Any] = field(default_factory=dict)
     free: Sequence[tuple[Tensor, Any]] = ()
 
     @property

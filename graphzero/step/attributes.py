@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ _ABSENT = frozen(attribute(None, "absent"))
 
 
 class Attributes:
-    """Those of ``graph``, of its modules, and of the objects that stand in these.
+    """Those of ``graph``, of its modules, of the objects that stand in these; and globals and shared variables.
 
     ``look`` reads them; what the rest says is as of then.  texts: the values, the same in every process; of containers
     and of objects, which may hold what is a rank's own (a local rank), whether it is one that captures have read.
@@ -27,7 +27,9 @@ class Attributes:
         self._deep: dict[str, None] = {}  # of those that are tensors, functions, containers, objects
         self._free: dict[int, tuple[Tensor, Any]] = {}  # tensors that are no attributes, and what they were
         self._seen: dict[str, dict[Any, int]] = {}  # path -> values that captures have read -> their numbers
-        self._inner: set[str] = set()  # paths of what stands in objects
+        self._inner: set[str] = set()  # paths of what stands in objects, and of what is nobody's attribute
+        self._spaces: dict[str, Any] = {}  # see ``Captured.spaces``
+        self._kinds: list[Any] = []  # classes of the plain values: 1 equals 1.0
         self._tree: object = None
         self._readers: list[tuple[Any, Callable[[Any], Any], list[str]]] = []  # owner, of all names at once, names
         self._deep_readers: list[tuple[Any, str]] = []
@@ -44,6 +46,7 @@ class Attributes:
             (self._deep if is_deep(held) else self._plain)[path] = None
             seen = self._seen.setdefault(path, {})
             seen.setdefault(held, len(seen) + 1)
+        self._spaces |= captured.spaces
         for x, held in captured.free:
             self._free.setdefault(id(x), (x, held))
         self._tree = None
@@ -60,8 +63,9 @@ class Attributes:
         values = [_read(*reader) for reader in self._readers]
         values += [frozen(attribute(owner, name)) for owner, name in self._deep_readers]
         free = [written(x) for x, _ in self._free.values()]
-        if not is_same([*values, *free], self._values):
-            self._values, self._fits = [*values, *free], {}
+        plain_kinds = [_kinds(x, names) for x, (_, _, names) in zip(values, self._readers, strict=False)]
+        if plain_kinds != self._kinds or not is_same([*values, *free], self._values):
+            self._values, self._kinds, self._fits = [*values, *free], plain_kinds, {}
             plain = [attribute(owner, name) for owner, _, names in self._readers for name in names]
             deep = values[len(self._readers) :]
             self._now = dict(zip(self._paths, [*map(frozen, plain), *deep], strict=True))
@@ -80,7 +84,7 @@ class Attributes:
 
     def _find(self, modules: Mapping[str, nn.Module]) -> None:
         """Who holds each: the module of the longest path, or else the Graph."""
-        owners = {"": self._graph, **dict(walk(modules))}
+        owners = {"": self._graph, **dict(walk(modules)), **self._spaces}
         named: dict[str, list[str]] = {}
         for path in self._plain:
             owner, name = _split(path, owners)
@@ -88,7 +92,7 @@ class Attributes:
         self._readers = [(owners[path], attrgetter(*names), names) for path, names in named.items()]
         split = [_split(path, owners) for path in self._deep]
         self._deep_readers = [(owners[owner], name) for owner, name in split]
-        self._inner = {path for path in (*self._plain, *self._deep) if "." in _split(path, owners)[1]}
+        self._inner = {path for path in (*self._plain, *self._deep) if _is_inner(*_split(path, owners), self._spaces)}
         joined = [f"{owner}.{name}" if owner else name for owner, names in named.items() for name in names]
         self._paths = [*joined, *self._deep]
 
@@ -104,8 +108,22 @@ class Attributes:
 
     def describe(self) -> dict[str, str]:
         """By path, as text that is the same in every process."""
-        names = (*(f"attribute {path}" for path in self._now), *self._since)
+        names = (*map(told, self._now), *self._since)
         return dict(zip(names, self.texts, strict=True))
+
+
+def told(path: str) -> str:
+    """What stands under a path, in words."""
+    return path if " " in path else f"attribute {path}"  # spaces are called "global train", "variable build"
+
+
+def _is_inner(owner: str, name: str, spaces: Mapping[str, Any]) -> bool:
+    return "." in name or owner in spaces
+
+
+def _kinds(values: Any, names: Sequence[str]) -> Any:
+    """Classes of what a reader of these names has read."""
+    return type(values) if len(names) == 1 else tuple(map(type, values))
 
 
 def _since(held: Any, now: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from graphzero import _compat
 from graphzero.capture import Captured
 from graphzero.ir.value import Role
-from graphzero.step.attributes import Attributes
+from graphzero.step.attributes import Attributes, told
 from graphzero.step.call import Call
 from graphzero.step.equal_inputs import Shared
 from graphzero.step.key import Key
@@ -123,7 +123,7 @@ class Programs:
         self._made += 1
         if self._made > _MANY + 1:
             return
-        attributes = ((f"attribute {name}", held) for name, held in program.captured.attributes.items())
+        attributes = ((told(name), held) for name, held in program.captured.attributes.items())
         met = ("tensors that are no buffers", tuple(x for _, x in program.captured.free))
         for name, found in (*key.captured, ("configuration", key.config), *attributes, met):
             self._seen.setdefault(name, set()).add(found)

@@ -74,7 +74,7 @@ def check_a_rank_that_cannot_write_fails_all_and_leaves_nothing():
     first = gz.save(graph, folder).path
     right = blocks.write
 
-    def full(path, parts):
+    def full(path, parts, rest):
         raise OSError(28, "No space left on device", str(path))
 
     for asynchronous in (False, True):

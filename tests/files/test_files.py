@@ -593,9 +593,9 @@ def slow(monkeypatch):
     """Files are written when they are released."""
     release, right = threading.Event(), blocks.write
 
-    def write(path, parts):
+    def write(path, parts, rest):
         assert release.wait(20)
-        return right(path, parts)
+        return right(path, parts, rest)
 
     monkeypatch.setattr(blocks, "write", write)
     yield release
@@ -631,7 +631,7 @@ def test_two_graphs_save_to_one_folder_at_once(slow, tmp_path):
 def test_a_failure_meanwhile_is_told_once_to_whoever_waits_or_saves_next(tmp_path, monkeypatch, caplog):
     graph = Evaluate(nn.ModuleDict({"twin": nn.Linear(3, 4)}))
 
-    def full(path, parts):
+    def full(path, parts, rest):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def fail():

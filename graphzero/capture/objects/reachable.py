@@ -91,7 +91,7 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """
     names: set[str] = set()
     written: set[str] = set()
-    for one in _codes(code):
+    for one in codes(code):
         names.update(one.co_names)
         written.update(
             str(step.argval) for step in dis.get_instructions(one) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -99,8 +99,9 @@ def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names), frozenset(written)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside of it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _codes(inner)
+            yield from codes(inner)

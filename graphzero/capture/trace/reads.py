@@ -1,5 +1,6 @@
-"""Attributes of the Graph and its modules that build reads, and of plain objects that stand in these: numbers, flags,
-words, functions, tensors that are no buffers, and containers of all that.
+"""Attributes of the Graph and its modules that build reads, and of plain objects that stand in these, globals and
+variables shared with functions around it: numbers, flags, words, functions, tensors that are no buffers, and containers
+of all that.
 
 Tracing writes down what they are, as ``dropout.p``, so a capture holds only while they are that.
 """
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.spec import Step
+from graphzero.capture.trace.names import Names
 from graphzero.ir.source import is_project
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
@@ -62,10 +64,15 @@ class Inside:
 
 
 class Reads:
-    """What build has read.  root: of the modules, whose parameters and buffers are the step's own."""
+    """What build has read.  root: of the modules, whose parameters and buffers are the step's own.
 
-    def __init__(self, root: nn.Module, graph: Any) -> None:
+    names: what it reads that is no attribute; all of it counts as read.
+    """
+
+    def __init__(self, root: nn.Module, graph: Any, names: Names) -> None:
         self.found: dict[str, Any] = {}  # path -> ``frozen`` value
+        self.spaces = names.spaces
+        self._names = names
         self._paths = {id(module): f"{path}." for path, module in root.named_modules() if path}
         self._owners = {path: module for path, module in root.named_modules() if path}
         self._state = {id(x) for x in (*root.parameters(), *root.buffers())}
@@ -73,11 +80,15 @@ class Reads:
         self._patches = ExitStack()
         if graph is not None and not isinstance(graph, nn.Module):
             self._paths[id(graph)], self._owners[""] = "", graph
+        self._owners |= self.spaces
 
     def __enter__(self) -> Reads:
         self._watch(nn.Module)
         if "" in self._owners:
             self._watch(type(self._owners[""]))
+        for label, names in self._names.found.items():
+            for name in names:
+                self._note(self._owners.get("", self), f"{label}.{name}", attribute(self.spaces[label], name))
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -119,8 +130,10 @@ class Reads:
 
 
 def reading(step: Step, root: nn.Module) -> Reads:
-    """A context manager that notes every attribute read inside: ``model.1.p``, or ``scale`` of the Graph itself."""
-    return Reads(root, getattr(step.build, "__self__", None))
+    """A context manager that notes every attribute read inside: ``model.1.p``, or ``scale`` of the Graph itself; and
+    ``global train.SCALE``."""
+    graph = getattr(step.build, "__self__", None)
+    return Reads(root, graph, Names(step.build, graph, root))
 
 
 def attribute(owner: Any, name: str) -> Any:
@@ -132,9 +145,9 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two ``frozen`` values are one; nan is itself."""
+    """Whether two ``frozen`` values are one; nan is itself, and 1 is not 1.0: they make other dtypes."""
     try:
-        return a is b or bool(a == b)
+        return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:  # a number has become an array, say
         return False
 
@@ -147,7 +160,7 @@ def written(x: Tensor) -> Same:
 
 def is_deep(held: Any) -> bool:
     """Whether a ``frozen`` value has to be made anew to be compared, for it is not what stands in the attribute."""
-    return isinstance(held, (Same, Inside))
+    return isinstance(held, Inside) or (isinstance(held, Same) and not isinstance(held.held, _CODE))
 
 
 def frozen(held: Any, deep: int = 0) -> Any:

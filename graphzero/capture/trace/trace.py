@@ -65,6 +65,7 @@ class Traced:
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
+    spaces: dict[str, Any] = field(default_factory=dict)
     free: list[tuple[Tensor, Any]] = field(default_factory=list)
 
 
@@ -167,7 +168,7 @@ class BuildTrace:
             finally:
                 self.free.put_back()
         traced = self._traced(module)
-        traced.pins, traced.attributes = pins, reads.settled()
+        traced.pins, traced.attributes, traced.spaces = pins, reads.settled(), reads.spaces
         traced.free = self.free.met()
         return traced
 

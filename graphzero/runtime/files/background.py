@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graphzero.logs import event
+from graphzero.runtime.files import notes
 
 _NICE = 19  # what a thread that writes yields to those that compute, where the system has such a thing by thread
+_SHARE = 1 / 16  # of a core, which it takes at the most from those that compute on it
+_LOOK = 0.1  # seconds after which a thread that rests looks whether the process waits for it
 
 
 class Saved:
@@ -27,8 +30,10 @@ class Saved:
         self.seconds: float | None = None
         self._began = time.perf_counter()
         self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
         self._error: BaseException | None = None
         self._is_told = False
+        self._taken = 0.0  # seconds of the processor, by the thread until it rested last
 
     def __repr__(self) -> str:
         if self.seconds is None:
@@ -63,8 +68,24 @@ class Saved:
 
     def join(self) -> None:
         """Return when nobody writes it any more."""
+        self._hurry.set()
         if self._thread is not None:
             self._thread.join()
+
+    def rest(self, partial: Path) -> None:
+        """Called by the thread now and then: it lets those that compute have the core until it has taken no more than
+        its share, unless somebody waits for it, on any rank."""
+        now = time.thread_time()
+        left = (now - self._taken) * (1 / _SHARE - 1)
+        self._taken = now
+        while left > 0 and not self._is_waited_for() and not notes.is_hurried(partial):
+            self._hurry.wait(min(left, _LOOK))
+            left -= _LOOK
+        if self._is_waited_for():
+            notes.hurry(partial)
+
+    def _is_waited_for(self) -> bool:
+        return self._hurry.is_set() or not threading.main_thread().is_alive()  # Python waits for threads at its end
 
     @property
     def is_done(self) -> bool:
@@ -72,6 +93,7 @@ class Saved:
 
     def _in_thread(self, write: Callable[[], None]) -> None:
         _yield_to_others()
+        self._taken = time.thread_time()
         try:
             write()
             self._done()

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +34,8 @@ class Summed:
     blocks: tuple[str, ...]
 
 
-def write(path: Path, parts: Iterable[memoryview]) -> Summed:
-    """A new file of ``parts``, on the disk when it returns."""
+def write(path: Path, parts: Iterable[memoryview], rest: Callable[[], None] = lambda: None) -> Summed:
+    """A new file of ``parts``, on the disk when it returns.  rest: what is done behind each block."""
     sums: list[str] = []
     total, current = 0, Sum()
     with open(path, "wb", buffering=0) as file:
@@ -49,6 +49,7 @@ def write(path: Path, parts: Iterable[memoryview]) -> Summed:
                 if total % BLOCK == 0:
                     sums.append(current.end())
                     _begin_to_sync(file.fileno(), total - BLOCK)
+                    rest()
         if total % BLOCK:
             sums.append(current.end())
         os.fsync(file.fileno())

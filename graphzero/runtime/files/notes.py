@@ -18,6 +18,7 @@ from graphzero.errors import CheckpointError
 from graphzero.runtime.files import folder
 from graphzero.runtime.files.blocks import Summed
 
+_HURRY = "hurry"
 _SOON, _LATE = 0.01, 0.5  # seconds between two looks, at first and in the end
 Ended = Callable[[], Collection[int]]  # positions of ranks whose processes have ended, as far as one sees
 
@@ -59,6 +60,23 @@ def read(partial: Path, position: int) -> Note:
     if "error" in found:
         raise CheckpointError(f"rank {position} could not write its part: {found['error']}")
     return Note(Summed(found["bytes"], tuple(found["sums"])), found["frozen"])
+
+
+def hurry(partial: Path) -> None:
+    """Tell threads of other ranks that somebody waits for what they write."""
+    with contextlib.suppress(OSError):  # they only take longer then
+        (partial / _HURRY).touch()
+
+
+def is_hurried(partial: Path) -> bool:
+    return (partial / _HURRY).exists()
+
+
+def remove(partial: Path, count: int) -> None:
+    """Remove all that ``count`` ranks have left."""
+    for position in range(count):
+        path_of(partial, position).unlink()
+    (partial / _HURRY).unlink(missing_ok=True)
 
 
 def wait_for_all(partial: Path, count: int, patience: float, ended: Ended) -> None:

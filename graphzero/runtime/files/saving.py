@@ -169,9 +169,12 @@ def nbytes(layout: Layout, position: int) -> int:
 # ---- one rank
 
 
-def write_file(partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], frozen: Sequence[str]) -> None:
-    """This rank's file, and the note that says so, with the hashes of what is frozen.  Raises CheckpointError if it
-    cannot."""
+def write_file(
+    partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], frozen: Sequence[str],
+    rest: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """This rank's file, and the note that says so, with the hashes of what is frozen.  rest: see ``blocks.write``.
+    Raises CheckpointError if it cannot."""
     size = nbytes(layout, position)
     name = file_name(position)
     with folder.explained(f"{partial / name}", size):
@@ -181,7 +184,7 @@ def write_file(partial: Path, layout: Layout, position: int, boxes: Sequence[Ten
                 f"{partial / name} cannot be written: it takes {size} bytes, {free} are free. Nothing was saved; "
                 "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
             )
-        written = blocks.write(partial / name, _parts(layout.head(position)[0], boxes))
+        written = blocks.write(partial / name, _parts(layout.head(position)[0], boxes), rest)
         notes.leave(partial, position, notes.Note(written, frozen))
 
 
@@ -205,8 +208,7 @@ def complete(partial: Path, layout: Layout, make: Callable[..., Index], keep: in
             file.write(index.text())
             file.flush()
             os.fsync(file.fileno())
-        for position in range(len(layout.files)):
-            notes.path_of(partial, position).unlink()
+        notes.remove(partial, len(layout.files))
         done = folder.finish(partial)
     if keep is not None:
         folder.keep_last(done.parent, keep)

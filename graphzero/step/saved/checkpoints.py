@@ -121,7 +121,7 @@ class Checkpoints:
             try:
                 if asynchronous:
                     copies = ranks.agree_on(_PARTS, lambda: self._copied(partial, what), _nothing)
-                    made.start(self._alone(partial, what, copies, keep))
+                    made.start(self._alone(partial, what, copies, keep, self._rest_of(made, partial)))
                     self._under_way = made
                 else:
                     made.run(lambda: self._write_together(partial, what, keep))
@@ -148,9 +148,16 @@ class Checkpoints:
         self._source.ranks.agree_on(_PARTS, write_part, _nothing)
         self._first_does(_END, lambda: saving.complete(partial, what.layout, what.index, keep))
 
+    def _rest_of(self, made: Saved, partial: Path) -> Callable[[], None]:
+        """Steps of a CPU placement are taken by the cores with which a thread writes."""
+        if self._source.placement.device_type != "cpu":
+            return lambda: None
+        return lambda: made.rest(partial)
+
     def _alone(
-        self, partial: Path, what: Content, copies: tuple[list[Tensor], list[str]], keep: int | None
-    ) -> Callable[[], None]:
+        self, partial: Path, what: Content, copies: tuple[list[Tensor], list[str]], keep: int | None,
+        rest: Callable[[], None],
+    ) -> Callable[[], None]:  # fmt: skip
         """What a thread of this rank does, without the others."""
         layout, position, is_first, count = what.layout, what.position, what.is_first, len(what.layout.files)
         boxes, frozen = copies
@@ -158,7 +165,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                saving.write_file(partial, layout, position, boxes, frozen)
+                saving.write_file(partial, layout, position, boxes, frozen, rest)
                 boxes.clear()
                 if is_first:
                     notes.wait_for_all(partial, count, PATIENCE, ended)

@@ -1,0 +1,70 @@
+"""A thread that writes while steps are taken: what it takes of a core, and when it hurries."""
+
+import threading
+import time
+
+import pytest
+
+from graphzero.runtime.files import background
+from graphzero.runtime.files.background import Saved
+
+
+class Thread:
+    """A clock of the processor, and what a thread waits for."""
+
+    def __init__(self, saved):
+        self.saved, self.taken, self.rested = saved, 0.0, 0.0
+
+    def wait(self, seconds):
+        self.rested += seconds
+
+    def writes(self, seconds, partial):
+        self.taken += seconds
+        self.saved.rest(partial)
+
+
+@pytest.fixture
+def thread(monkeypatch, tmp_path):
+    made = Thread(Saved(tmp_path / "done", 1, 1000))
+    monkeypatch.setattr(background.time, "thread_time", lambda: made.taken)
+    monkeypatch.setattr(made.saved._hurry, "wait", made.wait)
+    return made
+
+
+def test_it_takes_a_sixteenth_of_a_core(thread, tmp_path):
+    for seconds in (0.004, 0.5, 0.0, 0.02):
+        thread.writes(seconds, tmp_path)
+        assert thread.rested == pytest.approx(15 * thread.taken)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_it_hurries_when_somebody_waits_and_tells_the_other_ranks(thread, tmp_path):
+    thread.saved.join()
+    thread.writes(0.5, tmp_path)
+    assert thread.rested == 0
+    other = Saved(tmp_path / "done", 1, 1000)
+    other.rest(tmp_path)  # all that this thread has taken so far, and no pause: it would be minutes
+    assert [child.name for child in tmp_path.iterdir()] == ["hurry"]
+
+
+def test_one_that_rests_wakes_up_when_somebody_waits(tmp_path):
+    began, resting = time.perf_counter(), threading.Event()
+    saved = Saved(tmp_path / "done", 1, 1000)
+
+    def write():
+        saved._taken = time.thread_time() - 100  # 1500 seconds of rest
+        resting.set()
+        saved.rest(tmp_path)
+
+    saved.start(write)
+    assert resting.wait(20)
+    saved.wait()
+    assert saved.is_done and time.perf_counter() - began < 60
+
+
+def test_one_that_rests_wakes_up_when_another_rank_hurries(tmp_path):
+    saved = Saved(tmp_path / "done", 1, 1000)
+    (tmp_path / "hurry").touch()
+    saved._taken = time.thread_time() - 100
+    saved.rest(tmp_path)
+    assert not saved._hurry.is_set()
