@@ -7,6 +7,7 @@ import types
 import warnings
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,6 +45,26 @@ class Called:
 
     def result(self):
         return self.x + math.sqrt(OPTIONS.scale)
+
+
+class Options:
+    scale, kinds, weights = 2.0, {"a"}, np.ones(3, np.float32)
+    single = np.float32(2)
+
+
+class Callable:
+    """An object of the user's that stands in an attribute, or in a global."""
+
+    def __call__(self, x):
+        return x * SCALE
+
+
+CALLABLE = Callable()
+
+
+@torch.no_grad()
+def fixed(x):
+    return x.detach() * SCALE
 
 
 class Base(gz.Graph):
@@ -107,6 +128,50 @@ class ByPartial(Base):
         return BOUND(self.model(x), x)
 
 
+class ByClass(Base):
+    def build(self, x):
+        return self.model(x) * Options.scale
+
+
+class BySet(Base):
+    def build(self, x):
+        return self.model(x) * (2 if "a" in Options.kinds else 3)
+
+
+class ByArray(Base):
+    def build(self, x):
+        return self.model(x) * torch.from_numpy(Options.weights) * float(Options.single)
+
+
+class ByCallable(Base):
+    def build(self, x):
+        return CALLABLE(self.model(x))
+
+
+class ByAttribute(Base):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, x):
+        return self.inner(self.model(x))
+
+
+class ByTable(Base):
+    def __init__(self):
+        super().__init__()
+        self.table = {"inner": [scaled]}
+
+    def build(self, x):
+        return self.table["inner"][0](self.model(x))
+
+
+class Decorated(Base):
+    @torch.no_grad()
+    def build(self, x):
+        return fixed(self.model(x))
+
+
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,6 +205,16 @@ CHANGES = [
     (ByLoss, "LOSS", nn.functional.l1_loss),
     (ByPartial, "BOUND", functools.partial(torch.add, alpha=3)),
     (InModule, "SCALE", -1.0),
+    (ByClass, "Options.scale", 5.0),
+    (BySet, "Options.kinds", {"b"}),
+    (ByArray, "Options.weights", np.zeros(3, np.float32)),
+    (ByArray, "Options.single", np.float32(7)),
+    (ByCallable, "SCALE", 5.0),
+    (functools.partial(ByAttribute, Callable()), "SCALE", 5.0),
+    (functools.partial(ByAttribute, scaled), "SCALE", 5.0),
+    (functools.partial(ByAttribute, functools.partial(scaled)), "SCALE", 5.0),
+    (ByTable, "SCALE", 5.0),
+    (Decorated, "SCALE", 5.0),
 ]
 
 
@@ -147,8 +222,19 @@ CHANGES = [
 def test_a_global_that_is_bound_anew(kind, name, value, monkeypatch):
     graph, x = kind(), torch.randn(2, 3)
     torch.testing.assert_close(graph(x), graph.build(x))
-    monkeypatch.setattr(sys.modules[__name__], name, value)
+    monkeypatch.setattr(f"{__name__}.{name}", value)
     torch.testing.assert_close(graph(x), graph.build(x))
+
+
+def test_what_a_class_holds_is_changed():
+    for kind in (BySet, ByArray):
+        graph, x = kind(), torch.randn(2, 3)
+        torch.testing.assert_close(graph(x), graph.build(x))
+        Options.kinds.clear()
+        Options.weights[1] = 4.0
+        torch.testing.assert_close(graph(x), graph.build(x))
+        Options.kinds.add("a")
+        Options.weights[1] = 1.0
 
 
 def changed_inside():

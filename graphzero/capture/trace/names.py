@@ -2,7 +2,8 @@
 names.
 
 They are found in the functions' code, before it runs: from build and the modules' forwards on, through whatever of the
-project's own these name.  A method is followed where its name is read from anything.
+project's own these name.  A method is followed where its name is read from anything.  Attributes of classes count as
+globals where the class is named: ``Options.scale``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from graphzero.ir.source import is_project
 
 _OF_FUNCTIONS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_CACHED = type(functools.lru_cache(len))
+_CONTAINERS = (dict, list, tuple)
+_MANY = 1000  # entries of a container that is looked into
 _MAKING = ("__init__", "__new__", "__post_init__")
 
 
@@ -56,7 +60,8 @@ class Variables:
 class Names:
     """What ``build`` and the functions behind it name.
 
-    spaces: ``global train`` or ``variable Train.build`` -> what has the names as attributes.  found: the names in each.
+    spaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> what has the names as attributes.
+    found: the names in each.
     """
 
     def __init__(self, build: Any, owner: Any, root: nn.Module) -> None:
@@ -66,6 +71,7 @@ class Names:
         self._methods: dict[str, list[Any]] = {}
         self._asked: set[str] = set()  # names that were read from anything
         self._seen: set[int] = set()
+        self._classes: set[tuple[type, bool]] = set()  # with whether objects of them are made
         self._todo: list[Any] = [build]
         for kind in dict.fromkeys(map(type, (owner, *root.modules()))):
             self._know(kind, is_made=False)
@@ -75,15 +81,19 @@ class Names:
                 *module._forward_pre_hooks.values(),
                 *module._forward_hooks.values(),
             ]
+            self._todo += vars(module).values()
+        self._todo += vars(owner).values() if hasattr(owner, "__dict__") else ()
         while self._todo:
             self._look_into(self._todo.pop())
 
     def _know(self, kind: type, is_made: bool) -> None:
         """The methods of a class may be called from now on.  is_made: whether build makes objects of it."""
         for base in kind.__mro__:
-            if id(base) in self._seen or not is_project(base.__module__):
+            if (base, is_made) in self._classes:
                 continue
-            self._seen.add(id(base))
+            self._classes.add((base, is_made))
+            if not is_project(base.__module__):
+                continue
             for name, held in vars(base).items():
                 functions = list(_functions(held))
                 self._methods.setdefault(name, []).extend(functions)
@@ -92,34 +102,53 @@ class Names:
                     self._todo += functions
 
     def _look_into(self, held: Any) -> None:
-        """Follow a function; a class is called, and so is what a partial holds."""
-        if isinstance(held, type):
-            self._know(held, is_made=True)
-        for function in _functions(held):
-            if id(function) not in self._seen and is_project(function.__module__):
+        """Follow a function; a class or an object may be called, and so may be what a partial or a container holds."""
+        if isinstance(held, _CONTAINERS):
+            if id(held) not in self._seen and len(held) <= _MANY:
+                self._seen.add(id(held))
+                self._todo += held.values() if isinstance(held, dict) else held
+            return
+        functions = [*_functions(held)]
+        if not functions:
+            self._know(held if isinstance(held, type) else type(held), is_made=isinstance(held, type))
+        for function in functions:
+            if id(function) not in self._seen:
                 self._seen.add(id(function))
-                for code in codes(function.__code__):
-                    self._read(function, dis.get_instructions(code))
+                self._follow(function)
+
+    def _follow(self, function: FunctionType) -> None:
+        if is_project(function.__globals__.get("__name__")):
+            for code in codes(function.__code__):
+                self._read(function, dis.get_instructions(code))
+        else:  # a library's decorator
+            self._todo.append(getattr(function, "__wrapped__", None))
 
     def _read(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        held: Any = None  # what the step before has loaded
+        space, held = function.__globals__, None  # held: what the step before has loaded
         for step in steps:
-            name, module, held = str(step.argval), held, None
-            if step.opname in _OF_GLOBALS:
-                held = self._name(f"global {function.__module__}", function.__globals__, name)
+            if step.opname == "EXTENDED_ARG":
+                continue
+            name, owner, held = str(step.argval), held, None
+            if step.opname in _OF_GLOBALS and name in space:
+                held = self._note(self._space(f"global {space['__name__']}", id(space), Globals(space)), name)
             elif step.opname in _OF_FUNCTIONS and name in cells:
-                space = self._space(f"variable {function.__qualname__}", id(function), Variables(cells))
-                held = self._note(space, name)
+                label = self._space(f"variable {function.__qualname__}", id(function), Variables(cells))
+                held = self._note(label, name)
             elif step.opname in _OF_ATTRIBUTES:
-                if isinstance(module, ModuleType) and is_project(module.__name__):
-                    held = self._name(f"global {module.__name__}", vars(module), name)
-                elif name not in self._asked:
-                    self._asked.add(name)
-                    self._todo += self._methods.get(name, ())
+                held = self._attribute(owner, name)
 
-    def _name(self, label: str, names: dict[str, Any], name: str) -> Any:
-        return self._note(self._space(label, id(names), Globals(names)), name) if name in names else None
+    def _attribute(self, owner: Any, name: str) -> Any:
+        """What stands in ``owner`` under a name, if it is a module or a class of the project's."""
+        if name not in self._asked:
+            self._asked.add(name)
+            self._todo += self._methods.get(name, ())
+        if isinstance(owner, ModuleType) and is_project(owner.__name__) and name in vars(owner):
+            names = vars(owner)
+            return self._note(self._space(f"global {owner.__name__}", id(names), Globals(names)), name)
+        if isinstance(owner, type) and is_project(owner.__module__):
+            return self._note(self._space(f"class {owner.__module__}.{owner.__qualname__}", id(owner), owner), name)
+        return None
 
     def _space(self, label: str, identity: int, space: Any) -> str:
         """The label of a space, with a number where another one has the same."""
@@ -149,3 +178,5 @@ def _functions(held: Any) -> Iterator[FunctionType]:
             yield from _functions(one)
     elif isinstance(held, functools.cached_property):
         yield from _functions(held.func)
+    elif isinstance(held, _CACHED):
+        yield from _functions(held.__wrapped__)

@@ -11,13 +11,15 @@ import enum
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,10 +29,11 @@ from graphzero.capture.spec import Step
 from graphzero.capture.trace.names import Names
 from graphzero.ir.source import is_project
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)
 _CODE = (FunctionType, BuiltinFunctionType)
-_CONTAINERS = (dict, list, tuple, SimpleNamespace, functools.partial)
-_CLOSED = (*_CODE, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer, set, frozenset)
+_SETS = (set, frozenset)
+_CONTAINERS = (dict, list, tuple, deque, *_SETS, SimpleNamespace, functools.partial)
+_CLOSED = (*_CODE, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _NEVER = frozenset({"training", *vars(nn.Module())})  # part of the program's key
 _DEEP, _MANY = 4, 1000  # how far containers are looked into, and up to how many entries
 _NAMES = 1 << 9  # of a class's flags: whether attributes of the class can be set
@@ -169,29 +172,37 @@ def frozen(held: Any, deep: int = 0) -> Any:
     """
     kind = type(held)  # not isinstance, which asks objects of other classes for their __class__, at a price
     if issubclass(kind, _PLAIN) or held is _GONE or (kind is tuple and all(isinstance(x, _PLAIN) for x in held)):
-        return held
+        return (kind, held) if deep else held  # 1 equals 1.0, and makes other dtypes
     if issubclass(kind, _CODE):
         return Same(id(held), f"the function {held.__qualname__}", held=held)
     if issubclass(kind, Tensor) and not isinstance(held, nn.Parameter):  # those in containers may be the step's own
         return Same(id(held), "a tensor", held=held) if deep else written(held)
     if issubclass(kind, _CONTAINERS) and deep < _DEEP:
         entries = _entries(held)
-        if len(entries) <= _MANY:
-            return Inside(kind.__name__, tuple(frozen(x, deep + 1) for x in entries))
+        if entries is not None:
+            inside = (frozen(x, deep + 1) for x in entries)
+            return Inside(kind.__name__, (frozenset(inside),) if issubclass(kind, _SETS) else tuple(inside))
+    if issubclass(kind, np.ndarray):
+        if held.size <= _MANY and not held.dtype.hasobject:
+            return Inside("array", (held.dtype.str, held.shape, held.tobytes()))
+        return Same(id(held), "an array", held=held)
     kind = held if issubclass(kind, type) else kind
     return Same(id(kind), kind.__qualname__, held=kind)
 
 
-def _entries(held: Any) -> Sequence[Any]:
+def _entries(held: Any) -> Iterable[Any] | None:
+    """What a container holds; None if that is too much."""
     if isinstance(held, functools.partial):
         return (held.func, held.args, held.keywords)
     if isinstance(held, SimpleNamespace):
         held = vars(held)
+    if len(held) > _MANY:
+        return None
     return [x for pair in dict.items(held) for x in pair] if isinstance(held, dict) else held
 
 
 def _is_fixed(held: Any) -> bool:
-    return isinstance(held, (*_PLAIN, *_CODE, *_CONTAINERS)) or type(held) is Tensor
+    return isinstance(held, (*_PLAIN, *_CODE, *_CONTAINERS, np.ndarray)) or type(held) is Tensor
 
 
 def _is_open(kind: type, owner: type) -> bool:
