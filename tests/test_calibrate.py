@@ -186,7 +186,11 @@ def test_two_processes_measure_their_links_into_a_file_that_the_configuration_re
     config.set_links(out)
     assert 0 <= config.links[1].latency < 1 and 1e6 < config.links[1].bandwidth < 1e13
     device = Device.named(str(out))
-    assert device.links == {"tp": config.links[1], "inside": config.links[1]} and device.type == "cpu" and not device.overlaps
+    assert (
+        device.links == {"tp": config.links[1], "inside": config.links[1]}
+        and device.type == "cpu"
+        and not device.overlaps
+    )
     assert min(device.flops["f32"], device.memory) > 1e6 and "mul" in device.reached and device.step > 0
     (measured,) = json.loads(out.read_text())["measured"]
     assert measured["axis"] == "tp" and {s["kind"] for s in measured["samples"]} == set(COLLECTIVES)

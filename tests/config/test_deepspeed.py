@@ -300,6 +300,14 @@ def test_values_land_in_settings(given, name, found):
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype: None; write bfloat16 or float16"),
         ({"gradient_clipping": -1}, "gradient_clipping: -1; write a number, 0 or more"),
         ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params: 3; it is a section"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}},
+            "optimizer.params.lr: '1e-4'; write the number, without quotes: 1e-4",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "0.99"]}}},
+            "optimizer.params.betas: [0.9, '0.99']; write the number, without quotes: 0.99",
+        ),
         ({"prefetch_bucket_size": 1}, "did you mean zero_optimization.stage3_prefetch_bucket_size?"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "stands there twice, under its earlier name"),
     ],

@@ -101,7 +101,20 @@ def _section(document: Document, name: str) -> tuple[str | None, dict[str, Any]]
     kind, given = document.get(f"{name}.type"), document.section(f"{name}.params")
     if (kind is None and given) or not isinstance(kind, (str, type(None))):
         raise document.wrong(f"{name}.type", "write the name of one")
+    for key, held in given.items():
+        for value in held if isinstance(held, list) else [held]:
+            if isinstance(value, str) and _is_number(value):
+                what = f"{name}.params.{key}: {held!r}; write the number, without quotes: {value}"
+                raise ConfigError(f"{document.name}: {what}")
     return kind, given
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _scheduler(document: Document) -> Section:
