@@ -18,7 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from _run import markdown, on_gloo, options_of
 from jobs import JOBS, Batch
 
 import graphzero as gz
-from graphzero.cli.calibrate import calibrate
+from graphzero.cli.calibrate import calibrate, in_groups
 from graphzero.cli.calibrate_compute import measured_device
 from graphzero.config import Settings
 from graphzero.plan import mega
@@ -146,7 +146,9 @@ def measured(rank: int, name: str) -> Device:
     graph, batch = Train(name, where), share(name, rank, where.size, where.size)
     for _ in range(3):
         graph(*batch)
-    return measured_device(graph, batch, {INSIDE: calibrate(where, repeat=5)[0].link}, 9)
+    device = measured_device(graph, batch, {INSIDE: calibrate(where, repeat=5)[0].link}, 9)
+    fewer = in_groups(device, where, repeat=5)
+    return replace(device, links={**device.links, **{one.axis: one.link for one in fewer}})
 
 
 def work(rank: int, name: str, cases: list[Case], rounds: int) -> list[list[float]]:

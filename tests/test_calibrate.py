@@ -87,10 +87,12 @@ def test_what_was_measured_along_an_axis_serves_axes_that_other_placements_have(
     device = Device("two hosts", "cpu", {"f32": 1e12}, 1e11, 1 << 34, 1e-6, host=8)
     measured = [Measured("dp", 2, slow, []), Measured("tp", 4, fast, []), Measured("cp", 2, few, [])]
     links = on_any_axes(measured, device, place)
-    assert links == {"dp": slow, "tp": fast, "cp": few, "inside": fast, "between": slow}
+    assert links == {"dp": slow, "tp": fast, "cp": few, "inside 2": few, "inside": fast, "between": slow}
     both = replace(device, links=links)
     flat = gz.placement("cpu", torch.arange(16).reshape(4, 4).tolist(), ("dp_replicate", "dp_shard"), virtual=True)
     assert (both.link(flat, "dp_replicate"), both.link(flat, "dp_shard")) == (slow, fast)
+    pairs = gz.placement("cpu", torch.arange(16).reshape(8, 2).tolist(), ("dp_replicate", "dp_shard"), virtual=True)
+    assert (both.link(pairs, "dp_replicate"), both.link(pairs, "dp_shard")) == (slow, few)
     (tmp_path / "device.json").write_text(json.dumps(both.to_json()))
     config = GraphConfig(place)
     config.set_links(str(tmp_path / "device.json"))
@@ -194,3 +196,18 @@ def test_two_processes_measure_their_links_into_a_file_that_the_configuration_re
     assert min(device.flops["f32"], device.memory) > 1e6 and "mul" in device.reached and device.step > 0
     (measured,) = json.loads(out.read_text())["measured"]
     assert measured["axis"] == "tp" and {s["kind"] for s in measured["samples"]} == set(COLLECTIVES)
+
+
+@pytest.mark.slow
+def test_four_processes_measure_what_two_of_them_pay_too(file, tmp_path):
+    out, printed = tmp_path / "links.json", tmp_path / "printed.txt"
+    options = ["calibrate", f"{file}:make", "--axes", "dp=4", "--output", str(out)]
+    start_as_torchrun(_run, (printed, [*options, "--sizes", "1024", "4194304", "--repeat", "3"]), 4)
+    assert [line.split()[0] for line in printed.read_text().splitlines()[1:3]] == ["dp", "inside"]
+    device = Device.named(str(out))
+    assert set(device.links) == {"dp", "inside", "inside 2"} and device.links["inside"] == device.links["dp"]
+    pairs = gz.placement("cpu", [[0, 1], [2, 3]], names=("dp_replicate", "tp"), virtual=True)
+    assert device.link(pairs, "tp") == device.links["inside 2"]
+    config = GraphConfig(gz.placement("cpu", range(4), names=("dp",), virtual=True))
+    config.set_links(out)
+    assert config.links == (device.links["dp"],)

@@ -95,9 +95,11 @@ def run(options: argparse.Namespace) -> None:
     graph, args = factory.make(options.factory, where, options.stage)
     found = calibrate(graph.placement, options.sizes, options.repeat)
     device = measured_device(graph, args, {one.axis: one.link for one in found}, options.repeat)
+    fewer = in_groups(device, graph.placement, options.sizes, options.repeat)
     if dist.get_rank() != int(graph.placement.ranks.flat[0]):
         return
-    device = replace(device, links=on_any_axes(found, device, graph.placement))
+    device = replace(device, links=on_any_axes(found, device, graph.placement) | {one.axis: one.link for one in fewer})
+    found += fewer
     facts = {
         "placement": repr(graph.placement),
         "torch": torch.__version__,
@@ -114,10 +116,28 @@ def run(options: argparse.Namespace) -> None:
 
 def on_any_axes(found: Sequence[Measured], device: Device, placement: Placement) -> dict[str, Link]:
     """The links by axis, and "inside" and "between" hosts, for axes that other placements have: those along which most
-    ranks meet there.
+    ranks meet there, and "inside 2" for axes of fewer.
     """
-    ways = {device.way(placement, one.axis): one.link for one in sorted(found, key=lambda one: one.ranks)}
-    return {one.axis: one.link for one in found} | ways
+    ordered = sorted(found, key=lambda one: one.ranks)
+    ways = {device.way(placement, one.axis): one for one in ordered}
+    narrow = [(way, one) for one in ordered if one.ranks < ways[way := device.way(placement, one.axis)].ranks]
+    sized = {f"{way} {one.ranks}": one.link for way, one in narrow}
+    return {one.axis: one.link for one in found} | sized | {way: one.link for way, one in ways.items()}
+
+
+def in_groups(device: Device, placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:
+    """The links of axes along which fewer ranks meet than on ``placement``, which has one axis: ``inside 2``.
+
+    Every rank calls it.  Fewer ranks wait for each other with less delay, and are often nearer to each other.
+    """
+    ranks = placement.size
+    found = []
+    for width in range(2, ranks) if len(placement.names) == 1 else ():
+        if ranks % width == 0:
+            there = Placement(placement.device_type, placement.ranks.reshape(-1, width), ("groups", "group"), False)
+            axis = f"{device.way(there, 'group')} {width}"
+            found.append(replace(_measure(ProcessWorld(there), "group", sizes, repeat), axis=axis))
+    return found
 
 
 def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphzero.errors import ConfigError
-from graphzero.plan.device import BETWEEN, INSIDE
+from graphzero.plan.device import is_way
 from graphzero.runtime.files.json_file import read_json
 from graphzero.sbp.links import Link, Links, link_of
 from graphzero.sbp.placement import Placement
@@ -49,7 +49,7 @@ def _read(path: str | os.PathLike[str], what: str) -> Any:
     found = read_json(path, what, how)
     if not isinstance(found, Mapping) or not isinstance(found.get("links"), Mapping):
         raise ConfigError(f'{what}: it has no "links" by axis name; `graphzero calibrate` writes them')
-    return {name: link for name, link in found["links"].items() if name not in (INSIDE, BETWEEN)}
+    return {name: link for name, link in found["links"].items() if not is_way(name)}
 
 
 def _axes(placement: Placement) -> str:

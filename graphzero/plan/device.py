@@ -32,7 +32,8 @@ class Device:
     name: for messages.  type: "cuda" or "cpu", for which programs are made.
     flops: operations a second at the peak, by dtype as programs write it (f32, bf16); f32 is there.
     memory: bytes a second at the peak.  capacity: bytes of memory.  call: seconds that it takes to start an op.
-    links: by the name of an axis; "inside" and "between" hosts, for all others.  host: ranks of one host.
+    links: by the name of an axis; "inside" and "between" hosts, for all others, and "inside 2" for axes along which
+    so many ranks meet, or fewer.  host: ranks of one host.
     reached: share of the peak by op (mm, attention); "flops" and "memory" for ops that are bound by these.
     runs_ahead: whether the host starts ops while others run, as of a GPU.  overlaps: whether transfers run beside
     compute; otherwise a rank that waits for one makes it itself.  step: seconds around the ops of a step,
@@ -141,13 +142,16 @@ class Device:
         return max(bounds) / self.reached.get(op, self.reached.get(bound, 1.0))
 
     def link(self, placement: Placement, axis: str) -> Link:
-        """What ranks pay along an axis: its own link, or that of the widest way that it leads over.
+        """What ranks pay along an axis: its own link, or that of the widest way that it leads over, for as many ranks.
 
         Raises ConfigError where the device says nothing of it.
         """
+        way, ranks = self.way(placement, axis), placement.hierarchy[placement.axis(axis)]
+        narrow = {n: link for name, link in self.links.items() if (n := meeting(name, way)) >= ranks}
         found = (
             self.links.get(axis)
-            or self.links.get(self.way(placement, axis))
+            or (narrow[min(narrow)] if narrow else None)
+            or self.links.get(way)
             or self.links.get(BETWEEN)
             or self.links.get(INSIDE)
         )
@@ -164,6 +168,17 @@ class Device:
             -1, placement.hierarchy[placement.axis(axis)]
         )
         return INSIDE if ((lines // self.host) == (lines[:, :1] // self.host)).all() else BETWEEN
+
+
+def meeting(name: str, way: str) -> int:
+    """How many ranks meet over a link of this name, "inside 2"; 0 where it is not of that way, or says no number."""
+    words = name.split()
+    return int(words[1]) if len(words) == 2 and words[0] == way and words[1].isdecimal() else 0
+
+
+def is_way(name: str) -> bool:
+    """Whether a link is called by its way, and not by an axis."""
+    return name in (INSIDE, BETWEEN) or any(meeting(name, way) for way in (INSIDE, BETWEEN))
 
 
 def names() -> list[str]:
