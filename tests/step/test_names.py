@@ -1,5 +1,6 @@
 """Globals and shared variables that build reads, and what it calls: bound anew, they make another program."""
 
+import collections.abc
 import functools
 import math
 import sys
@@ -50,6 +51,26 @@ class Called:
 class Options:
     scale, kinds, weights = 2.0, {"a"}, np.ones(3, np.float32)
     single = np.float32(2)
+
+
+class Frozen(collections.abc.Mapping):
+    """Settings as a library may have them."""
+
+    def __init__(self, **held):
+        self.held = held
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+Frozen.__module__ = "torch"  # no class of the project's
+LIBRARY = Frozen(scale=2.0)
 
 
 class Callable:
@@ -126,6 +147,11 @@ class ByLoss(Base):
 class ByPartial(Base):
     def build(self, x):
         return BOUND(self.model(x), x)
+
+
+class ByMapping(Base):
+    def build(self, x):
+        return self.model(x) * LIBRARY["scale"]
 
 
 class ByClass(Base):
@@ -206,6 +232,8 @@ CHANGES = [
     (ByPartial, "BOUND", functools.partial(torch.add, alpha=3)),
     (InModule, "SCALE", -1.0),
     (ByClass, "Options.scale", 5.0),
+    (ByMapping, "LIBRARY", Frozen(scale=5.0)),
+    (ByMapping, "LIBRARY.held", {"scale": 5.0}),
     (BySet, "Options.kinds", {"b"}),
     (ByArray, "Options.weights", np.zeros(3, np.float32)),
     (ByArray, "Options.single", np.float32(7)),

@@ -12,7 +12,7 @@ import functools
 import inspect
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -32,7 +32,7 @@ from graphzero.ir.source import is_project
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)
 _CODE = (FunctionType, BuiltinFunctionType)
 _SETS = (set, frozenset)
-_CONTAINERS = (dict, list, tuple, deque, *_SETS, SimpleNamespace, functools.partial)
+_CONTAINERS = (dict, list, tuple, deque, *_SETS, SimpleNamespace, functools.partial, Mapping)
 _CLOSED = (*_CODE, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _NEVER = frozenset({"training", *vars(nn.Module())})  # part of the program's key
 _DEEP, _MANY = 4, 1000  # how far containers are looked into, and up to how many entries
@@ -198,7 +198,9 @@ def _entries(held: Any) -> Iterable[Any] | None:
         held = vars(held)
     if len(held) > _MANY:
         return None
-    return [x for pair in dict.items(held) for x in pair] if isinstance(held, dict) else held
+    pairs = dict.items(held) if isinstance(held, dict) else held.items() if isinstance(held, Mapping) else None
+    entries: Iterable[Any] = held if pairs is None else [x for pair in pairs for x in pair]
+    return entries
 
 
 def _is_fixed(held: Any) -> bool:
