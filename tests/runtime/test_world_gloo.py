@@ -13,7 +13,7 @@ from _ranks import start
 from graphzero.errors import PlacementError
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.transport.pairs import SHORT
+from graphzero.runtime.transport.pairs import SEGMENT, SHORT
 from graphzero.runtime.transport.peer_memory import SWITCH
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
@@ -78,6 +78,13 @@ def exchange_everything(world: World) -> dict[Any, list[torch.Tensor]]:
             outs = [torch.empty(received, dtype=dtype) for _ in ins]
             world.begin(kind, outs, ins, "dp").wait()
             found[kind, dtype] = outs
+    for dtype in (torch.float32, torch.bfloat16):  # several segments, the last one shorter; lines that do not divide
+        line = 2 * SEGMENT // dtype.itemsize + 13
+        ins = [value(dtype, N * line, r) for r in world.local_ranks]
+        found["long", dtype] = outs = [torch.empty(line, dtype=dtype) for _ in ins]
+        world.begin("reduce_scatter", outs, ins, "dp").wait()
+        found["long all_reduce", dtype] = ins = [value(dtype, N * line - 1, r) for r in world.local_ranks]
+        world.begin("all_reduce", ins, ins, "dp").wait()
     for reduction in ("max", "min"):
         ins = [value(torch.float32, 6, r) for r in world.local_ranks]
         found[reduction] = [torch.empty(2) for _ in ins]

@@ -28,12 +28,14 @@ from graphzero.runtime.transport.primitives import Handle, fold, same_place
 from graphzero.sbp.reductions import REDUCTIONS
 
 SHORT = 1 << 15  # bytes up to which an all_reduce is one round
+SEGMENT = 1 << 19  # bytes that are sent at once where they are reduced
 _ONE_ORDER = (torch.float32, torch.float64)  # gloo adds two of these as torch does, and two have one order only
 OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCTIONS}
 _ROUNDS = 2  # exchanges of one collective, at most
 _TAGS = 1 << 30  # gloo's have 31 bits; far fewer exchanges than that are under way at once
 
 Pieces = Sequence[Tensor]  # one for each rank along the axis
+Parts = list[tuple[Any, int]]  # tensors or transfers, each with the number of the rank that it is to or from
 Next = Callable[[], None] | None
 
 
@@ -151,18 +153,23 @@ class Sockets(Link):
         self.group, self.ranks, self.waiting = group, list(ranks), waiting or Waiting()
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
-        works: list[tuple[Any, int]] = []
-        tag, q = number % _TAGS, self.others[0]
-        try:
-            for q in self.others:
-                if receives[q].numel():
-                    works.append((self.group.recv([receives[q]], q, tag), q))
-            for q in self.others:
-                if sends[q].numel():
-                    works.append((self.group.send([sends[q]], q, tag), q))
-        except RuntimeError as error:
-            raise self.lost(q, error) from error
-        return _Works(self, works, (sends, receives))
+        parts = [(receives[q], q) for q in self.others]
+        return _Works(self, *self._begin(number, [(sends[q], q) for q in self.others], [parts]), (sends, receives))
+
+    def _begin(self, number: int, sends: Parts, receives: Sequence[Parts]) -> tuple[list[Parts], Parts]:
+        """Begin an exchange that arrives in parts, in this order: what receives each of them, and what sends all."""
+        arriving: list[Parts] = [self._each(self.group.recv, part, number % _TAGS) for part in receives]
+        return arriving, self._each(self.group.send, sends, number % _TAGS)
+
+    def _each(self, begin: Callable[..., Any], pieces: Parts, tag: int) -> Parts:
+        """Begin what is a transfer of one tensor each; of no elements none is needed."""
+        works: Parts = []
+        for x, q in pieces:
+            try:
+                works += [(begin([x], q, tag), q)] if x.numel() else []
+            except RuntimeError as error:
+                raise self.lost(q, error) from error
+        return works
 
     def lost(self, q: int, error: RuntimeError) -> RankError:
         """What has failed between this rank and number q."""
@@ -177,13 +184,15 @@ class Sockets(Link):
         pieces[first] = torch.empty_like(out) if out is own else out  # one arrives in its final place
         for q in rest:
             pieces[q] = torch.empty_like(out)
+        received = [*zip(*map(_segments, (*pieces, out)), strict=True)]
+        parts = [[(segments[q], q) for q in self.others] for segments in received]
+        arriving, leaving = self._begin(number, [(x, q) for q in self.others for x in _segments(sends[q])], parts)
 
-        def sum_up() -> None:
-            fold(pieces, out, reduction)
-            if then is not None:
-                then()
+        def sum_up(i: int) -> None:
+            *arrived, place = received[i]
+            fold(arrived, place, reduction)
 
-        return Then(self.exchange(number, sends, pieces), sum_up)
+        return Then(_Works(self, arriving, leaving, (sends, pieces), sum_up), then or _nothing)
 
     def all_reduce(self, buffer: Tensor, reduction: str) -> Handle | None:
         if len(self.ranks) > 2 or buffer.dtype not in _ONE_ORDER:
@@ -195,27 +204,49 @@ class Sockets(Link):
             work = self.group.allreduce([buffer], options)
         except RuntimeError as error:
             raise self.lost(q, error) from error
-        return _Works(self, [(work, q)], buffer)
+        return _Works(self, [[(work, q)]], [], buffer)
 
     def close(self) -> None:
         """The group is the communicator's."""
 
 
 class _Works:
-    """Transfers under way, each with the number of the rank that it is to or from; holds their buffers."""
+    """Transfers under way, each with the number of the rank that it is to or from; holds their buffers.
 
-    def __init__(self, link: Sockets, works: list[tuple[Any, int]], buffers: Any):
-        self.link, self.works, self.buffers = link, works, buffers
+    arriving: in parts, behind each of which ``then`` is called with its number.
+    """
+
+    def __init__(
+        self, link: Sockets, arriving: list[Parts], leaving: Parts, buffers: Any,
+        then: Callable[[int], None] = lambda i: None,
+    ) -> None:  # fmt: skip
+        self.link, self.arriving, self.leaving, self.buffers, self.then = link, arriving, leaving, buffers, then
 
     def wait(self) -> None:
+        for i, works in enumerate(self.arriving):
+            self._wait(works)
+            self.then(i)
+        self._wait(self.leaving)
+
+    def _wait(self, works: Parts) -> None:
         waiting, ranks = self.link.waiting, self.link.ranks
-        for work, q in self.works:
+        for work, q in works:
             waiting.begin(ranks[q])
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self.link.lost(q, error) from error
         waiting.end()
+
+
+def _segments(x: Tensor) -> Sequence[Tensor]:
+    """What is received of a tensor at once, and reduced while it is near the processor; gloo sends dense ones alone."""
+    step = max(SEGMENT // x.element_size(), 1)
+    return torch.split(x.view(-1), step) if x.numel() > step else (x,)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Then:
