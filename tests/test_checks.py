@@ -133,7 +133,7 @@ def test_a_check_over_the_whole_batch_stops_the_step_with_its_words_and_line(nam
     graph(X, Y)
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stage", "early"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
 def test_a_step_that_is_stopped_has_changed_nothing_at_any_stage(stage, early, executor):
     def late(self, x, loss):

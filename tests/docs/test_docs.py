@@ -7,9 +7,13 @@ import pytest
 from doc_blocks import PAGES, ROOT, Block, accepted, blocks_of, problems, run
 
 PAGE = pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+LONG = ("tensor_parallel.md", "tune.md")  # whose blocks take half a minute
 
 
-@PAGE
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in LONG else []) for path in PAGES],
+)
 def test_every_block_prints_what_the_page_shows(path: pathlib.Path, request: pytest.FixtureRequest) -> None:
     page, printed = path.read_text(encoding="utf-8"), run(path)
     if request.config.getoption("--accept", default=False):

@@ -24,6 +24,7 @@ CHAIN = {  # ranks -> (a world, the one whose checkpoints it loads)
 }
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_every_stage_and_world(tmp_path):
     graph = Train(virtual(2))
     for stage in range(4):

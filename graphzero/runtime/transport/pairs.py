@@ -4,7 +4,8 @@
 buffer it lies, so two bucket sizes, or two stages, differ in the last bit from three ranks on; its reduce_scatter
 is that all_reduce with a cut behind it and sends twice what it must.  Here reductions add the pieces in the order of
 ranks (``primitives.fold``): deterministic, independent of buckets, equal to ``VirtualWorld`` to the bit.  All pieces
-of an exchange move at once.  What a link holds beside the buffers while it reduces, a plan does not count.  A short
+of an exchange move at once; over sockets what is reduced moves in segments, each of which is added when it has come.
+What a link holds beside the buffers while it reduces, a plan does not count.  A short
 all_reduce sends whole buffers instead of pieces, (n-1) T instead of 2 T (n-1)/n, to save a round trip; the trace counts
 it as all others.  Two ranks leave no choice of order, so between sockets gloo's ring does their all_reduce.
 
