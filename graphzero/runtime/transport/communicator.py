@@ -65,6 +65,7 @@ class Communicator:
         self._waiting = Waiting()
         self._lives: Lives | None = None
         self._is_acquainted = False
+        self._missed: set[int] = set()
         self._groups: dict[tuple[int, ...], Any] = {}
         self._pairs: dict[tuple[int, ...], Pairs] = {}
 
@@ -76,8 +77,9 @@ class Communicator:
 
     @property
     def ended(self) -> frozenset[int]:
-        """Ranks whose processes have ended, of those on this host that it has ever had a connection with."""
-        return frozenset() if self._lives is None else frozenset(self._lives.ended)
+        """Ranks whose processes have ended: of those on this host that it has ever had a connection with, and of others
+        as soon as a call has failed for it."""
+        return frozenset(self._missed) | (frozenset() if self._lives is None else frozenset(self._lives.ended))
 
     # ---- connections
 
@@ -259,6 +261,7 @@ class Communicator:
             "output there says which), killed, or because of fewer calls; every rank must call a Graph equally often"
         )
         board.write(Notice("ended", gone, self.label, self.number, text))
+        self._missed.update(gone)
         return RankError(text, gone)
 
     def _silent(self, error: RankError, board: Board) -> RankError:
