@@ -1,4 +1,4 @@
-"""How collectives of CPU tensors are best done: gloo's own, by sends of pieces, or by reading other ranks' memory.
+"""How collectives of CPU tensors are best done: gloo's own, by sending pieces, or by reading ranks' memory.
 
     python bench/ways.py                # two ranks of one thread each
     python bench/ways.py --ranks 4
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.runtime.transport import meeting
-from graphzero.runtime.transport.pairs import Pairs, Sockets
+from graphzero.runtime.transport.dialing import dial
+from graphzero.runtime.transport.pairs import Pairs
+from graphzero.runtime.transport.wires import Wires
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 KINDS = ("reduce_scatter", "all_gather", "all_reduce")
@@ -55,8 +57,10 @@ def table(found: Mapping[tuple[str, int], Mapping[str, Cell]]) -> str:
 def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
     """Every rank: time each way in turns."""
     ranks = list(range(dist.get_world_size()))
-    group = dist.group.WORLD
-    ways: dict[str, Any] = {"gloo's own": Own(len(ranks)), "sent": Pairs(Sockets(group, ranks), rank)}
+    ways: dict[str, Any] = {
+        "gloo's own": Own(len(ranks)),
+        "sent": Pairs(Wires(ranks, rank, dial(gathered, ranks, rank, limit=60.0), limit=60.0), rank),
+    }
     near = meeting.meet(gathered, ranks, limit=60.0)
     if near is not None:
         ways["read"] = Pairs(near, rank)

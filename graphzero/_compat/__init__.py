@@ -31,6 +31,7 @@ from graphzero._compat.distributed import (
     lost_by_gloo,
     prefixed,
     reduce_scatter_single,
+    store_host,
     timeout_of,
 )
 from graphzero._compat.inductor import (
@@ -176,6 +177,7 @@ __all__ = [
     "small_constants",
     "spare_autocast",
     "storage_id",
+    "store_host",
     "symbol_name",
     "timeout_of",
     "traced_from",

@@ -334,7 +334,7 @@ def many_collectives(rank: int) -> Any:
     return [before > values[0] > values[-1], shown]
 
 
-def test_collectives_are_counted_beyond_the_tags_that_gloo_has_and_repr_says_the_way(tmp_path: Path, way: str) -> None:
+def test_collectives_are_counted_beyond_31_bits_and_repr_says_the_way(tmp_path: Path, way: str) -> None:
     said = {"memory": "read each other's memory", "sockets": "send through sockets (rank 0: GRAPHZERO_SHARE_HOST=0)"}
     found = failure_toys.run(many_collectives, 2, tmp_path, way)
     assert found == {rank: [True, [f"along dp ranks 0, 1 {said[way]}"]] for rank in range(2)}

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,19 +30,22 @@ def whereabouts() -> tuple[str | None, int]:
     return peer_memory.namespace(), os.getpid()
 
 
+EVERYBODY = range(2**62)
+
+
 class Waiting:
-    """What the main thread waits for: nothing (None), everybody (-1), or a rank.  number: changes with each wait."""
+    """The ranks that the main thread waits for, any of them.  number: changes with each wait."""
 
     def __init__(self) -> None:
-        self.on: int | None = None
+        self.on: Container[int] = ()
         self.number = 0
 
-    def begin(self, on: int) -> None:
+    def begin(self, on: Container[int]) -> None:
         self.number += 1
         self.on = on
 
     def end(self) -> None:
-        self.on = None
+        self.on = ()
 
 
 class Lives:
@@ -56,7 +59,7 @@ class Lives:
         give_up: Callable[[], None],
     ):  # fmt: skip
         """places: ``whereabouts`` by rank.  Called in another thread: hang_up, with each rank that has ended; give_up,
-        where this one goes on to wait for such a rank, or for everybody."""
+        where this one goes on to wait for such a rank."""
         self.ended: set[int] = set()
         self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
         self._files: dict[int, int] = {}
@@ -89,7 +92,7 @@ class Lives:
         """Give up what has been waited for since an earlier look."""
         for rank, number in numbers.items():
             on, now = self._waiting.on, self._waiting.number
-            if on in (-1, rank) and number == now:
+            if rank in on and number == now:
                 self._give_up()
             numbers[rank] = now
 

@@ -37,11 +37,13 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.logs import event
-from graphzero.runtime.transport import meeting, peer_memory
-from graphzero.runtime.transport.alive import Lives, Waiting, check_own_process, whereabouts
+from graphzero.runtime.transport import dialing, meeting, peer_memory
+from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, whereabouts
 from graphzero.runtime.transport.notices import Board, Notice, describe
-from graphzero.runtime.transport.pairs import Link, Pairs, Sockets
+from graphzero.runtime.transport.pairs import Link, Pairs
+from graphzero.runtime.transport.reactor import Reactor
 from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.transport.wires import Wires
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 _ENDING = 1.0  # seconds for others to write a notice
@@ -66,7 +68,8 @@ class Communicator:
         self._lives: Lives | None = None
         self._is_acquainted = False
         self._missed: set[int] = set()
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._group: Any = None  # of gloo, and of all ranks
+        self._reactor = Reactor()
         self._pairs: dict[tuple[int, ...], Pairs] = {}
 
     def begin(self, label: str) -> None:
@@ -83,37 +86,44 @@ class Communicator:
 
     # ---- connections
 
-    def group(self, ids: Sequence[int] = ()) -> Any:
-        """A gloo connection of all ranks, or of some, who all ask for it, in the order of ``ids``."""
-        wanted = tuple(ids) or tuple(self.ids)
-        if wanted not in self._groups:
-            everybody = tuple(self.ids)
-            if everybody not in self._groups:
-                self._come()
-                self._groups[everybody] = self._connect(everybody)
-            if not self._is_acquainted:
-                self._is_acquainted = True
-                places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
-                self._lives = Lives(places, self._waiting, self._hang_up, self._break_groups)
-            if wanted not in self._groups:
-                self._groups[wanted] = self._connect(wanted)
-        return self._groups[wanted]
+    def connect(self) -> None:
+        """Come together with all ranks, if that has not been done in this generation."""
+        if self._group is None:
+            self._come()
+            self._group = self._connected()
+        if not self._is_acquainted:
+            self._is_acquainted = True
+            places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
+            self._lives = Lives(places, self._waiting, self._hang_up, self._give_up)
 
     def _hang_up(self, rank: int) -> None:
         for pairs in list(self._pairs.values()):
             pairs.link.hang_up(rank)
 
+    def _give_up(self) -> None:
+        for pairs in list(self._pairs.values()):
+            pairs.link.give_up()
+        self._break_group()
+
     def pairs(self, ids: Sequence[int]) -> Pairs:
         """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
         wanted = tuple(ids)
         if wanted not in self._pairs:
-            obstacles = self._gather(peer_memory.obstacle(), wanted)
-            link: Link | None = meeting.meet(lambda mine: self._gather(mine, wanted), wanted, self.limit)
+
+            def gather(mine: Any) -> list[Any]:
+                return self._gather(mine, wanted)
+
+            obstacles = gather(peer_memory.obstacle())
+            link: Link | None = meeting.meet(gather, wanted, self.limit)
             about = f"{_ranks(wanted)} read each other's memory"
             if link is None:
-                link = Sockets(self.group(wanted), wanted, self._waiting)
+                own = wanted.index(self.rank)
+                sockets = dialing.dial(gather, wanted, own, self.limit)
+                link = Wires(wanted, own, sockets, self.limit, self._waiting, self._reactor)
                 why = next((f"rank {q}: {text}" for q, text in zip(wanted, obstacles, strict=True) if text), _APART)
                 about = f"{_ranks(wanted)} send through sockets ({why})"
+            else:
+                dialing.stand_by(gather)
             event("connected", f"rank {self.rank}: {about}", ranks=list(wanted))
             self._pairs[wanted] = Pairs(link, wanted.index(self.rank), about)
         return self._pairs[wanted]
@@ -138,10 +148,10 @@ class Communicator:
         except RuntimeError as error:  # the store's
             raise self._lost("all ranks to come", error) from error
 
-    def _connect(self, ids: tuple[int, ...]) -> Any:
-        store = _compat.prefixed(f"gloo {','.join(map(str, ids))}", self._generation_store())
+    def _connected(self) -> Any:
+        store = _compat.prefixed("gloo", self._generation_store())
         try:
-            return _compat.gloo(store, ids.index(self.rank), len(ids), self.limit)
+            return _compat.gloo(store, self.own, len(self.ids), self.limit)
         except RuntimeError as error:
             raise self._lost("the connections of all ranks", error) from error
 
@@ -186,10 +196,10 @@ class Communicator:
         return found
 
     def _wait(self, begin: Callable[[Any], Any], what: str) -> None:
-        group = self.group()
-        self._waiting.begin(-1)
+        self.connect()
+        self._waiting.begin(EVERYBODY)
         try:
-            begin(group).wait()
+            begin(self._group).wait()
         except RuntimeError as error:
             raise self._lost(what, error) from error
         self._waiting.end()
@@ -227,16 +237,16 @@ class Communicator:
         for pairs in self._pairs.values():
             pairs.link.close()
         self._pairs.clear()
-        self._groups.clear()
+        self._group = None
 
     def _break(self) -> None:
         for pairs in self._pairs.values():
             pairs.link.close()
-        self._break_groups()
+        self._break_group()
 
-    def _break_groups(self) -> None:
-        for group in list(self._groups.values()):
-            _compat.break_gloo(group)
+    def _break_group(self) -> None:
+        if self._group is not None:
+            _compat.break_gloo(self._group)
 
     def _explain(self, error: RankError, board: Board) -> RankError:
         """What the rank says that stopped; where none has said anything, who has ended, or is silent."""
@@ -287,7 +297,7 @@ class Communicator:
         ended, known = (self._lives.ended, self._lives.known) if self._lives is not None else (set(), frozenset())
         if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
             return sorted(ended)
-        closed = {ids[i] for ids, group in self._groups.items() for i in _compat.lost_by_gloo(group)}
+        closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
         return sorted(closed - known)
 
 

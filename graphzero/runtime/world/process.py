@@ -1,7 +1,7 @@
 """One rank per process, over torch.distributed: NCCL, gloo or a fake group.
 
 Between CPU tensors collectives are exchanges between pairs of ranks (``pairs``): ranks of one host read each other's
-memory (``neighbours``), others send through gloo's sockets.  These connections belong to the ranks, not to a program
+memory (``neighbours``), others send over TCP (``wires``).  These connections belong to the ranks, not to a program
 (``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
 
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
@@ -100,7 +100,7 @@ class ProcessWorld(World):
 
     def _connect(self) -> None:
         """Every rank comes by here, at its first collective after the last failure."""
-        self._communicator.group()
+        self._communicator.connect()
         self._pairs = {axis: self._communicator.pairs(self.peers(0, axis)) for axis in self._paired}
         self._made_in = self._communicator.generation
 
