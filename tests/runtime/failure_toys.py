@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from _ranks import context, end_with_parent
 
+from graphzero.runtime.transport import peer_memory
 from graphzero.runtime.transport.peer_memory import SWITCH
 
 WAYS = ("memory", "sockets")
+FAR = "other hosts"  # ranks send, and cannot watch each other's processes
 WAITS = 60.0  # seconds for which a rank of the job waits for another
 Work = Callable[[int], Any]
 
@@ -50,6 +52,8 @@ def run(
 def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
     end_with_parent()
     os.environ[SWITCH] = "1" if way == "memory" else "0"
+    if way == FAR:
+        peer_memory.namespace = lambda: f"the host of rank {rank}"
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), store=store, rank=rank, world_size=ranks)

@@ -96,7 +96,7 @@ def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
         quiet, wrong = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
         wrong.sendall(dialing._HELLO.pack(b"x" * 16, 1))
         threading.Thread(target=lambda: dialing._knock("127.0.0.1", door, 1, end)).start()
-        found, why = dialing._connect(listener, 0, RANKS[:2], [door, door], end)
+        found, why = dialing._connect(listener, 0, {1}, RANKS[:2], [door, door], end)
         assert list(found) == [1] and not why
         assert wrong.recv(1) == quiet.recv(1) == b""
 

@@ -23,6 +23,7 @@ import failure_toys  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero.runtime.checkpoint import loading  # noqa: E402
+from graphzero.runtime.files import saving  # noqa: E402
 from graphzero.runtime.state import modules  # noqa: E402
 from graphzero.runtime.tensors import gather, resplit  # noqa: E402
 from graphzero.runtime.transport import peer_memory  # noqa: E402
@@ -139,6 +140,7 @@ def exits(rank: int) -> Any:
     return ends(rank, lambda: os._exit(3))
 
 
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, failure_toys.FAR])
 @pytest.mark.parametrize("how", [killed, exits])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path, way: str, how: Any, ranks: int) -> None:
@@ -166,12 +168,31 @@ def killed_with_a_child(rank: int) -> Any:
     return with_a_child(rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, failure_toys.FAR])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_killed_rank_whose_forked_child_lives_on_is_named(tmp_path: Path, way: str, ranks: int) -> None:
     found = failure_toys.run(killed_with_a_child, ranks, tmp_path, way)
     assert sorted(found) == [rank for rank in range(ranks) if rank != 1]
     for (one,) in found.values():
         assert one["kind"] == "RankError" and one["ranks"] == [1] and one["seconds"] < failure_toys.WAITS / 2, one
+
+
+def killed_while_all_save(rank: int, path: str, asynchronous: bool) -> Any:
+    graph = Train()
+    graph(batch(0, rank))
+    dist.barrier()
+    if rank == 1:
+        saving.notes.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return [tried(lambda: gz.save(graph, path, asynchronous=asynchronous).wait() or 0)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("way", [*failure_toys.WAYS, failure_toys.FAR])
+def test_a_rank_that_is_killed_while_all_save_is_named_soon(tmp_path: Path, way: str, asynchronous: bool) -> None:
+    work = partial(killed_while_all_save, path=str(tmp_path / "saved"), asynchronous=asynchronous)
+    ((one,),) = failure_toys.run(work, 2, tmp_path, way).values()
+    said = "rank 1 ended before its part was" if asynchronous else "rank 1 has ended"
+    assert said in one["text"] and one["seconds"] < failure_toys.WAITS / 2, one
 
 
 def a_forked_child_calls(rank: int) -> Any:

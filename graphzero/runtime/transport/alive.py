@@ -1,9 +1,11 @@
 """Whether other ranks' processes live, and which connections a process has inherited and must leave alone.
 
 A connection says that its other end is gone only when nobody holds that end any more; a process that the other rank has
-forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on
-its own host, in a thread that sleeps in the kernel until one of them ends.  And what a process has inherited by a fork
-belongs to the rank that forked it: connections of Python's are closed in the child, and a Graph refuses to run there.
+forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on its
+own host, in a thread that sleeps in the kernel until one of them ends.  Of ranks on other hosts it watches a connection
+on which nothing is ever sent: it lasts as long as their processes, whatever becomes of a step.  And what a process has
+inherited by a fork belongs to the rank that forked it: connections of Python's are closed in the child, and a Graph
+refuses to run there.
 """
 
 from __future__ import annotations
@@ -48,26 +50,37 @@ class Waiting:
         self.on = ()
 
 
+def is_near(place: tuple[str | None, int]) -> bool:
+    """Whether this process can watch the one whose ``whereabouts`` these are."""
+    return place[0] is not None and place[0] == whereabouts()[0]
+
+
 class Lives:
-    """The processes of the other ranks on this host.
+    """The processes of the other ranks.
 
     ended: those ranks that have.  known: those that are watched.
     """
 
     def __init__(
-        self, places: Mapping[int, tuple[str | None, int]], waiting: Waiting, hang_up: Callable[[int], None],
-        give_up: Callable[[], None],
+        self, places: Mapping[int, tuple[str | None, int]], far: Mapping[int, socket.socket], waiting: Waiting,
+        hang_up: Callable[[int], None], give_up: Callable[[], None],
     ):  # fmt: skip
-        """places: ``whereabouts`` by rank.  Called in another thread: hang_up, with each rank that has ended; give_up,
-        where this one goes on to wait for such a rank."""
+        """places: ``whereabouts`` by rank; far: connections with those that are not near, for nothing else.
+
+        Called in another thread: hang_up, with each rank that has ended; give_up, where this one goes on to wait for
+        such a rank.
+        """
         self.ended: set[int] = set()
         self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
         self._files: dict[int, int] = {}
-        here, own = whereabouts()
-        for rank, (host, process) in places.items():
-            if host == here and here is not None and process != own:
+        self._far = dict(far)  # which would be closed if nobody held them
+        for rank, one in far.items():
+            close_in_children(one)
+            self._files[one.fileno()] = rank
+        for rank, place in places.items():
+            if is_near(place) and place != whereabouts():
                 with suppress(OSError, AttributeError):  # ended before, or no such call on this system
-                    self._files[os.pidfd_open(process)] = rank
+                    self._files[os.pidfd_open(place[1])] = rank
         self.known = frozenset(self._files.values())
         if self._files:
             threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()

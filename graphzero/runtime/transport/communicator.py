@@ -26,8 +26,9 @@ must do.
 from __future__ import annotations
 
 import pickle
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.logs import event
 from graphzero.runtime.transport import dialing, meeting, peer_memory
-from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, whereabouts
+from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, is_near, whereabouts
 from graphzero.runtime.transport.notices import Board, Notice, describe
 from graphzero.runtime.transport.pairs import Link, Pairs
 from graphzero.runtime.transport.reactor import Reactor
@@ -80,8 +81,7 @@ class Communicator:
 
     @property
     def ended(self) -> frozenset[int]:
-        """Ranks whose processes have ended: of those on this host that it has ever had a connection with, and of others
-        as soon as a call has failed for it."""
+        """Ranks whose processes have ended, of those that it has ever had a connection with."""
         return frozenset(self._missed) | (frozenset() if self._lives is None else frozenset(self._lives.ended))
 
     # ---- connections
@@ -94,7 +94,15 @@ class Communicator:
         if not self._is_acquainted:
             self._is_acquainted = True
             places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
-            self._lives = Lives(places, self._waiting, self._hang_up, self._give_up)
+            self._lives = Lives(places, self._far(places), self._waiting, self._hang_up, self._give_up)
+
+    def _far(self, places: Mapping[int, tuple[str | None, int]]) -> dict[int, socket.socket]:
+        """A connection with every rank that does not share a host with this one."""
+        if len({host for host, _ in places.values()}) == 1 and is_near(places[self.rank]):
+            return {}
+        far = [i for i, rank in enumerate(self.ids) if not is_near(places[rank])]
+        found = dialing.dial(lambda mine: self._gather(mine, self.ids), self.ids, self.own, self.limit, far)
+        return {self.ids[i]: one for i, one in found.items()}
 
     def _hang_up(self, rank: int) -> None:
         for pairs in list(self._pairs.values()):

@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,16 +38,20 @@ class Door:
     reply: bytes
 
 
-def dial(gather: Gather, ranks: Sequence[int], own: int, limit: float) -> dict[int, socket.socket]:
+def dial(
+    gather: Gather, ranks: Sequence[int], own: int, limit: float, others: Collection[int] | None = None
+) -> dict[int, socket.socket]:
     """A connection with every other rank of an axis, by its number along it.  All ranks dial, or ``stand_by``.
 
     gather: every one's object, in the axis' order.  ranks: global ranks in that order; own: this one's number.
-    limit: seconds that one may wait for another.  Raises GraphZeroError on all of the axis where any two can't connect.
+    limit: seconds that one may wait for another.  others: the numbers of those alone, who want this one too.  Raises
+    GraphZeroError on all of the axis where any two can't connect.
     """
+    wanted = set(range(len(ranks)) if others is None else others) - {own}
     with _open(len(ranks)) as listener:
         port = listener.getsockname()[1]
         doors = gather(Door(tuple(addresses()), port, secrets.token_bytes(_WORD), secrets.token_bytes(_WORD)))
-        found, why = _connect(listener, own, ranks, doors, time.monotonic() + min(limit, _CONNECT))
+        found, why = _connect(listener, own, wanted, ranks, doors, time.monotonic() + min(limit, _CONNECT))
     reasons = [*filter(None, gather(why))]
     if reasons:
         for one in found.values():
@@ -74,15 +78,15 @@ def _open(ranks: int) -> socket.socket:
 
 
 def _connect(
-    listener: socket.socket, own: int, ranks: Sequence[int], doors: Sequence[Door], end: float
+    listener: socket.socket, own: int, wanted: set[int], ranks: Sequence[int], doors: Sequence[Door], end: float
 ) -> tuple[dict[int, socket.socket], tuple[int, str] | None]:
     """Knock at the doors of those before this one, and let in those behind it; or why that failed, the smallest first.
 
     Who knocks in vain knows more than who waits in vain.
     """
     found: dict[int, socket.socket] = {}
-    for q, door in enumerate(doors[:own]):
-        tried = []
+    for q in sorted(q for q in wanted if q < own):
+        door, tried = doors[q], []
         for address in door.addresses:
             try:
                 found[q] = _knock(address, door, own, end)
@@ -92,13 +96,13 @@ def _connect(
         else:
             where = f"port {door.port} of {', '.join(tried)}"
             return found, (0, f"rank {ranks[own]} can't connect to rank {ranks[q]} at {where}")
-    while len(found) < len(doors) - 1:
+    while wanted - set(found):
         try:
             one, q = _let_in(listener, doors[own], end)
         except OSError:
-            missing = ", ".join(str(ranks[q]) for q in range(own + 1, len(ranks)) if q not in found)
+            missing = ", ".join(str(ranks[q]) for q in sorted(wanted - set(found)))
             return found, (1, f"nobody has connected to rank {ranks[own]} from rank {missing}")
-        if own < q < len(doors) and q not in found:
+        if q > own and q in wanted - set(found):
             found[q] = one
         else:
             one.close()
