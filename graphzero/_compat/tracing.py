@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import graph as fx_graph
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -223,6 +224,10 @@ def inferring() -> Iterator[None]:
 
 arguments = attrgetter("_args", "_kwargs")  # of a node, as ``args`` and ``kwargs`` give them, in one step
 
+# What assigning to them ends in; a node sets about all of its attributes as if each might be its name or target.
+_set_args: Any = torch.fx.Node.args.fset  # type: ignore[attr-defined]
+_set_kwargs: Any = torch.fx.Node.kwargs.fset  # type: ignore[attr-defined]
+
 
 def add_node(
     graph: torch.fx.Graph,
@@ -236,19 +241,35 @@ def add_node(
     """As ``graph.create_node``, which looks through all arguments for symbolic numbers only to warn of them."""
     node = graph.create_node(op, target, name=name, type_expr=type_)
     if args:
-        node.args = args
+        _set_args(node, args)
     if kwargs:
-        node.kwargs = dict(kwargs)
+        _set_kwargs(node, dict(kwargs))
     return node
 
 
 def forget_names(graph: torch.fx.Graph) -> None:
     """Names of nodes that are no longer in the graph are free again, as they are in a copy of it."""
     known = graph._graph_namespace
-    named = [(node, node.name) for node in graph.nodes]
-    if len(known._used_names) == len(named) and list(known._obj_to_name.items()) == named:
+    named = {node: node.name for node in graph.nodes}
+    if len(known._used_names) == len(named) and list(known._obj_to_name.items()) == list(named.items()):
         return
-    names = type(known)()
-    for node in graph.nodes:
-        names.create_name(node.name, node)
-    graph._graph_namespace = names
+    used = set(named.values())
+    graph._graph_namespace = names = type(known)()
+    if len(used) < len(named) or not _ILLEGAL.isdisjoint(used):
+        for node, name in named.items():
+            names.create_name(name, node)
+        return
+    names._obj_to_name, names._used_names = named, used
+    counts = names._base_count
+    for base, number in map(_base_and_number, named.values()):
+        counts[base] = counts.get(base, 0) if number is None else number
+
+
+_ILLEGAL = frozenset(fx_graph._illegal_names)
+
+
+@lru_cache(maxsize=1 << 16)
+def _base_and_number(name: str) -> tuple[str, int | None]:
+    """As torch reads the name of a node when it looks for one that is free: ``mul_3`` is the third after ``mul``."""
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (name, None)

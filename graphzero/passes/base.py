@@ -130,9 +130,12 @@ class Pipeline:
             verify(graph)
         return self._run(Packed(graph), graph.clone())
 
-    def after(self, record: Record) -> StepGraph:
-        """Go on from where another pipeline was behind a pass, as ``record`` keeps it."""
-        return self._run(record.packed[1], record.after)
+    def after(self, record: Record, given: StepGraph | None = None) -> StepGraph:
+        """Go on from where another pipeline was behind a pass, as ``record`` keeps it.
+
+        given: the graph as it was then, which changes; by default it is made anew.
+        """
+        return self._run(record.packed[1], record.after if given is None else given)
 
     def _run(self, before: Packed, graph: StepGraph) -> StepGraph:
         """before: the same as ``graph``, which changes."""

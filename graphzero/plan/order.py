@@ -21,9 +21,15 @@ def in_best_order(variants: Variants, options: Options) -> Candidate:
 
     The user's passes behind it, which may print or count, have no part in the choice, and so run once.
     """
-    if options.micro_batches > 1 or Order().saves(variants.before("order", options)) < LEAST:
+    if options.micro_batches > 1:
         return variants.candidate(options)
+    given = variants.before("order", options)
+    if Order().saves(given) < LEAST:
+        return variants.candidate(options, given=given)
     moved = replace(options, order=True)
-    written = int(liveness(variants.draft(options, own_until="order")).total().max())
-    lower = memory_of(variants.draft(moved, own_until="order")).peak
-    return variants.candidate(moved if lower <= (1 - LEAST) * written else options)
+    enough = (1 - LEAST) * int(liveness(variants.draft(options, own_until="order")).total().max())
+    if variants.has_own(moved, since="order"):
+        lower = memory_of(variants.draft(moved, own_until="order")).peak
+        return variants.candidate(moved if lower <= enough else options, given=given)
+    found = variants.candidate(moved, given=given)  # most often it is taken, and then need not be made once more
+    return found if found.peak <= enough else variants.candidate(options)

@@ -55,40 +55,55 @@ class Variants:
         self.captured, self.own, self.verifies = graph, own, verifies
         self._ran: list[tuple[Pass, Record]] = []  # the last run
         self._made: Candidate | None = None  # what came of it, if it was run for that
+        self._given: tuple[StepGraph, Record] | None = None  # by ``before``, last, and behind which pass it is
 
-    def candidate(self, options: Options, own_until: str = "") -> Candidate:
-        """The program of these options; with ``own_until``, without the user's passes from that pass on."""
+    def candidate(self, options: Options, own_until: str = "", given: StepGraph | None = None) -> Candidate:
+        """The program of these options; with ``own_until``, without the user's passes from that pass on.
+
+        given: what ``before`` has returned last, unchanged, if the program may be made of it.
+        """
         passes = self._passes(options, own_until)
         if self._made is None or self._shared(passes) < max(len(passes), len(self._ran)):
-            graph = self._run(passes)
+            graph = self._run(passes, given)
             plan = replace(plan_of(graph, links=options.links), stage=options.stage, recomputed=options.recompute)
             self._made = Candidate(graph, [record for _, record in self._ran], plan)
         return self._made
 
     def before(self, name: str, options: Options) -> StepGraph:
         """What the built-in pass ``name`` is given, or would be if it were there; whoever asks may change it."""
-        return self._run(default_passes(options, self.own, until=name))
+        passes = default_passes(options, self.own, until=name)
+        graph = self._run(passes)
+        self._given = (graph, self._ran[len(passes) - 1][1]) if passes else None
+        return graph
 
     def draft(self, options: Options, own_until: str) -> StepGraph:
         """The graph of ``candidate`` for its plan alone: it is not verified, which takes most of the time."""
-        graph = self.before(own_until, options)
+        graph = self._run(default_passes(options, self.own, until=own_until))
         for pass_ in default_passes(options, since=own_until):
             graph = pass_(graph)
             graph.settle()
         return graph
+
+    def has_own(self, options: Options, since: str) -> bool:
+        """Whether the user has passes from the built-in one of that name on."""
+        return len(self._passes(options, "")) > len(self._passes(options, since))
 
     def _passes(self, options: Options, own_until: str) -> list[Pass]:
         if not own_until:
             return default_passes(options, self.own)
         return [*default_passes(options, self.own, until=own_until), *default_passes(options, since=own_until)]
 
-    def _run(self, passes: Sequence[Pass]) -> StepGraph:
+    def _run(self, passes: Sequence[Pass], given: StepGraph | None = None) -> StepGraph:
         shared = self._shared(passes)
         last = self._ran[shared - 1][1] if shared else None
         if last is not None and shared == len(passes):
             return last.after
         pipeline = Pipeline(passes[shared:], self.verifies)
-        graph = pipeline.after(last) if last is not None else pipeline(self.captured)
+        if last is None:
+            graph = pipeline(self.captured)
+        else:
+            is_there = self._given is not None and self._given[0] is given and self._given[1] is last
+            graph = pipeline.after(last, given if is_there else None)
         self._ran = [*self._ran[:shared], *zip(pipeline.passes, pipeline.history, strict=True)]
         self._made = None
         return graph

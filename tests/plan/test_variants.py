@@ -57,3 +57,22 @@ def test_a_graph_before_a_pass_is_the_same_whether_the_pass_is_there_or_not() ->
     variants = Variants(parse(STEP))
     with_it, without = (str(variants.before("order", Options(order=order))) for order in (True, False))
     assert with_it == without == str(Pipeline(default_passes(until="order"))(parse(STEP)))
+
+
+def test_a_program_is_made_of_the_graph_that_is_handed_over_only_where_it_goes_on_from_there() -> None:
+    plain, moved = Options(), Options(order=True)
+    for first, then in ((plain, moved), (moved, plain), (moved, moved), (moved, Options(order=True, bucket_bytes=64))):
+        variants = Variants(parse(STEP))
+        variants.candidate(first)  # the next list of passes may begin with more of these than stand before "order"
+        given = variants.before("order", then)
+        made = variants.candidate(then, given=given)
+        assert str(made.graph) == str(Pipeline(default_passes(then))(parse(STEP)))
+        assert str(made.history[-1].after) == str(made.graph)
+
+
+def test_a_graph_that_was_handed_over_long_ago_is_not_taken_for_another() -> None:
+    variants = Variants(parse(STEP))
+    early = variants.before("localize", Options())
+    variants.before("order", Options())
+    made = variants.candidate(Options(order=True), given=early)
+    assert str(made.graph) == str(Pipeline(default_passes(Options(order=True)))(parse(STEP)))

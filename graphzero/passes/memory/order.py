@@ -90,14 +90,14 @@ class Order(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         nodes = list(graph.nodes)
-        for i in np.argsort(lower_order(graph)):
+        for i in np.argsort(graph.analysis(lower_order)):
             if nodes[i].op == "call_function":
                 graph.output.prepend(nodes[i])
         return graph
 
     def saves(self, graph: StepGraph) -> float:
         """The part of the bytes at the worst moment that it would save."""
-        memory, position = _Memory(graph), lower_order(graph)
+        memory, position = graph.analysis(_Memory), graph.analysis(lower_order)
         most = int(memory.over(np.arange(len(position))).max(initial=0)) if memory.index else 0
         least = int(memory.over(position).max(initial=0)) if memory.index else 0
         return (most - least) / max(most + memory.resident, 1)
@@ -105,7 +105,7 @@ class Order(BuiltinPass):
 
 def lower_order(graph: StepGraph) -> Positions:
     """The new position of each node: the same as it was where nothing helps."""
-    memory = _Memory(graph)
+    memory = graph.analysis(_Memory)
     position = np.arange(len(memory.nodes))
     if not memory.backward or not memory.index:
         return position
