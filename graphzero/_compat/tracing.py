@@ -240,11 +240,16 @@ def add_node(
 ) -> torch.fx.Node:
     """As ``graph.create_node``, which looks through all arguments for symbolic numbers only to warn of them."""
     node = graph.create_node(op, target, name=name, type_expr=type_)
+    set_arguments(node, args, kwargs)
+    return node
+
+
+def set_arguments(node: torch.fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Of a node that has none."""
     if args:
         _set_args(node, args)
     if kwargs:
         _set_kwargs(node, dict(kwargs))
-    return node
 
 
 def forget_names(graph: torch.fx.Graph) -> None:

@@ -243,7 +243,7 @@ class _Capture:
         training = traced.trains and bool(self.step.optimizers)
         guards = all_guards(self.environments)
         return Captured(
-            Packed(step_graph),
+            Packed.of(step_graph),
             traced.out_spec,
             training,
             states,

@@ -228,15 +228,6 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     return found
 
 
-def all_facts(nodes: Iterable[fx.Node]) -> list[Any]:
-    """As ``facts``, and whatever else stands at the nodes: names, source lines, modules, what passes note there."""
-    found: list[Any] = []
-    for node in nodes:
-        meta = node.meta
-        found += (node, node.op, node.name, node.target, *arguments(node), node.type, *meta, *meta.values())
-    return found
-
-
 def own_kwargs(node: fx.Node) -> dict[str, Any]:
     """The keyword arguments of the op itself: not where its result is put."""
     return {name: arg for name, arg in node.kwargs.items() if name != OUT}

@@ -11,13 +11,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import is_
 
 from graphzero.errors import VerifyError
-from graphzero.ir import value
 from graphzero.ir.graph import LEVELS, StepGraph
 from graphzero.ir.laws.verify import verify
-from graphzero.ir.packed import Packed
+from graphzero.ir.packed import Packed, Shelf
 from graphzero.ir.text.printer import print_graph
 from graphzero.logs import phase
 from graphzero.passes.option_text import write_options
@@ -128,51 +126,39 @@ class Pipeline:
     def __call__(self, graph: StepGraph) -> StepGraph:
         if graph.stated:
             verify(graph)
-        return self._run(Packed(graph), graph.clone())
+        clone, shelf = graph.clone(), Shelf()
+        return self._run(shelf.put(clone), clone, shelf)
 
     def after(self, record: Record, given: StepGraph | None = None) -> StepGraph:
         """Go on from where another pipeline was behind a pass, as ``record`` keeps it.
 
         given: the graph as it was then, which changes; by default it is made anew.
         """
-        return self._run(record.packed[1], record.after if given is None else given)
+        return self._run(record.packed[1], record.after if given is None else given, Shelf())
 
-    def _run(self, before: Packed, graph: StepGraph) -> StepGraph:
+    def _run(self, before: Packed, graph: StepGraph, shelf: Shelf) -> StepGraph:
         """before: the same as ``graph``, which changes."""
         self.history = []
-        was = _Was(graph)
         for pass_ in self.passes:
             with phase(pass_name(pass_)):
-                graph, before, was = self._run_one(pass_, graph, before, was)
+                graph, before = self._run_one(pass_, graph, before, shelf)
         return graph
 
-    def _run_one(self, pass_: Pass, graph: StepGraph, before: Packed, was: _Was) -> tuple[StepGraph, Packed, _Was]:
+    def _run_one(self, pass_: Pass, graph: StepGraph, before: Packed, shelf: Shelf) -> tuple[StepGraph, Packed]:
         """Where a pass has nothing to do, the graph is what it was when it was verified and packed."""
         name, given = pass_name(pass_), _Given.of(graph)
         started = time.perf_counter()
         result = _result(pass_, graph, name)
         finished = time.perf_counter()
         graph = _checked(given, result, name)
-        now = _Was(graph)
-        is_same = self.history and now.is_same(was)
-        if self.verifies and not is_same:
+        after = shelf.put(graph)
+        began = time.perf_counter()
+        if self.verifies and not (self.history and after is before):
             verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
         verified = time.perf_counter()
         graph.settle()
-        after = before if is_same else Packed(graph)
-        self.history.append(Record(name, pass_, (before, after), finished - started, verified - finished))
-        return graph, after, now
-
-
-class _Was:
-    """All of a graph at some time, as objects that are never changed, only replaced."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        self._facts = [graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated]
-        self._facts += value.all_facts(graph.nodes)
-
-    def is_same(self, other: _Was) -> bool:
-        return len(self._facts) == len(other._facts) and all(map(is_, self._facts, other._facts))
+        self.history.append(Record(name, pass_, (before, after), finished - started, verified - began))
+        return graph, after
 
 
 def _result(pass_: Pass, graph: StepGraph, name: str) -> object:

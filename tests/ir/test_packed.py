@@ -13,7 +13,7 @@ from toys import STAGES, options, step
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.packed import Packed
+from graphzero.ir.packed import Packed, Shelf
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, default_passes
 from graphzero.sbp.types import B
@@ -43,14 +43,14 @@ def test_every_graph_of_a_history_comes_back_with_all_that_is_known_of_its_value
     graph = parse(step())
     for pass_ in default_passes(options(zero)):
         graph = Pipeline([pass_])(graph)
-        again = Packed(graph).graph()
+        again = Packed.of(graph).graph()
         assert facts(again) == facts(graph)
         assert (again.name, again.placement, again.level) == (graph.name, graph.placement, graph.level)
         assert [list(map(str, a.users)) for a in again.nodes] == [list(map(str, a.users)) for a in graph.nodes]
 
 
 def test_numbers_keep_their_kinds_and_lists_their_values() -> None:
-    graph = Packed(parse(NUMBERS)).graph()
+    graph = Packed.of(parse(NUMBERS)).graph()
     assert str(graph) == str(parse(NUMBERS))
     one, real = (graph.node(name).args[1] for name in "ab")
     assert (type(one), type(real)) == (int, float)
@@ -74,7 +74,7 @@ def test_what_text_cannot_say_comes_back_too() -> None:
         graph.call(own, (graph.node("x"),), value.tensor_type(graph.node("x")), sbp=(B,), name="mine")
     graph.node("a").meta["mine"] = held = object()
     graph.node("b").meta["among"] = {graph.node("x"), 1j}, [slice(1, None), frozenset("ab")]
-    again = Packed(graph).graph()
+    again = Packed.of(graph).graph()
     assert again.node("mine").target is own
     assert again.node("a").meta["mine"] is held
     assert again.node("b").meta["among"] == ({again.node("x"), 1j}, [slice(1, None), frozenset("ab")])
@@ -92,11 +92,88 @@ def test_a_change_of_what_came_back_changes_nothing_else() -> None:
 
 def test_a_change_of_the_graph_does_not_reach_the_packed_one() -> None:
     graph = parse(step())
-    packed, text = Packed(graph), str(graph)
+    packed, text = Packed.of(graph), str(graph)
     for node in graph.nodes:
         node.meta["sbp"] = None
     graph.set_output([], {}, {})
     assert str(packed.graph()) == text
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_every_graph_of_one_run_comes_back_as_it_was_then(zero: gz.passes.Zero | None) -> None:
+    stood = list[list[tuple[object, ...]]]()
+
+    def look(graph: StepGraph) -> StepGraph:
+        stood.append([(*row[:-1], dict(row[-1])) for row in facts(graph)])  # type: ignore[call-overload]
+        return graph
+
+    passes = [look, *(each for pass_ in default_passes(options(zero)) for each in (pass_, look))]
+    pipeline = Pipeline(passes)
+    pipeline(parse(step()))
+    for _ in range(2):  # in any order, and again
+        for record in reversed(pipeline.history):
+            if record.pass_ is look:
+                assert facts(record.after) == facts(record.before) == stood.pop()
+        stood = [facts(record.after) for record in pipeline.history if record.pass_ is look]
+
+
+def test_what_is_put_back_is_as_it_was_and_what_is_erased_is_gone() -> None:
+    graph, shelf = parse(NUMBERS), Shelf()
+    texts, packed = [str(graph)], [shelf.put(graph)]
+
+    def take() -> None:
+        texts.append(str(graph))
+        packed.append(shelf.put(graph))
+
+    d, f = graph.node("d"), graph.node("f")
+    kept = d.args
+    d.args = (graph.node("b"), 2.0)
+    take()
+    d.args = kept
+    take()
+    graph.output.prepend(graph.node("e"))
+    graph.output.prepend(f)
+    take()
+    for i in range(8):  # where an erased node was, another may come to lie
+        with graph.graph.inserting_before(graph.output):
+            new = graph.call(aten.mul.Tensor, (f, float(i)), value.tensor_type(f), name=f"n{i}")
+        take()
+        graph.graph.erase_node(new)
+        take()
+    assert [str(each.graph()) for each in packed] == texts
+
+
+def test_a_graph_that_did_not_change_is_the_same_object_and_one_that_did_is_not() -> None:
+    graph, shelf = parse(NUMBERS), Shelf()
+    first = shelf.put(graph)
+    assert shelf.put(graph) is first
+    changes = (
+        lambda: graph.output.prepend(graph.node("f")),
+        lambda: graph.node("a").meta.update(source="elsewhere"),
+        lambda: setattr(graph.node("a"), "args", (graph.node("x"), 2)),
+        lambda: setattr(graph, "level", "propagated"),
+        lambda: setattr(graph.node("a"), "target", aten.add.Tensor),
+    )
+    for change in changes:
+        change()
+        again = shelf.put(graph)
+        assert again is not first and str(again.graph()) == str(graph)
+        assert shelf.put(graph) is again
+        first = again
+
+
+def test_a_list_that_a_pass_has_noted_and_fills_later_is_packed_as_it_is_each_time() -> None:
+    graph, shelf, noted = parse(NUMBERS), Shelf(), list[int]()
+    graph.node("a").meta["mine"] = noted
+    graph.node("b").meta["among"] = (1, noted)
+    packed = [shelf.put(graph)]
+    for i in range(3):
+        noted.append(i)
+        graph.node("c").meta["source"] = f"line {i}"
+        packed.append(shelf.put(graph))
+    for count, each in enumerate(packed):
+        assert each.graph().node("a").meta["mine"] == list(range(count))
+        assert each.graph().node("b").meta["among"] == (1, list(range(count)))
 
 
 def test_a_history_takes_a_fraction_of_its_graphs() -> None:
@@ -106,7 +183,7 @@ def test_a_history_takes_a_fraction_of_its_graphs() -> None:
     graphs = [record.after for record in history]
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
-    packed = [Packed(graph) for graph in graphs]
+    packed = [Packed.of(graph) for graph in graphs]
     gc.collect()
     kept = tracemalloc.get_traced_memory()[0] - held
     tracemalloc.stop()
