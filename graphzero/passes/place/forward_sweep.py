@@ -7,7 +7,7 @@ what an operand is already split along.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -168,20 +168,28 @@ class AxisPropagation:
         """What the op at ``node`` may do, given how its operands stand and what is boxed by now; all-B first."""
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
+        split = frozenset((k, sbp.dim) for k, sbp in enumerate(have) if sbp.is_split)
+        others = self._others(node)
         options = []
         for signature in calls.signatures_of(self.graph, node, self.axis, have):
             stands = zip(operands, have, signature.inputs, strict=True)
             moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
             total = sum(self.cost(node, *move) for move in moves)
             gathers = any(o in self.weights and h.is_split for o, h, _ in moves)
-            barred = _barred(node, signature, have) or self.misfit(node, signature)
+            barred = _barred(node, signature, split)
+            if not barred and others:
+                barred = calls.misfit(self.graph, node, others | {self.axis: signature})
             options.append(Option(signature, moves, total, gathers, barred))
         return options
 
     def misfit(self, node: fx.Node, signature: Signature) -> str:
         """Why a signature does not go with what the op does on the other axes, "" if it does."""
-        others = {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
+        others = self._others(node)
         return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
+
+    def _others(self, node: fx.Node) -> dict[int, Signature]:
+        """What the op does on the other axes, by number, as far as that is known."""
+        return {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
 
     def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
         """``have`` for a free value, or B where that and what other axes make of it leave no even sections."""
@@ -238,13 +246,11 @@ def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
     return node, want
 
 
-def _barred(node: fx.Node, signature: Signature, have: Sequence[Sbp]) -> str:
-    """Why a signature is not considered, "" if it is."""
-    stands = list(zip(have, signature.inputs, strict=True))
-    splits = any(sbp.is_split for sbp in (*signature.inputs, *signature.outputs))
-    if splits and not any(w.is_split and h.is_split and h.dim == w.dim for h, w in stands):
+def _barred(node: fx.Node, signature: Signature, split: Set[tuple[int, int]]) -> str:
+    """Why a signature is not considered, "" if it is.  split: as ``signature.splits``, of how the operands stand."""
+    if signature.splits and split.isdisjoint(signature.splits):
         return "would split where no operand is split so yet"
-    if any(h.is_split and w.is_partial for h, w in stands):
+    if any(signature.inputs[k].is_partial for k, _ in split):
         return "would put pieces into zeros, and work on the whole from there on"
     if _rounds_in_update(node, signature):
         return "would add up 16-bit pieces, which rounds as one device does not"
