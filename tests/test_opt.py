@@ -195,8 +195,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "setting"),
+    [
+        pytest.param(stage, setting, marks=[] if stage == 3 or setting == "plain" else [pytest.mark.slow])
+        for stage in range(4)
+        for setting in SETTINGS
+    ],
+)
 def test_a_graphs_first_program_and_the_line_of_its_passes_give_every_program_of_its_history(
     stage: int, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,9 +71,10 @@ class Shelf:
         facts = {node: _facts(node) for node in graph.nodes}
         about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated)
         new = [node for node, found in facts.items() if not self._has(node, found)]
-        if not new and self._last is not None and all(map(is_, about, self._last.about)):
-            if self._last.order == self._order(facts):
-                return self._last.packed
+        last = self._last
+        is_same = not new and last is not None and all(map(is_, about, last.about))
+        if is_same and last is not None and last.order == self._order(facts):
+            return last.packed
         if self._may_change:
             self._begin()
             new = list(facts)

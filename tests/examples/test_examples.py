@@ -84,7 +84,7 @@ def test_train_shows_text_and_a_table_whose_measurements_equal_its_plans(model, 
     )
 
 
-@pytest.mark.parametrize("model", ["gpt2", "mlp"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.slow), "mlp"])
 def test_each_stage_lowers_the_peak_of_the_main_job_and_the_last_one_halves_it(model):
     options = options_of(["--model", model])
     batch = torch.zeros(options.batch // options.ranks, options.context, dtype=torch.long)

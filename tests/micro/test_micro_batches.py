@@ -30,7 +30,7 @@ from graphzero.ir.laws.verify import verify
 B, S = gz.sbp.B, gz.sbp.S
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_token_means_over_ragged_rows_are_those_of_plain_torch(stage):
     wanted = plain(Words, tokens, sentences())
     for parts in (1, 2, 4, 8):
@@ -111,11 +111,21 @@ def split_over_tp(model, place, names):
     gz.to_global(model.head, placement=place, sbp={"weight": on_tp(S(0)), "bias": on_tp(S(0))})
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp"), ("tp",), ("dp_replicate", "dp_shard")])
-def test_axes_of_all_kinds_stand_beside_micro_batches(names):
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        (("dp", "tp"), (0, 3)),
+        pytest.param(("dp", "tp"), (1, 2), marks=pytest.mark.slow),
+        (("tp", "dp"), (2,)),
+        pytest.param(("tp", "dp"), (0, 1, 3), marks=pytest.mark.slow),
+        (("tp",), (0,)),
+        (("dp_replicate", "dp_shard"), (0,)),
+    ],
+)
+def test_axes_of_all_kinds_stand_beside_micro_batches(names, stages):
     wanted = plain(Words, tokens, sentences())
     ranks = np.arange(4).reshape(2, 2) if len(names) == 2 else np.arange(2)
-    for stage in (0, 1, 2, 3) if "dp" in names else (0,):
+    for stage in stages:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = Train(Words, tokens, 4, stage, ranks, names)
@@ -297,7 +307,8 @@ def test_an_axis_of_one_rank_cuts_nothing():
             torch.testing.assert_close(Net(loss, 4, ranks)(x), wanted)
 
 
-def test_mixed_precision_recomputation_and_micro_batches_go_together():
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+def test_mixed_precision_recomputation_and_micro_batches_go_together(stage):
     def run(stage, **settings):
         graph = Train(lambda: Words().float(), tokens, 4, stage)
         graph.model.float()
@@ -305,10 +316,9 @@ def test_mixed_precision_recomputation_and_micro_batches_go_together():
         graph.config.set_activation_memory(settings.get("memory"))
         return graph, torch.stack([graph(*batch)[1] for batch in sentences()])
 
-    for stage in (0, 1, 2, 3):
-        (kept, wanted), (again, found) = run(stage), run(stage, memory="checkpoint")
-        assert torch.equal(found, wanted)
-        assert again.plan.memory.activations < kept.plan.memory.activations
+    (kept, wanted), (again, found) = run(stage), run(stage, memory="checkpoint")
+    assert torch.equal(found, wanted)
+    assert again.plan.memory.activations < kept.plan.memory.activations
 
 
 @pytest.mark.slow

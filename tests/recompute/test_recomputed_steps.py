@@ -34,7 +34,7 @@ def reference(stage=0):
     return trained(graph), graph
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_the_bits_are_the_same_at_every_stage_with_dropout(stage):
     wanted, plain = reference(stage)
     half = Train(plain.plan.memory.activations // 2, stage=stage)

@@ -37,7 +37,7 @@ def trained(name: str, stages: tuple[int, ...], used: bool = True, spoiled: bool
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] if m == "llama" else []) for m in MODELS])
 def test_results_are_those_without_to_the_bit_though_what_is_dead_is_spoiled_at_every_stage(everything, name):
     plain = trained(name, (0, 1, 2, 3), used=False)
     assert equal(trained(name, (0, 1, 2, 3), spoiled=True), plain)

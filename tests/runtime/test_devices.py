@@ -129,7 +129,7 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-@pytest.mark.parametrize("kind", [mlp, conv, gpt2, llama])
+@pytest.mark.parametrize("kind", [mlp, conv, gpt2, pytest.param(llama, marks=pytest.mark.slow)])
 def test_a_program_runs_without_mixing_devices_at_every_stage(kind):
     model, loss, batch = kind()
     graph = Train(model, loss, adamw, clip_grad_norm=1.0)

@@ -230,7 +230,7 @@ def trained(graph: gz.Graph, stages: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.same_kernels
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_joined_program_computes_the_same_to_the_bit_at_every_stage(op_by_op, ranks: int) -> None:
     wanted, found = (trained(Train(kind, 0, ranks), (0, 1, 2, 3)) for kind in ("eager", "inductor"))
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))

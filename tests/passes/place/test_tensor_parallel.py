@@ -145,8 +145,14 @@ def test_with_activations_split_along_the_sequence_they_are_gathers_and_reduce_s
     assert activations(graph) == {"forward": both, "backward": both}
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        *(((2, 2), kind) for kind in OPTIONS),
+        *(pytest.param((2, 1, 2), kind, marks=[] if kind == "heads" else [pytest.mark.slow]) for kind in OPTIONS),
+    ],
+    ids=str,
+)
 def test_the_data_axis_changes_nothing_on_the_tensor_axis(shape, kind):
     alone, beside = compiled(kind, 2), compiled(kind, *shape)
     assert {p: c.keys() for p, c in activations(beside).items()} == {p: c.keys() for p, c in activations(alone).items()}
@@ -179,8 +185,14 @@ def plain(**options: object) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    ("kind", "sequence"),
+    [
+        pytest.param(kind, how == "sequence", id=f"{kind}-{how}", marks=[] if how == quick else [pytest.mark.slow])
+        for kind, quick in {"heads": "", "grouped_heads": "sequence", "fused_qkv": ""}.items()
+        for how in ("", "sequence")
+    ],
+)
 def test_the_step_is_that_of_one_device_at_every_stage(kind, sequence):
     pins = (None, S(1)) if sequence else None
     graph = made(place(2, 2), pins=pins, **OPTIONS[kind])
