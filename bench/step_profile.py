@@ -2,6 +2,7 @@
 
     python bench/step_profile.py            # a GPT of 7.4 M parameters on two gloo ranks of one thread each
     python bench/step_profile.py --model B  # one of 24 M; conv is a convolutional network
+    python bench/step_profile.py --precision bfloat16 --micro-batches 4
 
 Rank 0's seconds by ``gz.testing.profile_step``, line by line of the program, means over steps; stages take turns.
 """
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from jobs import JOBS
+from jobs import JOBS, PLAIN, How
 from peers import graph
 
 import graphzero as gz
@@ -28,12 +29,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
+    How.add_options(parser)
     parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/tables.py")
     options = options_of(parser)
-    found = on_gloo(options.ranks, work, options.model, options.rounds, options.steps)
-    print(f"{JOBS[options.model].describe(options.ranks)}; milliseconds of a step\n\n{table(found)}")
+    how = How.of(options)
+    found = on_gloo(options.ranks, work, options.model, options.rounds, options.steps, how)
+    print(f"{how.do(JOBS[options.model]).describe(options.ranks)}; milliseconds of a step\n\n{table(found)}")
     if options.save:
-        save(options.save, f"{options.model}, {options.ranks} ranks", "profile", table(found))
+        save(options.save, f"{options.model}, {options.ranks} ranks{how.title}", "profile", table(found))
 
 
 def table(found: Mapping[str, StepTimes]) -> str:
@@ -55,9 +58,9 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds else "-"
 
 
-def work(rank: int, model: str, rounds: int, steps: int) -> dict[str, StepTimes]:
+def work(rank: int, model: str, rounds: int, steps: int, how: How = PLAIN) -> dict[str, StepTimes]:
     """Every rank: profile the stages in turns."""
-    job = JOBS[model]
+    job = how.do(JOBS[model])
     batches = [job.part(step, rank, dist.get_world_size()) for step in range(steps)]
     graphs = {f"stage {stage}": graph(stage, job) for stage in range(4)}
     found = {name: StepTimes() for name in graphs}
