@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphzero import _compat
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda, attention_kernels
 from graphzero.ops.attention_contract import Case, backward_by_definition, by_definition, wide
 from graphzero.ops.attention_kernels import KERNELS, choose
 
@@ -75,6 +75,33 @@ def test_half_precision_is_computed_in_float32():
     assert (out.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)
     exact, _ = by_definition(*[x.double() for x in half], None, True, 0.3)
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [None, "whole", "rows", "keys", "one"])
+def test_the_cpus_backward_of_16_bit_values_is_that_of_float32_rounded_once(monkeypatch, dtype, bias):
+    q, k, v, mask = sample(bias, dtype)
+    out, logsumexp = ATTENTION(q, k, v, mask, bias is None, 0.3)
+    grad = torch.randn_like(out)
+    wide_ones = [x.float() for x in (grad, q, k, v, out)]
+    wide_mask = None if mask is None else mask.float()
+    exact = ATTENTION_BACKWARD(*wide_ones, logsumexp, wide_mask, bias is None, 0.3)
+    monkeypatch.setattr(_compat, "has_tiles", lambda: False)
+    for elements in (1, 2 * 5 * 4 * 3, 2**15):  # a head at a time, some, all samples at once
+        monkeypatch.setattr(attention_kernels, "ELEMENTS", elements)
+        found = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, mask, bias is None, 0.3)
+        for one, other in zip(found, exact, strict=True):
+            assert torch.equal(one, other.to(dtype))
+            assert one.stride() == other.stride()
+
+
+def test_a_cpu_with_a_unit_for_16_bit_products_keeps_torchs_backward(monkeypatch):
+    def chosen(tiles, dtype=torch.bfloat16, backward=True):
+        monkeypatch.setattr(_compat, "has_tiles", lambda: tiles)
+        return choose(Case("cpu", (0, 0), dtype, 64, 8, 8, True, True, backward)).name
+
+    assert chosen(False) == chosen(False, torch.float16) == "flash_cpu_in_float32"
+    assert chosen(True) == chosen(False, torch.float32) == chosen(False, backward=False) == "flash_cpu"
 
 
 # ---- choosing

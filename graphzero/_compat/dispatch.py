@@ -60,6 +60,11 @@ def _settle_attention_order() -> None:
             torch._fused_sdp_choice(x, x, x)
 
 
+def has_tiles() -> bool:
+    """Whether this CPU has a unit for products of 16-bit matrices (AMX), which oneDNN uses."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
     """CPU tensors are computed without oneDNN; ``torch.backends.mkldnn`` cannot be set once its flags are frozen."""

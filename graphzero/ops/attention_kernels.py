@@ -6,6 +6,7 @@ The ops ``attention`` and ``attention_backward`` call ``forward`` and ``backward
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ops import attention_cuda
-from graphzero.ops.attention_contract import DEFINITION, Case, Kernel
+from graphzero.ops.attention_contract import DEFINITION, HALF, Case, Kernel
 
 aten = torch.ops.aten
+ELEMENTS = 2**15  # of an operand that the CPU's backward takes at a time: what a core's own cache holds of all of them
 
 
 def choose(case: Case) -> Kernel:
@@ -78,7 +80,48 @@ def _cpu_backward(
     return dq, dk, dv
 
 
+def _cpu_backward_in_float32(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward of 16-bit values in float32, some samples and heads at a time, rounded once.
+
+    In 16 bit the kernel makes many small products, each a call of a library that takes longer than the product, and
+    rounds the sums of blocks as it adds them up.
+    """
+    made = q, k, v = tuple(map(_dense_rows, (q, k, v)))
+    found = tuple(x.new_empty((x.shape[0], *(x.shape[i] for i in (2, 1, 3)))).transpose(1, 2) for x in made)
+    given = (grad, *made, out)
+    wide_bias = None if bias is None else bias.float().expand(len(q), q.shape[1], -1, -1)
+    for here in _parts(q, k, v):
+        mask = None if wide_bias is None else wide_bias[here]
+        wide_ones = (x[here].float() for x in given)
+        for x, part in zip(found, _cpu_backward(*wide_ones, logsumexp[here], mask, causal, scale), strict=True):
+            x[here].copy_(part)
+    dq, dk, dv = found
+    return dq, dk, dv
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Samples and heads that are computed at a time: at least one head for each thread."""
+    samples, heads = q.shape[:2]
+    longest = max(x.shape[2] * x.shape[3] for x in (q, k, v))
+    count = max(ELEMENTS // max(longest, 1), torch.get_num_threads(), 1)
+    whole, some = max(count // max(heads, 1), 1), min(count, max(heads, 1))
+    for sample in range(0, samples, whole):
+        for head in range(0, heads, some):
+            yield slice(sample, sample + whole), slice(head, head + some)
+
+
+def _is_faster_in_float32(case: Case) -> bool:
+    """Whether the case is a backward of 16-bit values on a CPU without a unit for their products of matrices."""
+    return case.backward and case.dtype in HALF and not _compat.has_tiles()
+
+
 KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "cpu": (Kernel("flash_cpu", _cpu, _cpu_backward, lambda case: True),),
+    "cpu": (
+        Kernel("flash_cpu_in_float32", _cpu, _cpu_backward_in_float32, _is_faster_in_float32),
+        Kernel("flash_cpu", _cpu, _cpu_backward, lambda case: True),
+    ),
     "cuda": attention_cuda.KERNELS,
 }
