@@ -95,8 +95,8 @@ def _cpu_backward_in_float32(
     wide_bias = None if bias is None else bias.float().expand(len(q), q.shape[1], -1, -1)
     for here in _parts(q, k, v):
         mask = None if wide_bias is None else wide_bias[here]
-        wide_ones = (x[here].float() for x in given)
-        for x, part in zip(found, _cpu_backward(*wide_ones, logsumexp[here], mask, causal, scale), strict=True):
+        dy, a, b, c, y = (x[here].float() for x in given)
+        for x, part in zip(found, _cpu_backward(dy, a, b, c, y, logsumexp[here], mask, causal, scale), strict=True):
             x[here].copy_(part)
     dq, dk, dv = found
     return dq, dk, dv
