@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def itemsize(self) -> int:
-        return value.tensor_type(self.moves.members[0]).dtype.itemsize
+        return self.moves.dtype.itemsize
 
     def sent(self, own: int) -> slice:
         """The elements of a slot that are given away by the rank that is number ``own`` on the axis."""

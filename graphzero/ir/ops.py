@@ -9,7 +9,8 @@ use(p)                                how one phase reads a parameter, or its ca
 box(x)                                x, boxed to the SBP in the node's type
 relabel(x)                            x itself, where both SBPs mean the same (one rank, or ``alike``)
 slice_shard(x, dim, axis)             this rank's piece of a value that every rank holds whole, as a view
-all_gather(x, dim, axis)              the pieces of all ranks, joined along dim: section by section, if x has several
+all_gather(x, dim, axis)              the pieces of all ranks, joined along dim: section by section, if x has several;
+                                      told a narrower dtype, cast to it on the way
 reduce_scatter(x, dim, axis)          this rank's piece, along dim, of the sum of all ranks' values; likewise
 all_reduce(x, axis, reduction)        the sum, max or min of all ranks' values
 all_to_all(x, src, dst, axis)         split along src -> split along dst

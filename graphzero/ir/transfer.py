@@ -4,9 +4,11 @@
     b = bucket_all_gather([v, w], [0, 1], 'dp')                         several at once, read as b[0], b[1]
     l = launch('bucket_all_gather', 2, [v, w], [0, 1], 'dp')            begun in communication slot 2,
     a = wait(l)                                                         and its results, a[0], a[1]
+    c = all_gather(w, 0, 'dp', dtype=torch.bfloat16)                    cast where this rank's piece is laid down
 
-All three hold the same facts.  Who wants to know one asks ``transfer_of``; who writes one calls ``bucket``, ``launch``
-or ``put_in_slot``.  No other file knows which argument stands where.
+The first three hold the same facts, and each may say such a dtype where it gathers.  Who wants to know one asks
+``transfer_of``; who writes one calls ``bucket``, ``launch`` or ``put_in_slot``.  No other file knows which argument
+stands where.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphzero.ir import ops, value
@@ -51,6 +54,17 @@ class Transfer:
     @property
     def collective(self) -> Collective:
         return COLLECTIVES[self.kind]
+
+    @property
+    def casts(self) -> bool:
+        """Whether values are cast on their way, as a gather may."""
+        return "dtype" in self.node.kwargs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it moves values, and delivers them."""
+        said = self.node.kwargs.get("dtype")
+        return said if isinstance(said, torch.dtype) else value.tensor_type(self.members[0]).dtype
 
     @property
     def is_direct(self) -> bool:
@@ -161,7 +175,8 @@ def bucket(graph: StepGraph, single: Sequence[fx.Node], like: fx.Node) -> fx.Nod
     args = (members, *(by_name[name] for name in first.collective.arguments))
     types = tuple(value.tensor_type(node) for node in single)
     nds: Any = tuple(value.nd_of(node) for node in single)
-    return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, like=like)
+    told = {"dtype": types[0].dtype} if any(one is not None and one.casts for one in found) else {}
+    return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, kwargs=told, like=like)
 
 
 def launch(graph: StepGraph, bucket: fx.Node) -> fx.Node:
@@ -169,7 +184,8 @@ def launch(graph: StepGraph, bucket: fx.Node) -> fx.Node:
     types, nds = value.type_of(bucket), value.sbp_of(bucket)
     name = bucket.target.__name__  # type: ignore[union-attr]
     with graph.graph.inserting_before(bucket):
-        begun = graph.call(ops.launch, (name, NO_SLOT_YET, *bucket.args), types, sbp=nds, like=bucket)
+        args, told = (name, NO_SLOT_YET, *bucket.args), dict(bucket.kwargs)
+        begun = graph.call(ops.launch, args, types, sbp=nds, kwargs=told, like=bucket)
         wait = graph.call(ops.wait, (begun,), types, sbp=nds, like=bucket)
     bucket.replace_all_uses_with(wait)
     graph.graph.erase_node(bucket)

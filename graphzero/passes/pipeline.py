@@ -36,6 +36,7 @@ from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
+from graphzero.passes.schedule.gather_casts import GatherCasts
 from graphzero.passes.schedule.launch import Launch
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
@@ -137,6 +138,7 @@ PASSES: tuple[Entry, ...] = (
     Entry(Recompute, "local", lambda options: bool(options.recompute)),
     Entry(Keep, "local", lambda options: options.gathers and options.keep_gathered is not None),
     Entry(Order, "local", lambda options: options.order),
+    Entry(GatherCasts, "local", lambda options: options.optimise and options.masters),
     Entry(Bucket, "local"),
     Entry(Launch, "local", group="schedule"),
     Entry(Overlap, "local", group="schedule"),

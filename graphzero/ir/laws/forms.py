@@ -51,15 +51,18 @@ def _check_dim(type_: TensorType, dim: Any) -> None:
     need(type(dim) is int and 0 <= dim < len(type_.shape), f"names dim {dim!r:.20} of {type_}")
 
 
-def _same(*kinds: str) -> Form:
-    """The form of an op that makes the type of its first argument; the others are dims, an axis, a reduction."""
+def _same(*kinds: str, casts: bool = False) -> Form:
+    """The form of an op that makes the type of its first argument; the others are dims, an axis, a reduction.
+
+    casts: whether it may be told a dtype.
+    """
 
     def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         most, least = len(kinds) + 1, len(kinds) + 1 - ("reduction" in kinds)
-        need(not kwargs and least <= len(args) <= most, f"takes {len(kinds) + 1} arguments")
+        need((casts or not kwargs) and least <= len(args) <= most, f"takes {len(kinds) + 1} arguments")
         type_ = _tensor(args[0])
         _check_rest(graph, [type_], kinds, args[1:])
-        return type_
+        return _cast([type_], kwargs)[0]
 
     return made
 
@@ -75,13 +78,27 @@ def _check_rest(graph: StepGraph, types: list[TensorType], kinds: tuple[str, ...
             need(arg in REDUCTIONS, f"reduces by {arg!r:.20}; {', '.join(REDUCTIONS)}")
 
 
-def _bucket(*kinds: str) -> Form:
+def _cast(types: list[TensorType], kwargs: dict[str, Any]) -> list[TensorType]:
+    """``types`` in the dtype that an op may be told to cast them to: one with smaller elements, or their own."""
+    if not kwargs:
+        return types
+    said = kwargs.get("dtype")
+    if kwargs.keys() != {"dtype"} or not isinstance(said, torch.dtype):
+        raise Unfit(f"takes no {', '.join(kwargs):.40}")
+    for type_ in types:
+        narrower = said.itemsize < type_.dtype.itemsize and said.is_floating_point and type_.dtype.is_floating_point
+        need(narrower or type_.dtype == said, f"casts {type_} to {said}, which is no narrower float")
+    return [TensorType(said, type_.shape) for type_ in types]
+
+
+def _bucket(*kinds: str, casts: bool = False) -> Form:
     def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         least = len(kinds) + 1 - ("reduction" in kinds)
-        need(not kwargs and least <= len(args) <= len(kinds) + 1, f"takes {len(kinds) + 1} arguments")
+        need((casts or not kwargs) and least <= len(args) <= len(kinds) + 1, f"takes {len(kinds) + 1} arguments")
         need(isinstance(args[0], (list, tuple)) and len(args[0]) > 0, "has no list of values")
         types = [_tensor(x) for x in args[0]]
-        need(len({type_.dtype for type_ in types}) == 1, "holds values of several dtypes in one buffer")
+        moved = _cast(types, kwargs)
+        need(len({type_.dtype for type_ in moved}) == 1, "holds values of several dtypes in one buffer")
         rest = args[1:]
         if kinds[0] == "dim":
             dims = args[1]
@@ -90,7 +107,7 @@ def _bucket(*kinds: str) -> Form:
                 _check_dim(type_, dim)
             rest = args[2:]
         _check_rest(graph, types, tuple(kind for kind in kinds if kind != "dim"), rest)
-        return tuple(types)
+        return tuple(moved)
 
     return made
 
@@ -179,8 +196,8 @@ def _micro_batch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> A
 FORMS: dict[str, Form] = {
     "use": _same(), "box": _same(), "relabel": _same(),
     "slice_shard": _same("dim", "axis"), "place_shard": _same("dim", "axis"), "keep_first": _same("axis"),
-    **{kind: _same(*one.arguments) for kind, one in COLLECTIVES.items()},
-    **{f"bucket_{kind}": _bucket(*one.arguments) for kind, one in COLLECTIVES.items() if one.joins},
+    **{kind: _same(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items()},
+    **{f"bucket_{kind}": _bucket(*one.arguments, casts=one.gathers) for kind, one in COLLECTIVES.items() if one.joins},
     "launch": _launch, "wait": _wait, "assign": _assign,
     "micro_batch": _micro_batch, "accumulator": _accumulator, "take": _in_turn("a", "dim", "i", "k"),
     "accumulate": _in_turn("a", "x", "i", "k", "how"), "put": _in_turn("a", "x", "dim", "i", "k"),

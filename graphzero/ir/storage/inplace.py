@@ -101,6 +101,8 @@ def arrives_dense(graph: StepGraph, moves: Transfer) -> bool:
 def is_own_piece(moves: Transfer, room: fx.Node) -> bool:
     """Whether what a gather sends lives in its place in ``room``, into which it gathers."""
     (node,), sliced = moves.members, []
+    if moves.casts:
+        return False
     while node is not room:
         if node.target is ops.slice_shard:
             sliced.append(node.args[1:])

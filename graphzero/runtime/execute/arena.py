@@ -50,11 +50,11 @@ class Rooms:
             return None
         found = layout.layout_of(self.graph, node)
         if found is not None:
-            type_ = value.tensor_type(found.moves.members[0])
+            dtype = found.moves.dtype
             shapes: list[Shape] = [(found.arrived_elements,)] * len(self.ranks)
         else:
             type_, nd = value.tensor_type(node), value.nd_of(node)
-            shapes = [layout.shape_on(self.graph, type_, nd, rank) for rank in self.ranks]
-        room = Room(self.places.new(), offset, type_.dtype, shapes)
+            dtype, shapes = type_.dtype, [layout.shape_on(self.graph, type_, nd, rank) for rank in self.ranks]
+        room = Room(self.places.new(), offset, dtype, shapes)
         self.all.append(room)
         return room.place

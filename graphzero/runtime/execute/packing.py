@@ -32,7 +32,7 @@ class Exchange:
         self.layout = layout
         moves = layout.moves
         self.own = world.coordinate(local)[world.placement.axis(moves.axis)]
-        self.dtype = value.tensor_type(moves.members[0]).dtype
+        self.dtype = moves.dtype
         self.device = world.device
         self.offsets = layout.offsets
         self.cuts: list[Cut | None] = []  # per member: how to split it before packing

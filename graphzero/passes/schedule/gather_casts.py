@@ -1,0 +1,72 @@
+"""GatherCasts: a cast that stands in front of a gather is done where the gather lays a rank's piece down.
+
+That copy is made anyway, so the cast costs nothing beside it, and there is no second piece.  What is gathered is then
+there when the step begins, so gathers of small parameters may join (``Bucket``), as those of parameters that are not
+cast do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.passes.base import BuiltinPass
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class GatherCasts(BuiltinPass):
+    """Takes casts of what is there when the step begins into the gathers that alone read them; changes no value.
+
+    Requires: collectives that stand alone.
+    Ensures: such a gather is told the dtype, and reads what was cast.
+
+    Example::
+
+        gather_casts
+
+        graph step(dp=2) local
+          v  = param()                           : f32[4, 2]   S(0)
+          w  = param()                           : f32[4, 2]   S(0)
+        forward:
+          vc = _to_copy(v, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
+          vb = all_gather(vc, 0, 'dp')           : bf16[4, 2]  B
+          wc = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  S(0)
+          wb = all_gather(wc, 0, 'dp')           : bf16[4, 2]  B
+          return vb, wb, wc
+        ->
+        graph step(dp=2) local
+          v  = param()                                      : f32[4, 2]   S(0)
+          w  = param()                                      : f32[4, 2]   S(0)
+        forward:
+          vb = all_gather(v, 0, 'dp', dtype=torch.bfloat16) : bf16[4, 2]  B
+          wc = _to_copy(w, dtype=torch.bfloat16)            : bf16[4, 2]  S(0)
+          wb = all_gather(wc, 0, 'dp')                      : bf16[4, 2]  B
+          return vb, wb, wc
+    """
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for node in list(graph.graph.find_nodes(op="call_function", target=ops.all_gather)):
+            cast = node.args[0]
+            assert isinstance(cast, fx.Node)
+            if _is_plain(cast) and set(cast.users) == {node}:
+                node.args = (cast.args[0], *node.args[1:])
+                node.kwargs = dict(cast.kwargs)
+                graph.graph.erase_node(cast)
+        return graph
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node casts what is there when the step begins to a narrower float, and does nothing else."""
+    if node.target is not _CAST or node.kwargs.keys() != {"dtype"}:
+        return False
+    (read,) = node.args
+    assert isinstance(read, fx.Node)
+    old, new = value.tensor_type(read).dtype, value.tensor_type(node).dtype
+    floats = old.is_floating_point and new.is_floating_point
+    return read.op == "placeholder" and floats and new.itemsize < old.itemsize
