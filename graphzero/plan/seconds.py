@@ -87,12 +87,16 @@ def work_of(at: Liveness, node: fx.Node) -> Work | None:
 
 
 def packing(layout: Layout) -> tuple[Work, Work] | None:
-    """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer."""
-    if layout.moves.is_direct:
+    """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer.
+
+    Where values are cast on their way, a rank's own piece is laid down even without one.
+    """
+    moves, sent, received = layout.moves, layout.sent(0), layout.received
+    if moves.is_direct and not moves.casts:
         return None
-    sizes = (layout.sent(0), layout.received)
-    into, out = (2.0 * (part.stop - part.start) * layout.itemsize for part in sizes)
-    dtype = _dtype(layout.moves.members[0])
+    dtype, read = _dtype(moves.members[0]), max(value.tensor_type(x).dtype.itemsize for x in moves.members)
+    into = float((sent.stop - sent.start) * (read + layout.itemsize))
+    out = 0.0 if moves.is_direct else 2.0 * (received.stop - received.start) * layout.itemsize
     return Work(COPY, dtype, 0.0, into), Work(COPY, dtype, 0.0, out)
 
 
