@@ -97,7 +97,7 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     """
     given = _given(graph)
     links = graph.plan.links if isinstance(graph, Graph) else ()
-    found, axes = propagation(Expand(links)(given), links)
+    found, axes = propagation(Expand(links)(given), links, notes=True)
     name = value_ if isinstance(value_, str) else value_.name
     node = _find(found, name, graph.program if isinstance(graph, Graph) else None)
     return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])

@@ -7,7 +7,7 @@ what an operand is already split along.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -31,20 +31,24 @@ class _Sweep:
     """Sweeps every axis of a graph."""
 
     links: Links
+    notes: bool
 
     def __call__(self, graph: StepGraph) -> list[AxisPropagation]:
         costs = costs_on(graph.placement, self.links)
         axes: list[AxisPropagation] = []
         for i in range(len(graph.placement.names)):
-            axes.append(AxisPropagation(graph, i, axes, costs))
+            axes.append(AxisPropagation(graph, i, axes, costs, self.notes))
         for axis in axes:
             axis.sweep()
         return axes
 
 
-def swept(graph: StepGraph, links: Links) -> list[AxisPropagation]:
-    """How each axis stands behind the first sweep, of a graph as it is now: ``expand`` asks, then ``propagate``."""
-    return graph.analysis(_Sweep(links))
+def swept(graph: StepGraph, links: Links, notes: bool = False) -> list[AxisPropagation]:
+    """How each axis stands behind the first sweep, of a graph as it is now: ``expand`` asks, then ``propagate``.
+
+    notes: whether all that ops might have done is noted, for an explanation.
+    """
+    return graph.analysis(_Sweep(links, notes))
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Option:
 class AxisPropagation:
     """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
 
-    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs):
-        self.graph, self.axis = graph, axis
+    def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs, notes: bool = False):
+        self.graph, self.axis, self.notes = graph, axis, notes
         self.axes = axes  # of all placement axes, this one too
         self.ranks = graph.placement.hierarchy[axis]
         self.costs = costs
@@ -87,7 +91,7 @@ class AxisPropagation:
         self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
         self.before: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # the same, of the walk before
         self.ends = Ends(graph)
-        self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw of an op, and took
+        self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw and took, if it notes
         self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
         self.is_data = graph.placement.names[axis] in graph.placement.batch_axes
 
@@ -156,22 +160,34 @@ class AxisPropagation:
             return (self._beside_pins(node, self.sbp(node.args[0])),)  # type: ignore[arg-type]
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
-        options = self.options(node)
-        signature = min((o for o in options if not o.barred), key=lambda o: o.order, default=options[0]).signature
-        self.chosen[node], self.seen[node] = signature, (options, signature)
+        signature = self.chosen[node] = self._best(node, have)
         for operand, stands, want in zip(operands, have, signature.inputs, strict=True):
             if stands is not want:
                 self.boxed.setdefault(_moved(operand, stands, want), set()).add(node)
         return _spread(node, signature.outputs)
 
-    def options(self, node: fx.Node) -> list[Option]:
+    def _best(self, node: fx.Node, have: list[Sbp]) -> Signature:
+        """The signature that comes first in order.  One that moves nothing does, and most ops have it: the others are
+        priced where there is none.
+        """
+        signatures = calls.signatures_of(self.graph, node, self.axis, have)
+        if not self.notes:
+            split = _split(have)
+            for signature in signatures:
+                stays = all(map(operator.is_, have, signature.inputs))
+                if stays and not (_barred(node, signature, split) or self.misfit(node, signature)):
+                    return signature
+        options = self.options(node, have, signatures)
+        best = min((o for o in options if not o.barred), key=lambda o: o.order, default=options[0]).signature
+        if self.notes:
+            self.seen[node] = options, best
+        return best
+
+    def options(self, node: fx.Node, have: list[Sbp], signatures: Iterable[Signature]) -> list[Option]:
         """What the op at ``node`` may do, given how its operands stand and what is boxed by now; all-B first."""
-        operands = value.tensor_operands(node)
-        have = [self.sbp(operand) for operand in operands]
-        split = frozenset((k, sbp.dim) for k, sbp in enumerate(have) if sbp.is_split)
-        others = self._others(node)
-        options = []
-        for signature in calls.signatures_of(self.graph, node, self.axis, have):
+        operands, options = value.tensor_operands(node), []
+        split, others = _split(have), self._others(node)
+        for signature in signatures:
             stands = zip(operands, have, signature.inputs, strict=True)
             moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
             total = sum(self.cost(node, *move) for move in moves)
@@ -244,6 +260,11 @@ def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
     while have.is_split and want is B and is_whole_view(node.target):
         node = node.args[0]  # type: ignore[assignment]
     return node, want
+
+
+def _split(have: Sequence[Sbp]) -> frozenset[tuple[int, int]]:
+    """How operands are split, as ``signature.splits``."""
+    return frozenset((k, sbp.dim) for k, sbp in enumerate(have) if sbp.is_split)
 
 
 def _barred(node: fx.Node, signature: Signature, split: Set[tuple[int, int]]) -> str:

@@ -62,9 +62,9 @@ class Propagate(BuiltinPass):
         return propagation(graph, self.links)[0]
 
 
-def propagation(graph: StepGraph, links: Links = ()) -> tuple[StepGraph, list[AxisPropagation]]:
-    """The graph with an SBP for every value, and how each axis came to it."""
-    axes = swept(graph, links)
+def propagation(graph: StepGraph, links: Links = (), notes: bool = False) -> tuple[StepGraph, list[AxisPropagation]]:
+    """The graph with an SBP for every value, and how each axis came to it.  notes: see ``swept``."""
+    axes = swept(graph, links, notes)
     for axis in axes:
         place_reductions(axis)
         cut_for_readers(axis)
