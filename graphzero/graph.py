@@ -170,17 +170,18 @@ class Graph:
 
     @contextmanager
     def prepared_call(
-        self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False
+        self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False, verifies: bool = True
     ) -> Iterator[Prepared]:
         """For the rest of graphzero: the call with these arguments and its program, which is compiled and not run.
 
         What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
         ranks are told so.  alone: no rank is asked, and ConfigError is raised for a program that has never run.
+        verifies: False for a Graph that is only counted and never called.
         """
         self._check_apart("looked at")
         with self._source.ranks.together(doing), _compat.outside_inference_mode():
             selection = self._selection
-            yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, running=False)
+            yield selection.recall(args, kwargs) if alone else selection.prepare(args, kwargs, False, verifies)
 
     # ---- reading
 

@@ -13,7 +13,7 @@ import torch
 import graphzero as gz
 from graphzero.cli import factory, main
 from graphzero.cli.least_ranks import least_ranks
-from graphzero.cli.plan import plan_at, size_of
+from graphzero.cli.plan import peak_at, plan_at, size_of
 from graphzero.plan.device import Device
 
 FILE = """
@@ -149,6 +149,38 @@ def test_the_search_takes_few_plans(here: int, rest: int, split: int, memory: in
     truth = next(n for n in range(1, 10_000) if rest + -(-split // n) <= memory)
     assert least_ranks(peak, here, rest + -(-split // here), memory).ranks == truth
     assert len(asked) == len(set(asked)) <= 16
+
+
+@pytest.mark.parametrize("here", [3, 64, 1000])
+def test_what_a_plan_says_of_its_pieces_leads_the_search_to_the_two_numbers_that_decide(here: int) -> None:
+    asked = []
+
+    def peak(n: int) -> int:
+        asked.append(n)
+        return 3_000 + -(-1_000_000 // n)
+
+    assert least_ranks(peak, here, 3_000 + -(-1_000_000 // here), 13_000, -(-1_000_000 // here)).ranks == 100
+    assert len(asked) <= 3 and {99, 100} <= {*asked, here}
+
+
+@pytest.mark.parametrize("here", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("memory", [151, 190, 201, 229, 252])
+def test_where_padding_makes_peaks_uneven_what_is_found_fits_and_one_rank_less_does_not(here: int, memory: int) -> None:
+    peaks = {1: 301, 2: 228, 3: 251, 4: 151, 5: 213, 6: 201, 7: 195, 8: 114}
+    found = least_ranks(
+        lambda n: peaks.get(n, 110), here, peaks.get(here, 110), memory, peaks.get(here, 110) // 3
+    ).ranks
+    assert found is not None and peaks[found] <= memory < peaks.get(found - 1, 10**9)
+
+
+def test_two_numbers_beside_each_other_do_not_say_that_nothing_shrinks() -> None:
+    assert least_ranks(lambda n: 100_000 + 10_000_000 // n, 1000, 110_000, 109_800, 9_500).ranks == 1021
+
+
+def test_a_peak_that_is_counted_alone_is_that_of_the_plan(file: str) -> None:
+    for stage in (0, 3):
+        where = gz.placement("cuda", range(4))
+        assert peak_at(f"{file}:make", where, stage) == plan_at(f"{file}:make", where, stage, Device.named("a100")).peak
 
 
 def test_the_search_says_why_there_is_none() -> None:

@@ -106,16 +106,17 @@ def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[G
 
 
 @contextmanager
-def planned(command: str, what: str, where: Placement | None, stage: int) -> Iterator[Program]:
+def planned(command: str, what: str, where: Placement | None, stage: int, verifies: bool = True) -> Iterator[Program]:
     """The program of what the FACTORY makes, as the first rank has it; nothing runs, and no memory is taken.
 
+    verifies: False where it is only one of many that are counted.
     What the FACTORY prints goes to stderr: stdout is the command's.
     """
     with fake_world(where.size if where is not None else 1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr), torch.device("meta"):
             graph, example = make(what, where, stage)
-        with graph.prepared_call(f"graphzero {command} of {graph.name}", example, {}) as prepared:
+        with graph.prepared_call(f"graphzero {command} of {graph.name}", example, {}, verifies=verifies) as prepared:
             yield prepared.program
 
 

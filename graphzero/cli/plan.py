@@ -23,7 +23,7 @@ from graphzero.cli.least_ranks import least_ranks
 from graphzero.cli.plan_report import Report, StagePlan
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
-from graphzero.plan.plan import largest_at_peak
+from graphzero.plan.plan import largest_at_peak, pieces_at_peak
 from graphzero.plan.timeline import timeline
 from graphzero.sbp.placement import Placement, placement
 
@@ -97,14 +97,23 @@ def planned(
 def _stage(what: str, where: Placement, stage: int, device: Device, memory: int | None) -> StagePlan:
     _say(f"stage {stage} on {where.size} ranks")
     one = plan_at(what, where, stage, device)
-    return one if memory is None else _with_least(one, what, where, device, memory)
+    return one if memory is None else _with_least(one, what, where, memory)
 
 
 def plan_at(what: str, where: Placement, stage: int, device: Device) -> StagePlan:
     """One stage of it."""
     with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage) as program:
-        largest = largest_at_peak(program.graph, LARGEST, program.part.arena)
-        return StagePlan(stage, program.plan, timeline(program.graph, device), largest)
+        graph, arena = program.graph, program.part.arena
+        pieces = pieces_at_peak(graph, where.data_axes[0], arena) if where.data_axes else 0
+        return StagePlan(
+            stage, program.plan, timeline(graph, device), largest_at_peak(graph, LARGEST, arena), pieces=pieces
+        )
+
+
+def peak_at(what: str, where: Placement, stage: int) -> int:
+    """Its peak alone, of a program that is not verified."""
+    with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage, verifies=False) as program:
+        return program.plan.memory.peak
 
 
 def size_of(text: str) -> int:
@@ -120,7 +129,7 @@ def size_of(text: str) -> int:
     return int(size)
 
 
-def _with_least(one: StagePlan, what: str, where: Placement, device: Device, memory: int) -> StagePlan:
+def _with_least(one: StagePlan, what: str, where: Placement, memory: int) -> StagePlan:
     """With the least number of ranks along the first data axis; the other axes, and a rank's share, stay."""
     if not where.data_axes:
         return one
@@ -132,10 +141,10 @@ def _with_least(one: StagePlan, what: str, where: Placement, device: Device, mem
             where.device_type, torch.arange(torch.Size(shape).numel()).reshape(shape).tolist(), where.names
         )
         _say(f"stage {one.stage} on {there.size} ranks")
-        return plan_at(what, there, one.stage, device).peak
+        return peak_at(what, there, one.stage)
 
     rest = where.size // where.hierarchy[axis]
-    found = least_ranks(peak, where.hierarchy[axis], one.peak, memory)
+    found = least_ranks(peak, where.hierarchy[axis], one.peak, memory, one.pieces)
     return replace(one, least=found.times(rest))
 
 

@@ -45,7 +45,7 @@ def traffic(plan: Plan, placement: Placement, device: Device) -> list[Group]:
 class StagePlan:
     """One stage: bytes and collectives, seconds, what weighs most at the peak, and how many ranks it takes to fit.
 
-    least: None where nobody asked.
+    least: None where nobody asked.  pieces: bytes of the peak that ranks share along the first data axis.
     """
 
     stage: int
@@ -53,6 +53,7 @@ class StagePlan:
     timeline: Timeline
     largest: list[AtPeak]
     least: Least | None = None
+    pieces: int = 0
 
     @property
     def peak(self) -> int:

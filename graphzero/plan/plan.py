@@ -18,7 +18,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.laws.verify import examine
 from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, liveness
+from graphzero.ir.storage.liveness import Bytes, Life, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.links import Links
@@ -26,6 +26,7 @@ from graphzero.sbp.types import B
 
 RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")
 CATEGORIES = (*RESIDENT, "gradients", "activations", "temporaries")
+SHARED = ("parameters", "compute_parameters", "optimizer_states", "accumulators", "gradients")
 
 
 class Collective(NamedTuple):
@@ -296,14 +297,28 @@ class AtPeak(NamedTuple):
 
 def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> list[AtPeak]:
     """The values that a call makes and that weigh most when it peaks, largest first."""
-    at = liveness(graph)
-    worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
-    there = [life for life in at.lives() if 0 <= life.begin <= worst <= life.end]
+    there = [life for life in _at_peak(graph, arena) if life.begin >= 0]
     there.sort(key=lambda life: (-life.nbytes, life.begin))
     return [
         AtPeak(_label(life.storage[0]), life.category, life.nbytes, value.source_of(life.storage[0]))
         for life in there[:most]
     ]
+
+
+def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> int:
+    """Bytes, when a call peaks, of what ranks share along an axis whatever the batch: model states and gradients."""
+    number, found = graph.placement.axis(axis), 0
+    for life in _at_peak(graph, arena):
+        node = life.storage[0]
+        if life.category in SHARED and not value.is_multi(node) and value.nd_of(node)[number].is_split:
+            found += life.nbytes
+    return found
+
+
+def _at_peak(graph: StepGraph, arena: Arena | None) -> list[Life]:
+    """What is there when a call peaks."""
+    worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
+    return [life for life in liveness(graph).lives() if life.begin <= worst <= life.end]
 
 
 def memory_over_time(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> dict[str, Bytes]:

@@ -21,10 +21,10 @@ YOUNG = 1  # generations of the collector in which is what compiling has made
 
 
 @collector_at_rest()  # each round of its own would look at all that compiling has made
-def make(step: Step, call: Call, captured: Captured | None, room: int | None = None) -> Program:
+def make(step: Step, call: Call, captured: Captured | None, room: int | None = None, verifies: bool = True) -> Program:
     """Capture (unless given), run the passes, plan.
 
-    room: bytes that one rank may have, if the settings leave the stage to that.
+    room: bytes that one rank may have, if the settings leave the stage to that.  verifies: see ``Pipeline``.
     """
     state, settings = call.state, call.settings
     if settings.cuda_graph:
@@ -37,7 +37,7 @@ def make(step: Step, call: Call, captured: Captured | None, room: int | None = N
             gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     graph, placed = given(call, captured)
     with phase("plan"):
-        found = program_of(graph, settings, placed, room)
+        found = program_of(graph, settings, placed, room, verifies)
         gc.collect(YOUNG)
     part = Part(found.graph, found.arena, settings.executor, settings.cuda_graph)
     return Program(captured, part, found.history, found.plan)

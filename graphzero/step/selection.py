@@ -56,10 +56,10 @@ class Selection:
         self._calls = Calls(source, attributes)
         self._facts = Facts(source, attributes, self.progress)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> Prepared:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool, verifies: bool = True) -> Prepared:
         """The program for these arguments, agreed on by all ranks.
 
-        running: for a call, not for ``compile``.
+        running: for a call, not for ``compile``.  verifies: see ``Pipeline``, of a program that is made.
         """
         source, state = self.source, self.source.state()
         ranks, talks = source.ranks, source.ranks.active
@@ -98,7 +98,7 @@ class Selection:
             call = self._begun(call, restart and (is_talking or not talks))
         program = self.programs.find(call, known)
         if program is None:
-            program = self._compiled(call)
+            program = self._compiled(call, verifies)
         else:
             if program is not self.last:
                 self._tell_of_other(call, "program_reused", "runs a program that it has")
@@ -127,7 +127,7 @@ class Selection:
             state.random.set(None, 0)
         return call
 
-    def _compiled(self, call: Call) -> Program:
+    def _compiled(self, call: Call, verifies: bool) -> Program:
         ranks = self.source.ranks
         program: Program | None = None
         failure: Exception | None = None
@@ -135,7 +135,7 @@ class Selection:
         self._tell_of_other(call, "compile_begun", "compiles a program")
         with working(f"compiling {self.source.name}", self.source.speaks) as work:
             try:
-                program = make(self.source.step, call, self.programs.find_capture(call), room)
+                program = make(self.source.step, call, self.programs.find_capture(call), room, verifies)
             except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
                 failure = error
         self._tell_of_compile(work, failure)
