@@ -44,6 +44,16 @@ def needs_values(placement, stage):
 
 def raises(placement, stage):
     raise ValueError("a width of 3 heads")
+
+def nothing(placement, stage):
+    pass
+
+def at_stage_0(placement, stage):
+    return make(placement, 0)
+
+def ends_its_process(placement, stage):
+    import os
+    os._exit(9)
 """
 
 
@@ -105,6 +115,11 @@ def test_it_prints_a_table_with_a_column_for_each_stage(file: str, capsys: pytes
         ("{file}:make", ["--ranks", "4", "--device", "b9000"], ["no device 'b9000'", "h100"]),
         ("{file}:make", ["--ranks", "4", "--memory", "80 apples"], ["80GB"]),
         ("{file}:make", ["--ranks", "4", "--jobs", "0"], ["--jobs"]),
+        ("{file}:make", ["--ranks", "-4"], ["--ranks -4", "from 1 up"]),
+        ("{file}:make", ["--ranks", "4", "--memory", "0"], ["--memory 0", "at least one byte"]),
+        ("{file}:nothing", ["--ranks", "4", "--json"], ["returned NoneType"]),
+        ("{file}:raises", ["--ranks", "4", "--json"], ["ValueError: a width of 3 heads"]),
+        ("{file}", ["--ranks", "4"], ["no callable is named"]),
     ],
 )
 def test_what_is_wrong_is_one_message_and_status_2(
@@ -115,6 +130,27 @@ def test_what_is_wrong_is_one_message_and_status_2(
     assert not printed.out and printed.err.startswith("graphzero: ConfigError") and "Traceback" not in printed.err
     for word in words:
         assert word in printed.err
+
+
+def test_a_factory_that_leaves_the_stage_out_of_account_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{file}:at_stage_0", "--ranks", "4", "--stage", "0,3", "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "stage 3: the FACTORY, which was given stage=3, made a graph of stage 0" in said
+    assert "given stage=0" not in said
+    zero, three = planned(capsys, f"{file}:at_stage_0", "--ranks", "4", "--stage", "0,3")["stages"]
+    assert (zero["made_stage"], three["made_stage"]) == (0, 0)
+
+
+def test_without_a_data_axis_it_says_why_no_number_of_ranks_is_searched(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{file}:make", "--axes", "tp=2", "--stage", "0", "--jobs", "1", "--memory", "1GB"]) == 0
+    assert "no axis is a data axis" in capsys.readouterr().out
+
+
+def test_a_process_that_is_ended_from_outside_is_one_message(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{file}:ends_its_process", "--ranks", "2", "--stage", "0,3", "--jobs", "2"]) == 2
+    assert "--jobs 1" in capsys.readouterr().err
 
 
 def test_a_step_that_cannot_be_captured_is_status_1(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,7 @@ def load(what: str) -> Callable[..., Any]:
     """The callable of ``FILE:FACTORY``.  Raises ConfigError where there is none."""
     file, _, name = what.rpartition(":")
     path = Path(file)
-    if not name:
+    if not name or (not file and name.endswith(".py")):
         raise ConfigError(f"{what}: no callable is named; write FILE:FACTORY, such as train.py:make")
     if not file or not path.is_file():
         raise ConfigError(f"{what}: there is no file {file or what!r}; write FILE:FACTORY, such as train.py:make")

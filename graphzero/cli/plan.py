@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from dataclasses import replace
 
 import torch
 
 from graphzero.cli import factory, plan_table
-from graphzero.cli.least_ranks import least_ranks
+from graphzero.cli.least_ranks import Least, least_ranks
 from graphzero.cli.plan_report import Report, StagePlan
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
@@ -86,8 +87,14 @@ def planned(
     asked = [(what, where, stage, device, memory) for stage in stages]
     jobs = min(jobs, len(asked))
     if jobs > 1 and FORK in multiprocessing.get_all_start_methods():
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context(FORK)) as pool:
-            found = list(pool.map(_stage, *zip(*asked, strict=True)))
+        try:
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context(FORK)) as pool:
+                found = list(pool.map(_stage, *zip(*asked, strict=True)))
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"one of {jobs} processes was ended from outside, as the kernel does where memory runs out; "
+                "use fewer: --jobs 1"
+            ) from None
     else:
         found = [_stage(*one) for one in asked]
     _say("")
@@ -132,7 +139,7 @@ def size_of(text: str) -> int:
 def _with_least(one: StagePlan, what: str, where: Placement, memory: int) -> StagePlan:
     """With the least number of ranks along the first data axis; the other axes, and a rank's share, stay."""
     if not where.data_axes:
-        return one
+        return replace(one, least=Least(None, "no axis is a data axis, along which there could be more"))
     axis = where.axis(where.data_axes[0])
 
     def peak(count: int) -> int:

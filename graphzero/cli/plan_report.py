@@ -86,6 +86,7 @@ class Report:
         step, plan = one.timeline, one.plan
         return {
             "stage": one.stage,
+            "made_stage": plan.stage,
             "parameters": plan.parameters,
             "resident": dict(plan.memory.resident),
             "at_peak": dict(plan.memory.at_peak),

@@ -92,12 +92,20 @@ def _notes(report: Report) -> Iterator[str]:
             source = f", {held.source}" if held.source else ""
             yield f"  {mega(held.nbytes):>10}  {held.name} ({held.category}){source}"
     for one in report.stages:
-        why = f"no number of ranks fits: {one.least.why}" if one.least is not None and one.least.why else ""
-        yield from (f"stage {one.stage}: {line}" for line in (why, *one.plan.decisions) if line)
+        why = f"no least number of ranks: {one.least.why}" if one.least is not None and one.least.why else ""
+        other = "" if one.plan.stage == one.stage else _other_stage(one)
+        yield from (f"stage {one.stage}: {line}" for line in (other, why, *one.plan.decisions) if line)
     yield from _unused(report)
     yield f"seconds are modelled by the numbers of {report.device.name}:"
     sources = report.device.sources.items()
     yield from [f"  {name}: {source}" for name, source in sources] or ["  its file does not say where they are from"]
+
+
+def _other_stage(one: StagePlan) -> str:
+    return (
+        f"the FACTORY, which was given stage={one.stage}, made a graph of stage {one.plan.stage}, and that is what is "
+        "planned; set what it is given: config.enable_zero(stage > 0, stage=stage or 2)"
+    )
 
 
 def _with_one_peak(stages: Sequence[StagePlan]) -> list[list[StagePlan]]:

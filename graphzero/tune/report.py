@@ -179,7 +179,8 @@ def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
     """By how much nothing fits, and what would."""
     machine = f"{step.placement.size} x {device.name}"
     if found.states is None:
-        return "; ".join(f"nothing is left on {machine}: {what}: {reason}" for what, reason in found.refused.items())
+        reasons = [f"  {what}: {reason}" for what, reason in found.refused.items()]
+        return "\n".join([f"nothing is left on {machine} for {step.rows} rows a step", *reasons])
     states, layout = found.states
     if states > found.room:
         times = -(-states // found.room)

@@ -96,6 +96,16 @@ class Bound:
         return (event for event in self.plain.time.events if axis and event.stream == f"communication {axis}")
 
 
+def _uneven(rows: int, data: int) -> str:
+    """Why so many data ranks are not tried, and which rows would do: the nearest multiples."""
+    each, over = divmod(rows, data)
+    near = [n for n in (each * data, (each + 1) * data) if n]
+    return (
+        f"they do not divide the {rows} rows of the batch: {data} x {each} leaves {over} over; "
+        f"{' or '.join(map(str, near))} rows would do"
+    )
+
+
 def _rounds(layout: Layout) -> float:
     """Traffic of parameters and gradients over that of stage 0: halves for a reduction, and for each gather."""
     if layout.stage < 3:
@@ -127,7 +137,7 @@ class Search:
     def run(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> Found:
         """Price what is worth it.  uneven: numbers of data ranks that do not divide the rows of a step."""
         for data in uneven:
-            self.found.refused[f"{data} data ranks"] = f"they do not divide the {self.step.rows} rows of the batch"
+            self.found.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
         for axes in grids:
             if (plain := self._plainest(axes)) is not None:
                 self._bounds[axes] = Bound(plain)

@@ -203,7 +203,8 @@ def test_the_exit_status_tells_a_wrong_question_from_the_answer_no(command, argu
 
 def test_data_ranks_that_do_not_divide_the_batch_are_named(command):
     _, out, error = command("make", "--ranks", "4", "--batch", "7", "--quiet", "--top", "1")
-    assert "left out: 4 data ranks: they do not divide the 7 rows of the batch" in out + error
+    assert "4 data ranks: they do not divide the 7 rows of the batch: 4 x 1 leaves 3 over; 4 or 8 rows" in out + error
+    assert "2 data ranks: they do not divide the 7 rows of the batch: 2 x 3 leaves 1 over; 6 or 8 rows" in out + error
 
 
 def test_an_unknown_device_is_refused_with_those_that_are_known(command):
