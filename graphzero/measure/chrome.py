@@ -92,7 +92,7 @@ def _arrows(events: Sequence[Event], launches: Mapping[str, str], process: int, 
     """From each launch to its await.  launches: of each wait, what it waits for."""
     thread = _STEP + 1
     begun: dict[str, Event] = {}
-    count = 0
+    count = process << 32  # Perfetto reads a whole number; a text only where it is one, in hexadecimal
     for event in events:
         if event.kind == LAUNCH:
             begun[event.name] = event
@@ -104,7 +104,7 @@ def _arrows(events: Sequence[Event], launches: Mapping[str, str], process: int, 
                 "cat": "collective",
                 "pid": process,
                 "tid": thread,
-                "id": f"{process}.{count}",
+                "id": count,
             }
             yield {**arrow, "ph": "s", "ts": _micro(launch.begin - since)}
             yield {**arrow, "ph": "f", "bp": "e", "ts": _micro(event.begin - since)}

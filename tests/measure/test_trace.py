@@ -133,8 +133,13 @@ def test_the_check_of_the_format_sees_what_it_is_to_find() -> None:
     assert "overlaps" in broken_file([*names(0), at(0, 4), at(2, 3)])[0]
     assert broken_file([*names(0), at(0, 4) | {"dur": -1}])[0].endswith("time below 0")
     assert "named 0 times" in broken_file([*names(1), at(0, 4)])[0]
-    arrow = {"ph": "s", "name": "a", "cat": "c", "ts": 9, "pid": 0, "tid": 0, "id": "1"}
+    arrow = {"ph": "s", "name": "a", "cat": "c", "ts": 9, "pid": 0, "tid": 0, "id": 1}
     assert len(broken_file([*names(0), at(0, 4), arrow])) == 2  # no end, no slice
+    end = arrow | {"ph": "f", "bp": "e", "ts": 3}
+    assert broken_file([*names(0), at(0, 4), arrow | {"ts": 2}, end]) == []
+    texts = [one | {"id": "0.1"} for one in (arrow | {"ts": 2}, end)]  # Perfetto reads it as a number, or not at all
+    assert [line.rpartition(": ")[2] for line in broken_file([*names(0), at(0, 4), *texts])] == ["id", "id"]
+    assert len(broken_file([*names(0), at(0, 4), arrow | {"ts": 2}, end | {"name": "b"}])) == 2  # one arrow each
 
 
 def test_collectives_under_way_at_once_stand_on_threads_of_their_own(found: gz.Trace) -> None:

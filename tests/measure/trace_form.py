@@ -11,8 +11,8 @@ NUMBER = (int, float)
 NEEDED: dict[str, dict[str, Any]] = {
     "X": {"name": str, "cat": str, "ts": NUMBER, "dur": NUMBER, "pid": int, "tid": int, "args": dict},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
-    "s": {"name": str, "cat": str, "ts": NUMBER, "pid": int, "tid": int, "id": str},
-    "f": {"name": str, "cat": str, "ts": NUMBER, "pid": int, "tid": int, "id": str, "bp": str},
+    "s": {"name": str, "cat": str, "ts": NUMBER, "pid": int, "tid": int, "id": int},
+    "f": {"name": str, "cat": str, "ts": NUMBER, "pid": int, "tid": int, "id": int, "bp": str},
 }
 
 
@@ -34,6 +34,8 @@ def _fields(events: list[dict[str, Any]]) -> Iterable[str]:
         for name, kind in needed.items():
             if not isinstance(event.get(name), kind) or isinstance(event.get(name), bool):
                 yield f"{event}: {name}"
+        if event["ph"] in "sf" and isinstance(event.get("id"), int) and not 0 < event["id"] < 1 << 53:
+            yield f"{event}: an id that JSON does not keep"
         if event["ph"] in "Xsf" and event["ts"] < 0 or event.get("dur", 0) < 0:
             yield f"{event}: time below 0"
 
@@ -70,10 +72,10 @@ def _nesting(events: list[dict[str, Any]]) -> Iterable[str]:
 
 def _flows(events: list[dict[str, Any]]) -> Iterable[str]:
     """Each arrow has one begin and one end behind it, both within slices of its thread."""
-    ends: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    ends: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # Perfetto takes those of one id, name and category
     for event in events:
         if event["ph"] in "sf":
-            ends[event["id"]].append(event)
+            ends[event["id"], event["name"], event["cat"]].append(event)
     slices = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
