@@ -13,7 +13,7 @@ from graphzero.tune.layout import Layout
 from graphzero.tune.patterns import pattern_of, patterns
 from graphzero.tune.price import Price
 from graphzero.tune.proposal import Kind
-from graphzero.tune.search import BEHIND, TIME, Found
+from graphzero.tune.search import Found
 
 ALIKE = 1e-3  # of a step: less is no difference
 SAID = 0.15  # of a difference: less is not worth a word
@@ -135,7 +135,7 @@ def _left_out(found: Found) -> list[str]:
     lines = [f"{found.priced} layouts were priced, {len(found.fitting)} of them fit"]
     lines.append("  left out: pipeline stages, which are not built")
     for reason, count in found.left_out.items():
-        at_least = f": at best {_ms(found.least)}" if reason in (TIME, BEHIND) else ""
+        at_least = f": at best {_ms(found.least[reason])}" if reason in found.least else ""
         lines.append(f"  left out: {count} {reason}{at_least}")
     lines += [f"  left out: {what}: {reason}" for what, reason in found.refused.items()]
     return lines

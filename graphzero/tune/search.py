@@ -1,8 +1,8 @@
 """Which layouts of a step are priced, in which order, and which are left out.
 
-Prices are exact but take a compilation each, so layouts are priced in the order of what they can take at least, a bound
-read off the plainest layout of the same grid.  It ends when no other can come among the best, or the time is over.
-What is left out, and why, is counted.
+Prices are exact but take a compilation each, so layouts are priced in the order of what they may take, a guess read off
+the plainest layout of the same grid, and not at all where a bound says that they cannot come among the best.  It ends
+when none is left, or the time is over.  What is left out, and why, is counted.
 
 Left out from the start: what cannot be faster than a layout that fits anyway (recomputation and an optimizer in
 backward where the step fits without; more micro-batches where these were slower on the same grid), and what cannot fit
@@ -14,12 +14,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device
-from graphzero.plan.timeline import Event
+from graphzero.tune.bound import Bound
 from graphzero.tune.captured_step import CapturedStep
 from graphzero.tune.layout import Layout, counts, layouts
 from graphzero.tune.price import Price, price
@@ -38,7 +38,7 @@ class Found:
     """What a search has found.
 
     fitting: the layouts that fit, fastest first.  too_large: those that do not, the smallest first.
-    left_out: why -> how many were not priced.  least: seconds that none of those left out for the time can undercut.
+    left_out: why -> how many were not priced.  least: why -> seconds that none of these can undercut.
     states: the least bytes of parameters and optimizer states of a layout, and which one.
     proposals: of the grids that split weights.  refused: grid or layout -> why it cannot be had.
     """
@@ -47,7 +47,7 @@ class Found:
     fitting: list[Price] = field(default_factory=list)
     too_large: list[Price] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    least: float = 0.0
+    least: dict[str, float] = field(default_factory=dict)
     states: tuple[float, Layout] | None = None
     proposals: dict[Axes, Proposal] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -55,45 +55,6 @@ class Found:
     @property
     def priced(self) -> int:
         return len(self.fitting) + len(self.too_large)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What layouts of a grid take at least, by its plainest layout: stage 0, one micro-batch, nothing saved."""
-
-    plain: Price
-
-    def seconds(self, layout: Layout) -> float:
-        """Compute that no stage spares, transfers along the tensor axis that nothing hides, or those of ZeRO."""
-        phases = self.plain.time.by_phase()
-        work = sum(spent for phase, spent in phases.items() if phase != "update")
-        work += phases.get("update", 0.0) / layout.shard_ranks
-        work += phases.get("forward", 0.0) / 2 if layout.recompute else 0.0
-        waits = sum(event.seconds for event in self._moves(layout.tensor_axis) if event.phase == "forward")
-        return float(max(work + waits, self._reductions(layout)))
-
-    def states(self, layout: Layout) -> float:
-        """Bytes of parameters and optimizer states."""
-        held, ranks = self.plain.plan.memory.resident, layout.shard_ranks
-        parameters = held["parameters"] + held["compute_parameters"]
-        return parameters / (ranks if layout.stage == 3 else 1) + held["optimizer_states"] / ranks
-
-    def _reductions(self, layout: Layout) -> float:
-        """Seconds of the transfers of a step over the data axis that takes longest.
-
-        What an axis carries may be split over the axes that ZeRO splits over already.
-        """
-        found = 0.0
-        for name, ranks in layout.axes:
-            if name != layout.tensor_axis:
-                spent = sum(event.seconds for event in self._moves(name))
-                sharded = name in layout.shard_axes
-                before = layout.shard_ranks / (ranks if sharded else 1)
-                found = max(found, spent * (_rounds(layout) if sharded else 1.0) / before)
-        return found
-
-    def _moves(self, axis: str) -> Iterator[Event]:
-        return (event for event in self.plain.time.events if axis and event.stream == f"communication {axis}")
 
 
 def _uneven(rows: int, data: int) -> str:
@@ -104,13 +65,6 @@ def _uneven(rows: int, data: int) -> str:
         f"they do not divide the {rows} rows of the batch: {data} x {each} leaves {over} over; "
         f"{' or '.join(map(str, near))} rows would do"
     )
-
-
-def _rounds(layout: Layout) -> float:
-    """Traffic of parameters and gradients over that of stage 0: halves for a reduction, and for each gather."""
-    if layout.stage < 3:
-        return 1.0
-    return (1 + (1 if layout.keep_gathered else 2 * layout.micro_batches)) / 2
 
 
 class Search:
@@ -140,29 +94,37 @@ class Search:
             self.found.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
         for axes in grids:
             if (plain := self._plainest(axes)) is not None:
-                self._bounds[axes] = Bound(plain)
+                self._bounds[axes] = Bound(plain, self.device)
                 held = [(self._bounds[axes].states(layout), layout) for layout in layouts(axes)]
                 self.found.states = min([*held, *filter(None, [self.found.states])], key=lambda one: one[0])
                 self._note(plain)
                 for layout in layouts(axes)[1:]:
                     self._add(layout)
         while self._waiting:
-            least, *_, layout = heapq.heappop(self._waiting)
-            if (over := self._over(least)) is not None:
-                self.found.left_out[over] += len(self._waiting) + 1
-                self.found.least = least
-                break
-            self._price(layout)
+            *_, layout = heapq.heappop(self._waiting)
+            if (over := self._over(layout)) is None:
+                self._price(layout)
+            else:
+                self._leave_out(layout, over)
         self.found.fitting.sort(key=lambda one: (one.seconds, one.peak))
         self.found.too_large.sort(key=lambda one: one.peak)
         return self.found
 
-    def _over(self, least: float) -> str | None:
-        """Why no more are priced, of which the next takes ``least`` seconds at least; None where more are."""
+    def _over(self, layout: Layout) -> str | None:
+        """Why a layout is not priced; None where it is."""
         fastest = sorted(one.seconds for one in self.found.fitting)[: self.top]
-        if len(fastest) == self.top and least > fastest[-1]:
+        if len(fastest) == self.top and self._bounds[layout.axes].seconds(layout) > fastest[-1]:
             return BEHIND
         return TIME if self.found.priced >= len(self._bounds) and time.process_time() > self.ends else None
+
+    def _leave_out(self, layout: Layout, why: str) -> None:
+        """Count it, and go on with more micro-batches, which may have a lower bound."""
+        least = self._bounds[layout.axes].seconds(layout)
+        self.found.left_out[why] += 1
+        self.found.least[why] = min(self.found.least.get(why, least), least)
+        more = replace(layout, micro_batches=2 * layout.micro_batches)
+        if why == BEHIND and more.micro_batches in counts(self.step.rows // layout.data_ranks):
+            self._add(more)
 
     def _plainest(self, axes: Axes) -> Price | None:
         """The plainest layout of a grid with the splits that are proposed for it; None where there are none."""
@@ -188,7 +150,7 @@ class Search:
             self.found.left_out[STATES] += 1
             return
         self._added += 1
-        order = bound.seconds(layout), layout.micro_batches, layout.stage, self._added
+        order = bound.guess(layout), layout.micro_batches, layout.stage, self._added
         heapq.heappush(self._waiting, (*order, layout))
 
     def _price(self, layout: Layout) -> None:
