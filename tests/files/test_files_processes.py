@@ -39,6 +39,7 @@ def test_a_run_goes_on_from_every_stage_and_world(tmp_path):
 FOUR_RANKS = processes.Checks(MODULES, 4)
 
 
+@pytest.mark.slow  # virtual ranks say most of it sooner
 @pytest.mark.parametrize("name", FOUR_RANKS.names)
 def test_four_processes(name, tmp_path_factory):
     FOUR_RANKS.assert_passed(name, tmp_path_factory)
