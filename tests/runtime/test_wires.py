@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -116,6 +119,18 @@ def test_a_header_that_comes_in_parts_is_put_together() -> None:
         link.reactor.turn(0)
     handle.wait()
     assert into.equal(numbers(3))
+
+
+def test_a_connection_keeps_no_memory_of_what_has_travelled_on_it() -> None:
+    links = connected(2)
+    arrays = [np.zeros(100_000, dtype=np.float32) for _ in range(4)]
+    parts = [tuple(map(torch.from_numpy, arrays[:2])), tuple(map(torch.from_numpy, arrays[2:]))]
+    assert together(lambda rank: swap(links[rank], 2, *parts[rank]).wait(), 2) == [None, None]
+    held = [weakref.ref(array) for array in arrays]
+    parts.clear()
+    arrays.clear()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")

@@ -36,6 +36,7 @@ SEGMENT = 1 << 19  # bytes that are received at once, and reduced while they are
 _HEADER = struct.Struct("<qQ")  # number of the exchange, bytes
 _AT_ONCE = 16  # parts that the kernel is given in one call
 _TURN = 8 * SEGMENT  # bytes that one connection may bring before the next one has its turn
+_NOTHING = memoryview(b"")
 _LONGEST = 2e6  # seconds that a poll can wait
 
 
@@ -108,7 +109,7 @@ class _Wire:
         self.link, self.q, self.socket, self.is_gone = link, q, one, False
         self.leaving: deque[tuple[memoryview, Exchange | None]] = deque()
         self.expected = 0
-        self._header, self._place = memoryview(bytearray(_HEADER.size)), memoryview(b"")
+        self._header, self._place = memoryview(bytearray(_HEADER.size)), _NOTHING
         self._missing = _HEADER.size  # bytes of the header
         self._arriving: Exchange | None = None  # whose piece follows; None with a whole header: not begun here yet
         self._watched = 0  # events
@@ -205,8 +206,8 @@ class _Wire:
         assert made is not None
         self._place = self._place[nbytes:]
         made.arrived(self.q, nbytes)
-        if not self._place:
-            self._arriving, self._missing = None, _HEADER.size
+        if not self._place:  # an empty view would keep the memory, too
+            self._arriving, self._missing, self._place = None, _HEADER.size, _NOTHING
             self.expected -= 1
             made.to_read.discard(self.q)
             self.link.forget(made)
@@ -219,7 +220,7 @@ class _Wire:
         made = self.link.under_way.get(number)
         if made is None and (number > self.link.newest or is_second(number)):
             return False
-        place = view_of(made.receives[self.q]) if made and self.q in made.to_read else memoryview(b"")
+        place = view_of(made.receives[self.q]) if made and self.q in made.to_read else _NOTHING
         if len(place) != size:
             raise self.link.other_size(self.q, size, len(place))
         self._arriving, self._place = made, place
