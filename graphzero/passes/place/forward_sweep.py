@@ -172,10 +172,10 @@ class AxisPropagation:
         """
         signatures = calls.signatures_of(self.graph, node, self.axis, have)
         if not self.notes:
-            split = _split(have)
+            split, others = _split(have), self._others(node)
             for signature in signatures:
                 stays = all(map(operator.is_, have, signature.inputs))
-                if stays and not (_barred(node, signature, split) or self.misfit(node, signature)):
+                if stays and not (_barred(node, signature, split) or self.misfit(node, signature, others)):
                     return signature
         options = self.options(node, have, signatures)
         best = min((o for o in options if not o.barred), key=lambda o: o.order, default=options[0]).signature
@@ -192,15 +192,16 @@ class AxisPropagation:
             moves = tuple(dict.fromkeys((o, h, w) for o, h, w in stands if h is not w))
             total = sum(self.cost(node, *move) for move in moves)
             gathers = any(o in self.weights and h.is_split for o, h, _ in moves)
-            barred = _barred(node, signature, split)
-            if not barred and others:
-                barred = calls.misfit(self.graph, node, others | {self.axis: signature})
+            barred = _barred(node, signature, split) or self.misfit(node, signature, others)
             options.append(Option(signature, moves, total, gathers, barred))
         return options
 
-    def misfit(self, node: fx.Node, signature: Signature) -> str:
-        """Why a signature does not go with what the op does on the other axes, "" if it does."""
-        others = self._others(node)
+    def misfit(self, node: fx.Node, signature: Signature, others: dict[int, Signature] | None = None) -> str:
+        """Why a signature does not go with what the op does on the other axes, "" if it does.
+
+        others: the latter, where it has been asked for.
+        """
+        others = self._others(node) if others is None else others
         return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
 
     def _others(self, node: fx.Node) -> dict[int, Signature]:

@@ -50,9 +50,10 @@ class Waiting:
         self.on = ()
 
 
-def is_near(place: tuple[str | None, int]) -> bool:
-    """Whether this process can watch the one whose ``whereabouts`` these are."""
-    return place[0] is not None and place[0] == whereabouts()[0]
+def near(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
+    """The ranks whose processes this one can watch, by all ranks' ``whereabouts``; its own among them."""
+    here, _ = whereabouts()
+    return {rank for rank, (host, _) in places.items() if host is not None and host == here}
 
 
 class Lives:
@@ -77,10 +78,11 @@ class Lives:
         for rank, one in far.items():
             close_in_children(one)
             self._files[one.fileno()] = rank
-        for rank, place in places.items():
-            if is_near(place) and place != whereabouts():
+        for rank in near(places):
+            _, process = places[rank]
+            if process != os.getpid():
                 with suppress(OSError, AttributeError):  # ended before, or no such call on this system
-                    self._files[os.pidfd_open(place[1])] = rank
+                    self._files[os.pidfd_open(process)] = rank
         self.known = frozenset(self._files.values())
         if self._files:
             threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()

@@ -39,7 +39,7 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.logs import event
 from graphzero.runtime.transport import dialing, meeting, peer_memory
-from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, is_near, whereabouts
+from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, near, whereabouts
 from graphzero.runtime.transport.notices import Board, Notice, describe
 from graphzero.runtime.transport.pairs import Link, Pairs
 from graphzero.runtime.transport.reactor import Reactor
@@ -98,9 +98,10 @@ class Communicator:
 
     def _far(self, places: Mapping[int, tuple[str | None, int]]) -> dict[int, socket.socket]:
         """A connection with every rank that does not share a host with this one."""
-        if len({host for host, _ in places.values()}) == 1 and is_near(places[self.rank]):
+        watched = near(places)
+        if len(watched) == len(places):  # then every rank sees that
             return {}
-        far = [i for i, rank in enumerate(self.ids) if not is_near(places[rank])]
+        far = [i for i, rank in enumerate(self.ids) if rank not in watched]
         found = dialing.dial(lambda mine: self._gather(mine, self.ids), self.ids, self.own, self.limit, far)
         return {self.ids[i]: one for i, one in found.items()}
 
@@ -115,7 +116,7 @@ class Communicator:
 
     def pairs(self, ids: Sequence[int]) -> Pairs:
         """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
-        wanted = tuple(ids)
+        wanted, own = tuple(ids), ids.index(self.rank)
         if wanted not in self._pairs:
 
             def gather(mine: Any) -> list[Any]:
@@ -125,7 +126,6 @@ class Communicator:
             link: Link | None = meeting.meet(gather, wanted, self.limit)
             about = f"{_ranks(wanted)} read each other's memory"
             if link is None:
-                own = wanted.index(self.rank)
                 sockets = dialing.dial(gather, wanted, own, self.limit)
                 link = Wires(wanted, own, sockets, self.limit, self._waiting, self._reactor)
                 why = next((f"rank {q}: {text}" for q, text in zip(wanted, obstacles, strict=True) if text), _APART)
@@ -133,7 +133,7 @@ class Communicator:
             else:
                 dialing.stand_by(gather)
             event("connected", f"rank {self.rank}: {about}", ranks=list(wanted))
-            self._pairs[wanted] = Pairs(link, wanted.index(self.rank), about)
+            self._pairs[wanted] = Pairs(link, own, about)
         return self._pairs[wanted]
 
     def _gather(self, mine: Any, ids: Sequence[int]) -> list[Any]:
@@ -300,8 +300,8 @@ class Communicator:
         return RankError(text, late, is_silent=True)
 
     def _gone(self, seconds: float) -> list[int]:
-        """Ranks that have ended.  seconds: since a connection was found closed.  Of a rank of another host that is all
-        one can see; it counts when nobody has said why for a while."""
+        """Ranks that have ended.  seconds: since a connection was found closed.  Of a rank that can't be watched it is
+        all one can see; it counts when nobody has said why for a while."""
         ended, known = (self._lives.ended, self._lives.known) if self._lives is not None else (set(), frozenset())
         if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
             return sorted(ended)

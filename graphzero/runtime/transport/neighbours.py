@@ -31,7 +31,6 @@ from graphzero.runtime.transport.primitives import fold
 # (number, address, bytes): the piece of exchange ``number`` lies there; (~number, 0, 0): I read it
 _NOTE = struct.Struct("<qQQ")
 _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # of a connection; notes may still be in it
-_LONGEST = 2e6  # seconds that a poll can wait
 _PARTS, _LINE = 512 * 2**10, 64  # bytes that are reduced at once, of all others together; a line of cache
 
 
@@ -134,9 +133,8 @@ class Neighbours(Link):
         ranks: their global numbers, own: this one's along the axis; processes: all their ids; sockets: by the others'
         numbers along the axis; limit: seconds to wait for another rank.
         """
-        super().__init__(own, len(ranks))
-        self.ranks, self.own, self.processes, self.sockets = list(ranks), own, list(processes), sockets
-        self.limit = min(limit, _LONGEST)
+        super().__init__(ranks, own, limit)
+        self.processes, self.sockets = list(processes), sockets
         self._under_way: dict[int, Exchange] = {}
         # (rank, number) -> address and bytes, of what has not begun here
         self._offers: dict[tuple[int, int], tuple[int, int]] = {}
@@ -257,11 +255,7 @@ class Neighbours(Link):
     def _offered(self, made: Exchange, q: int, address: int, size: int) -> None:
         expected = made.bytes_from(q) if q in made.to_read else 0
         if size != expected:
-            raise GraphZeroError(
-                f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
-                "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
-                '(drop_last=True); config.check_inputs = "always" says what differs before the step'
-            )
+            raise self.other_size(q, size, expected)
         made.offered(q, address)
 
     def read(self, q: int, address: int, into: Tensor) -> None:

@@ -20,23 +20,26 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from graphzero.errors import GraphZeroError
 from graphzero.runtime.transport.primitives import Handle, same_place
 from graphzero.sbp.reductions import REDUCTIONS
 
 SHORT = 1 << 15  # bytes up to which an all_reduce is one round
 OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCTIONS}
 _ROUNDS = 2  # exchanges of one collective, at most
+_LONGEST = 2e6  # seconds that a poll can wait
 
 Pieces = Sequence[Tensor]  # one for each rank along the axis
 Next = Callable[[], None] | None
 
 
 class Link(ABC):
-    """The way between the ranks of one axis.  ``others``: their numbers, this rank's own left out."""
+    """The way between the ranks of one axis.  ``others``: their numbers along it, this rank's own left out."""
 
-    def __init__(self, own: int, ranks: int):
-        """``own``: this rank's number along the axis, which has so many ranks."""
-        self.others = [(own + i) % ranks for i in range(1, ranks)]
+    def __init__(self, ranks: Sequence[int], own: int, limit: float):
+        """ranks: their global numbers, own: this one's along the axis; limit: seconds to wait for another rank."""
+        self.ranks, self.own, self.limit = list(ranks), own, min(limit, _LONGEST)
+        self.others = [(own + i) % len(ranks) for i in range(1, len(ranks))]
 
     @abstractmethod
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
@@ -60,6 +63,14 @@ class Link(ABC):
     def give_up(self) -> None:
         """Whatever is waited for will not come; called by another thread."""
         return
+
+    def other_size(self, q: int, size: int, expected: int) -> GraphZeroError:
+        """A piece of number q is not as long as it is to be; in bytes."""
+        return GraphZeroError(
+            f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
+            "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
+            '(drop_last=True); config.check_inputs = "always" says what differs before the step'
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -26,7 +26,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from graphzero.errors import GraphZeroError, RankError
+from graphzero.errors import RankError
 from graphzero.runtime.transport.alive import Waiting, close_in_children
 from graphzero.runtime.transport.pairs import Link, Next, Pieces, is_second
 from graphzero.runtime.transport.primitives import fold
@@ -37,7 +37,6 @@ _HEADER = struct.Struct("<qQ")  # number of the exchange, bytes
 _AT_ONCE = 16  # parts that the kernel is given in one call
 _TURN = 8 * SEGMENT  # bytes that one connection may bring before the next one has its turn
 _NOTHING = memoryview(b"")
-_LONGEST = 2e6  # seconds that a poll can wait
 
 
 class Exchange:
@@ -234,13 +233,10 @@ class Wires(Link):
         self, ranks: Sequence[int], own: int, sockets: dict[int, socket.socket], limit: float,
         waiting: Waiting | None = None, reactor: Reactor | None = None,
     ) -> None:  # fmt: skip
-        """ranks: their global numbers, own: this one's along the axis; sockets: by the others' numbers along it.
-
-        limit: seconds to wait for another rank.  waiting: told for whom this rank waits.  reactor: of the links that
-        are to be served together.
+        """sockets: by the others' numbers along the axis.  waiting: told for whom this rank waits.  reactor: of the
+        links that are to be served together.
         """
-        super().__init__(own, len(ranks))
-        self.ranks, self.own, self.limit = list(ranks), own, min(limit, _LONGEST)
+        super().__init__(ranks, own, limit)
         self.waiting, self.reactor = waiting or Waiting(), reactor or Reactor()
         self.under_way: dict[int, Exchange] = {}
         self.newest = -1  # number of an exchange that has begun
@@ -296,14 +292,6 @@ class Wires(Link):
             f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {other}, which is silent: slow, "
             "stopped, or in another program. The limit is the process group's timeout", [other], is_silent=True,
         )  # fmt: skip
-
-    def other_size(self, q: int, size: int, expected: int) -> GraphZeroError:
-        """A piece is not as long as it is to be."""
-        return GraphZeroError(
-            f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
-            "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
-            '(drop_last=True); config.check_inputs = "always" says what differs before the step'
-        )
 
     def give_up(self) -> None:
         for wire in self._wires.values():
