@@ -23,12 +23,12 @@ def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 def has_own_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether ``op`` is written for the CPU, not made up by torch from another op."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
 
 
 def makes_tensors_of_numbers(op: torch._ops.OpOverload) -> bool:
     """Whether a number may be given to ``op`` where its schema says a tensor."""
-    return bool(torch._C._should_allow_numbers_as_tensors(op._opname))  # type: ignore[attr-defined]
+    return bool(torch._C._should_allow_numbers_as_tensors(op._opname))
 
 
 def overload_of_custom_op(op: Any) -> Any:
@@ -48,7 +48,7 @@ def op_packet(namespace: str, name: str) -> Any:
 def attention_order() -> list[int]:
     """The numbers of torch's kernels of attention (``torch.nn.attention.SDPBackend``), the preferred ones first."""
     _settle_attention_order()
-    return torch._C._get_sdp_priority_order()  # type: ignore[no-any-return]
+    return torch._C._get_sdp_priority_order()
 
 
 @cache

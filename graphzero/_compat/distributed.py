@@ -26,7 +26,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that collectives of a group may take, those of CPU tensors if it has any."""
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError):
-            options = getattr(group._get_backend(torch.device(device)), "options", None)  # type: ignore[no-untyped-call]
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
             found: timedelta | None = getattr(options, "_timeout", None)
             if found is not None:
                 return found.total_seconds()

@@ -162,7 +162,7 @@ def autograd_under(mode: TorchFunctionMode) -> Iterator[None]:
 
 def below_autograd() -> Any:
     """Context manager: ops go straight to their kernels, past the dispatch of autograd."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-untyped-call]
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     made = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
     made.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
     for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
-        made.register_hook(hook)  # type: ignore[no-untyped-call]
+        made.register_hook(hook)
     return made
 
 

@@ -50,8 +50,8 @@ def widened(graph: StepGraph) -> StepGraph:
         if node.target is STOCHASTIC_ROUND:
             node.target, node.args, node.kwargs = _TO, node.args[:1], {"dtype": torch.float64}
         node.meta["type"] = wide(value.type_of(node))
-        node.args = fx.node.map_aggregate(node.args, _dtype)  # type: ignore[assignment,arg-type]
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _dtype)  # type: ignore[assignment,arg-type]
+        node.args = fx.node.map_aggregate(node.args, _dtype)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _dtype)
     return graph
 
 

@@ -147,7 +147,7 @@ class StepGraph:
             if node.op == "output":
                 graph.output(args[0])
                 break
-            made[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)  # type: ignore[arg-type]
+            made[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             made[node].meta = {**node.meta}
         return StepGraph(self.name, self.placement, graph, self.level, self.stated)
 

@@ -123,7 +123,7 @@ def transfer_of(node: fx.Node) -> Transfer | None:
     if node.target is ops.launch:
         name, slot, *args = node.args
         return _of_bucket(node, str(name).removeprefix("bucket_"), args, is_launch=True, slot=slot)
-    kind = _KINDS.get(node.target)  # type: ignore[arg-type]
+    kind = _KINDS.get(node.target)
     if kind is None:
         return None
     if node.target in ops.BUCKETS:

@@ -55,7 +55,7 @@ def exact(plan: Plan, sent: Sequence[Sent], peak: int | None) -> list[Difference
 def _traffic(collectives: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], Counter[str]]:
     found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for kind, axis, nbytes in collectives:
-        found[kind, axis].update({"calls": 1, "bytes": nbytes})  # type: ignore[dict-item]
+        found[kind, axis].update({"calls": 1, "bytes": nbytes})
     return found
 
 

@@ -168,7 +168,7 @@ def _cudnn_fits(case: Case) -> bool:
         return False
     if case.causal and case.queries != case.keys or min(case.queries, case.keys) < 2:
         return False
-    return not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.is_available()
 
 
 def _has_rows(case: Case) -> bool:

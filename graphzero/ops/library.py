@@ -6,5 +6,5 @@ from typing import Any
 
 import torch
 
-LIBRARY: Any = torch.library.Library("graphzero", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("graphzero", "DEF")
 ANYWHERE = "CompositeExplicitAutograd"  # the key of a kernel that is for all devices

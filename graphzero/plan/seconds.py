@@ -179,7 +179,7 @@ def flops_of(node: fx.Node, size: Callable[[Any], Any]) -> float:
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, value.own_kwargs(node)), size)  # type: ignore[misc]
+    args, kwargs = fx.map_arg((node.args, value.own_kwargs(node)), size)
     if target is aten.convolution_backward.default:
         return _convolution_backward(formula, args, size(node))
     return float(formula(*args, out_val=size(node), **kwargs))

@@ -78,7 +78,7 @@ def overload_of(op: Any) -> Op:
     """
     op = _compat.overload_of_custom_op(op)
     if isinstance(op, torch._ops.OpOverloadPacket):
-        names = op.overloads()  # type: ignore[no-untyped-call]
+        names = op.overloads()
         if len(names) != 1:
             known = ", ".join(f"{op}.{name}" for name in names)
             raise SbpError(f"{op} has {len(names)} overloads, and a rule is for one of them: {known}")

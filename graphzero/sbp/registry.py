@@ -243,7 +243,7 @@ def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signatur
     if written is None:
         return ()
     if isinstance(written, tuple) and written and isinstance(written[0], str):
-        return sum((_written(call, line, nonempty, cut) for line in written), ())  # type: ignore[arg-type]
+        return sum((_written(call, line, nonempty, cut) for line in written), ())
     if isinstance(written, str):
         written = parse(written)
     if not isinstance(written, Factors):

@@ -50,7 +50,7 @@ class _Storage:
         self.nbytes, self.category, self.maker, self.reference = nbytes, category, maker, reference
 
 
-class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryMeter(TorchDispatchMode):
     """Counts storages while it is the active mode; pass it to ``Executor.run``.
 
     Args:

@@ -59,7 +59,7 @@ _REGION = "Return the condition from the region as a value, P(max) or P(min) of 
 def _size(tensors: list[Any]) -> int:
     """How many elements an op makes of tensors, at most."""
     try:
-        shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+        shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))
         return math.prod(shape)
     except RuntimeError:
         return math.prod(x.numel() for x in tensors)

@@ -41,7 +41,7 @@ def _made(children: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any
     return made
 
 
-pytree.register_pytree_node(_Fields, _children, _made, flatten_with_keys_fn=_children_with_keys)  # type: ignore[arg-type]
+pytree.register_pytree_node(_Fields, _children, _made, flatten_with_keys_fn=_children_with_keys)
 
 
 def _is_record(leaf: Any) -> bool:

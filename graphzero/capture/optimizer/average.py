@@ -57,10 +57,10 @@ class _Count:
         self.tensor = tensor
 
     def __eq__(self, other: object) -> bool:
-        return False if other == 0 else NotImplemented  # type: ignore[no-any-return]
+        return False if other == 0 else NotImplemented
 
     def __gt__(self, other: object) -> bool:
-        return True if other == 0 else NotImplemented  # type: ignore[no-any-return]
+        return True if other == 0 else NotImplemented
 
     def __hash__(self) -> int:
         return id(self)

@@ -129,7 +129,7 @@ class BuildTrace:
         for real, fake in zip(self.params.values(), params, strict=True):
             fake.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
             for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
-                fake.register_hook(hook)  # type: ignore[no-untyped-call]
+                fake.register_hook(hook)
         scalars = []
         for leaf in self.inputs.floats:
             scalars.append(_compat.new_symfloat(self.env, leaf.raw, leaf.name))

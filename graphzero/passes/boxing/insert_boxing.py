@@ -217,7 +217,7 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
 
     outputs = fx.map_arg(graph.outputs, lambda node: leave(node, whole=False))
     aux = {name: leave(node, whole=True) for name, node in graph.aux.items()}
-    graph.set_output(outputs, aux, updates)  # type: ignore[arg-type]
+    graph.set_output(outputs, aux, updates)
 
 
 def _end_sbp(ends: Ends, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:

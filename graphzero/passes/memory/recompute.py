@@ -167,7 +167,7 @@ def _read_again(graph: StepGraph, forward: Forward, dropped: set[fx.Node]) -> No
             with graph.graph.inserting_before(node):
                 copies[one] = _copy(graph, one, copies)
         if read:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))  # type: ignore[misc]
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
 
 
 def _missing(
@@ -187,7 +187,7 @@ def _missing(
 
 def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
-    made = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")  # type: ignore[arg-type]
+    made = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
     made.meta = {**node.meta, "phase": "backward"}
     role = value.role_of(node)
     if role is None or role.kind != "param":

@@ -83,10 +83,10 @@ class _Storages:
         self.assigns = {node.args[0]: node for node in graph.graph.find_nodes(op="call_function", target=ops.assign)}
         self.replaced: dict[Any, list[fx.Node]] = defaultdict(list)  # new value -> the states that it becomes
         for old, assign in self.assigns.items():
-            self.replaced[assign.args[1]].append(old)  # type: ignore[arg-type]
+            self.replaced[assign.args[1]].append(old)
         self.last = {storage: at.last_reader(storage) for storage in at.readers}
         for old in self.assigns:  # a step that a check stops has changed nothing
-            self.last[old, 0] = max(self.last[old, 0], at.last_check)  # type: ignore[index]
+            self.last[old, 0] = max(self.last[old, 0], at.last_check)
 
     def of(self, node: fx.Node) -> Storage | None:
         """Where a tensor lives by now."""

@@ -41,7 +41,7 @@ class OpWriter:
         """The op once more in a part of the program, reading what ``read`` says."""
         args: Any
         kwargs: Any
-        args, kwargs = fx.map_arg((node.args, node.kwargs), read)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read)
         name = f"{node.name}_{MICRO_BATCHES}" if part == EACH else node.name
         target: Any = node.target
         if target in (AS_LOCAL, AS_GLOBAL):

@@ -263,7 +263,7 @@ class _Writer:
         return self._call(ops.take, args, self.sizes.part_of(value.type_of(held), (cut,)), operand)
 
     def _copied(self, node: fx.Node, read: Any) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), read)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read)
         if node.target is operator.getitem:
             type_ = self.sizes.part_of(value.type_of(node), (self.region.cut[node],))
         else:

@@ -69,7 +69,7 @@ class _Use:
     def with_arguments(self, new: Mapping[str, Any]) -> StackedOp:
         """The same op, told other things."""
         schema = self.node.target._schema.arguments  # type: ignore[union-attr]
-        names = argument_names(self.node.target)  # type: ignore[arg-type]
+        names = argument_names(self.node.target)
         given = dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs) | dict(new)
         places = max(i for i, a in enumerate(schema) if a.name in given and not a.kwarg_only) + 1
         args = tuple(given.get(a.name, a.default_value) for a in schema[:places])

@@ -260,5 +260,5 @@ def _replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
     def put(x: fx.Node) -> fx.Node:
         return next(left) if value.is_tensor(x) else x
 
-    node.args = fx.map_arg(node.args, put)  # type: ignore[assignment]
-    node.kwargs = fx.map_arg(node.kwargs, put)  # type: ignore[assignment]
+    node.args = fx.map_arg(node.args, put)
+    node.kwargs = fx.map_arg(node.kwargs, put)

@@ -77,7 +77,7 @@ def _dtype_made(node: fx.Node) -> torch.dtype:
         return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
     target: Any = node.target
-    found: torch.dtype = target(*fx.map_arg(node.args, meta), **node.kwargs).dtype  # type: ignore[misc]
+    found: torch.dtype = target(*fx.map_arg(node.args, meta), **node.kwargs).dtype
     return found
 
 

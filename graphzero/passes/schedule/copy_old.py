@@ -56,7 +56,7 @@ class CopyOld(BuiltinPass):
                 copies[node] = _clone(graph, node)
             return copies[node]
 
-        outputs, aux = fx.map_arg((graph.outputs, graph.aux), copied)  # type: ignore[arg-type]
+        outputs, aux = fx.map_arg((graph.outputs, graph.aux), copied)
         updates = {name: new if new is placeholders[name] else copied(new) for name, new in graph.updates.items()}
         graph.set_output(outputs, aux, updates)
         return graph

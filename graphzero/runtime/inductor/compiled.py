@@ -139,8 +139,8 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
             continue
         args, kwargs = node.args, kernels.keywords(node, world.device)
         kwargs.pop(value.OUT, None)
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: world.resolve(x, local))  # type: ignore[misc,assignment]
-        args, kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: world.resolve(x, local))
+        args, kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)
         if node.target in COMPOSED:
             made[node] = _compose(graph, node, args)
             continue
@@ -170,7 +170,7 @@ def _base(node: fx.Node, region: Region) -> Any:
 
 def op_by_op(module: fx.GraphModule) -> Boxed:
     """The same without a compiler, by the kernels that the eager executor calls."""
-    return lambda operands: _OpByOp(module).boxed_run(operands)  # type: ignore[no-any-return]
+    return lambda operands: _OpByOp(module).boxed_run(operands)
 
 
 class _OpByOp(fx.Interpreter):

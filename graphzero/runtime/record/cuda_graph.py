@@ -80,13 +80,13 @@ class CudaGraphs:
 
     def _side_stream(self) -> Any:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def _lead_out(self, graph: Any, pool: Any) -> None:
         """End what the end of a failed capture has not."""
         if _compat.end_failed_capture(graph, pool, self.device):
-            stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream: Any = torch.cuda.Stream(self.device)
             blank: Any = torch.cuda.CUDAGraph()
             # The generator is in a capture until one ends well.
             _capture(blank, torch.cuda.graph_pool_handle(), stream, lambda: torch.zeros((), device=self.device))

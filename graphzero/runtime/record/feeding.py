@@ -126,7 +126,7 @@ def _takes(node: fx.Node, number: fx.Node) -> bool:
     return len(dtypes) == 1 and dtypes <= {*_WIDE, *(_NARROW if form.narrow else ())}
 
 
-class Feeding(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class Feeding(TorchFunctionMode):
     """While it is on, ops that are given a ``Fed`` read it from memory.  seen: places of those that were read."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ _OVERWRITE = {"normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", 
 _SHOWN = 4
 
 
-class Initialising(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Initialising(TorchDispatchMode):
     """entries: the stand-ins; nds: how each is to lie, by path.
 
     placed: paths of those that are to be DTensors even if every rank holds all of them.

@@ -20,7 +20,7 @@ class TensorRef:
     __slots__ = ("_storage",)
 
     def __init__(self, x: Tensor) -> None:
-        self._storage = StorageWeakRef(_compat.local_tensor(x).untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(_compat.local_tensor(x).untyped_storage())
 
     def __copy__(self) -> TensorRef:
         return self
@@ -34,7 +34,7 @@ class TensorRef:
 
     @property
     def is_alive(self) -> bool:
-        return not self._storage.expired()  # type: ignore[no-untyped-call]
+        return not self._storage.expired()
 
     def is_of(self, x: Tensor) -> bool:
         """Whether ``x`` is what was referred to, in the memory that it had."""

@@ -42,4 +42,4 @@ class Buffers:
         """A dense tensor at ``offset`` bytes."""
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         made = torch.empty(0, dtype=dtype)
-        return made.set_(self.storages[local], offset // dtype.itemsize, shape, strides)  # type: ignore[call-overload,no-any-return]
+        return made.set_(self.storages[local], offset // dtype.itemsize, shape, strides)

@@ -189,7 +189,7 @@ def _indexed(call: Call) -> tuple[str, list[str], str] | None:
     indices += [None] * (ndim - len(indices))
     dims = letters(ndim)
     at = [i for i, m in enumerate(indices) if m is not None]
-    shape = torch.broadcast_shapes(*(m.shape for m in metas))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(m.shape for m in metas))
     points = letters(len(shape), skip=ndim)
     own = "".join("_" if i in at else name for i, name in enumerate(dims))
     kept = [name for i, name in enumerate(dims) if i not in at]
