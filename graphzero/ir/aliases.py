@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero.ir import ops
+from graphzero.ir import ops, value
 from graphzero.ir.memo import remembered
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
@@ -119,5 +119,5 @@ def is_copy(target: Any) -> bool:
 def unnamed(node: fx.Node) -> fx.Node:
     """The value behind other names of it."""
     while is_name(node.target):
-        node = node.args[0]  # type: ignore[assignment]
+        node = value.operand(node)
     return node

@@ -142,7 +142,7 @@ def _of_bucket(node: fx.Node, kind: str, args: Sequence[Any], **more: Any) -> Tr
 
 def awaited(wait: fx.Node) -> Transfer | None:
     """The transfer that a ``wait`` ends; None for any other node."""
-    return transfer_of(wait.args[0]) if wait.target is ops.wait else None  # type: ignore[arg-type]
+    return transfer_of(value.operand(wait)) if wait.target is ops.wait else None
 
 
 def delivered(node: fx.Node) -> tuple[Transfer, int] | None:

@@ -228,6 +228,13 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     return found
 
 
+def operand(node: fx.Node, at: int = 0) -> fx.Node:
+    """The value that argument number ``at`` is."""
+    found = node.args[at]
+    assert isinstance(found, fx.Node), f"argument {at} of {node.name} is {found!r}"
+    return found
+
+
 def own_kwargs(node: fx.Node) -> dict[str, Any]:
     """The keyword arguments of the op itself: not where its result is put."""
     return {name: arg for name, arg in node.kwargs.items() if name != OUT}

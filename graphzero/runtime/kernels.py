@@ -171,8 +171,7 @@ IN_TURN: Mapping[Any, Callable[..., Tensor]] = {
 
 def local_move(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[Tensor], Tensor]:
     """``slice_shard``, ``keep_first`` or ``place_shard`` on one rank."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = value.operand(node)
     axis = str(node.args[-1])
     index = world.placement.axis(axis)
     ranks, position = world.placement.hierarchy[index], world.coordinate(local)[index]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphzero.ir import value
 from graphzero.ir.aliases import Kind, is_copy, is_plain_view, is_reshape, kind_of
 from graphzero.ops import AS_LOCAL
 
@@ -114,8 +115,7 @@ def _widened(node: fx.Node) -> fx.Node | None:
 
 def _copied(node: fx.Node) -> fx.Node | None:
     """``copy(old, new)`` is ``new`` in the shape and dtype of ``old``."""
-    new = node.args[1]
-    assert isinstance(new, fx.Node)
+    new = value.operand(node, 1)
     fake, found = node.meta["val"], new.meta["val"]
     if found.dtype != fake.dtype:
         node.target, node.args, node.kwargs = aten._to_copy.default, (new,), {"dtype": fake.dtype}
@@ -152,8 +152,7 @@ def _same_view(node: fx.Node, source: fx.Node, fake: Tensor) -> fx.Node | None:
         previous = first.args[0] if is_view and first.args else None
         first = previous if isinstance(previous, fx.Node) else None
     if node.target is aten.view.default and source.target is aten.view.default:
-        before = source.args[0]
-        assert isinstance(before, fx.Node)
+        before = value.operand(source)
         if before.meta["val"].is_contiguous():
             node.args = (before, node.args[1])
     return None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphzero.ir import value
 from graphzero.ir.aliases import Kind, is_plain_view, kind_of
 from graphzero.ir.ops import use
 from graphzero.ir.value import Role, is_tensor
@@ -19,7 +20,7 @@ _KNOWN = ("type", "sbp", "pins", "role", "phase", "source", "module")
 def origin(node: fx.Node) -> fx.Node:
     """What ``node`` is a plain copy of."""
     while kind_of(node.target) is Kind.NAME or node.target is aten.clone.default:
-        node = node.args[0]  # type: ignore[assignment]
+        node = value.operand(node)
     return node
 
 
@@ -55,8 +56,7 @@ def _own_node(graph: fx.Graph, grad: fx.Node, taken: set[fx.Node]) -> fx.Node:
     """The node that is this gradient and nothing else."""
     if not grad.meta.get("keep"):
         return grad
-    source = grad.args[0]
-    assert isinstance(source, fx.Node)
+    source = value.operand(grad)
     if source in taken or source.op == "placeholder" or source.target is use or "role" in source.meta:
         return grad
     grad.replace_all_uses_with(source)
@@ -67,7 +67,7 @@ def _own_node(graph: fx.Graph, grad: fx.Node, taken: set[fx.Node]) -> fx.Node:
 def _is_held(node: fx.Node) -> bool:
     """Whether the value is storage that the runtime holds, so that build's output must be a copy."""
     while is_plain_view(node.target) or node.target in (PIN, AS_LOCAL, AS_GLOBAL):
-        node = node.args[0]  # type: ignore[assignment]
+        node = value.operand(node)
     return is_tensor(node) and (node.op == "placeholder" or node.target is use)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphzero.ir import value
 from graphzero.ir.aliases import Kind, kind_of
 from graphzero.ir.value import TensorType
 
@@ -49,7 +50,7 @@ def _is_accumulated(node: fx.Node) -> bool:
 def _counts(node: fx.Node, rows: int) -> bool:
     """Whether the values of ``node`` are 0, 1, 2 ..."""
     while kind_of(node.target) in (Kind.RESHAPE, Kind.UNIT):
-        node = node.args[0]  # type: ignore[assignment]
+        node = value.operand(node)
     if node.target not in _ARANGES:
         return False
     numbers: list[Any] = list(node.args)

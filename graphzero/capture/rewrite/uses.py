@@ -85,9 +85,7 @@ class _Uses:
 def _plain(node: fx.Node) -> fx.Node:
     """The parameter itself where ``node`` is a use of it."""
     if node.target is ops.use:
-        param = node.args[0]
-        assert isinstance(param, fx.Node)
-        return param
+        return value.operand(node)
     return node
 
 

@@ -41,8 +41,7 @@ def check_moves(graph: StepGraph, where: str) -> None:
         if node.target is ops.box:
             raise violation(node, where, f"'{node.name}' is still a box", "Run `lower_boxing`")
         if node.target in ops.MOVES:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+            source = value.operand(node)
             _check_move(graph, node, where, value.nd_of(source), value.nd_of(node), node.target, node.args[1:])
         elif node.target in (*ops.BUCKETS, ops.launch):
             _check_bucket(graph, node, where)

@@ -61,7 +61,7 @@ class _Walk:
         if node is self.unchecked:
             self.unchecked = None
         if node.target is ops.assign:
-            self._check_write(node, node.args[0])  # type: ignore[arg-type]
+            self._check_write(node, value.operand(node))
         rooms = inplace.outs_of(node)
         reads = _Reads(node, self.roots) if any(room is not None for room in rooms) else None
         for i, room in enumerate(rooms):
@@ -71,7 +71,7 @@ class _Walk:
                 self._check_overwrite(node, room, reads)
                 self._spend(self.roots[node][i], node)
         if node.target is ops.assign:
-            self.written[self.roots[node.args[0]][0]] = node  # type: ignore[index]
+            self.written[self.roots[value.operand(node)][0]] = node
         elif node.target is ops.launch:
             self._launch(self.transfers[node])
         elif (over := awaited(node)) is not None:
@@ -171,7 +171,7 @@ def _is_written(new: fx.Node, state: fx.Node) -> bool:
     while new is not state:
         if inplace.room_of(new) is not None or new.target is ops.wait:
             return True
-        new = new.args[0]  # type: ignore[assignment]
+        new = value.operand(new)
     return False
 
 

@@ -243,8 +243,7 @@ def _short(signature: Signature, most: int = 12) -> str:
 
 
 def _check_identity(node: fx.Node, where: str) -> None:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = value.operand(node)
     if value.sbp_of(source) != value.sbp_of(node):
         problem = f"'{node.name}' reads '{source.name}' in another SBP than its own"
         raise violation(node, where, problem, "Run `insert_boxing` after passes that move pins")

@@ -108,7 +108,7 @@ def is_own_piece(moves: Transfer, room: fx.Node) -> bool:
             sliced.append(node.args[1:])
         if not isinstance(node.args[0] if node.args else None, fx.Node):
             return False
-        node = room_of(node) or node.args[0]  # type: ignore[assignment]
+        node = room_of(node) or value.operand(node)
     return sliced == [(*moves.dims, moves.axis)]
 
 

@@ -65,7 +65,7 @@ def written_by(node: fx.Node, roots: Roots) -> set[Storage]:
     """The storages that a node writes over while others may live there: rooms of its results, what it assigns to."""
     rooms = [room for room in inplace.outs_of(node) if room is not None]
     if node.target is ops.assign:
-        rooms.append(node.args[0])  # type: ignore[arg-type]
+        rooms.append(value.operand(node))
     return {root for room in rooms for root in roots.get(room, ()) if root is not None}
 
 

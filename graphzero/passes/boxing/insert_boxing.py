@@ -67,8 +67,7 @@ class InsertBoxing(BuiltinPass):
         boxes = _Boxes(graph, costs_on(graph.placement, self.links))
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in ANNOTATIONS:
-                source = node.args[0]
-                assert isinstance(source, fx.Node)
+                source = value.operand(node)
                 node.update_arg(0, boxes.get(source, value.nd_of(node), node, reuse=False))
             elif calls.is_op(node):
                 _box_operands(graph, node, boxes)
@@ -110,8 +109,7 @@ class _Boxes:
 
     def _shown(self, node: fx.Node, want: Nd, reader: fx.Node) -> fx.Node:
         """``node`` shows another value in other dims: what that is gathered to serves all that show it."""
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = value.operand(node)
         whole = tuple(
             B if w is not h else s for w, h, s in zip(want, value.nd_of(node), value.nd_of(source), strict=True)
         )
@@ -228,8 +226,7 @@ def _move_behind(node: fx.Node, box: fx.Node) -> None:
     """``box`` of ``node`` as early as it can stand: behind ``node``, and behind the gather that it may be a view of."""
     if node.op == "placeholder":
         return
-    gathered = box.args[0]
-    assert isinstance(gathered, fx.Node)
+    gathered = value.operand(box)
     if gathered is not node and len(gathered.users) == 1:  # made for this
         _move_behind(gathered.all_input_nodes[0], gathered)
     max(node, gathered).append(box)

@@ -86,15 +86,14 @@ class LowerBoxing(BuiltinPass):
                 _lower(graph, node, self.links)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in ANNOTATIONS:
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                node.replace_all_uses_with(value.operand(node))
                 graph.graph.erase_node(node)
         graph.level = "lowered"
         return graph
 
 
 def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
-    source = box.args[0]
-    assert isinstance(source, fx.Node)
+    source = value.operand(box)
     type_, role = value.tensor_type(source), value.role_of(box)
     is_small = role is None and type_.nbytes < SMALL
     nd, hierarchy = value.nd_of(source), graph.placement.hierarchy

@@ -187,7 +187,7 @@ def _rounded_results(node: fx.Node, count: int) -> list[fx.Node]:
 
 def _is_cast_for(x: fx.Node, node: fx.Node) -> bool:
     plain = x.target is _CAST and x.kwargs.keys() == {"dtype"} and set(x.users) == {node}
-    return plain and value.tensor_type(x.args[0]).dtype is torch.bfloat16  # type: ignore[arg-type]
+    return plain and value.tensor_type(value.operand(x)).dtype is torch.bfloat16
 
 
 def _round_inside(

@@ -57,8 +57,7 @@ class FuseCrossEntropy(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default)):
-            given = node.args[0]
-            assert isinstance(given, fx.Node)
+            given = value.operand(node)
             loss = _viewed(given)
             if loss.target in LOSSES and _is_one(node, given, loss):
                 _fuse(graph, node, given, loss)

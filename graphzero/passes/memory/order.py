@@ -195,7 +195,7 @@ def takes_memory(storage: Storage) -> bool:
 def rooms_of(graph: StepGraph, node: fx.Node) -> Iterator[fx.Node]:
     """The operand in whose storage the result of ``node`` may be put, if nobody reads it again."""
     if node.target is ops.all_reduce:
-        yield node.args[0]  # type: ignore[misc]
+        yield value.operand(node)
     elif node.op == "call_function" and value.is_tensor(node):
         device = graph.placement.device_type
         if kernel_forms.writing(node.target, device) is None and kernel_forms.over_first(node.target, device) is None:

@@ -149,7 +149,7 @@ class _Storages:
             if room is not None:
                 operand = room
             elif _shows_all(operand) or _picks(operand, storage) or (stays and operand.target is ops.slice_shard):
-                operand = operand.args[0]  # type: ignore[assignment]
+                operand = value.operand(operand)
             else:
                 return False
         return True

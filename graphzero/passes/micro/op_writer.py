@@ -82,7 +82,7 @@ class OpWriter:
         count, of = node.args[1], _shown(node.args[0])
         if of not in self.parts.estimated or not self._is_of_deviations(summed := self.parts.source(of)):
             return count
-        total = value.tensor_type(summed.args[0]).numel // max(value.tensor_type(summed).numel, 1)  # type: ignore[arg-type]
+        total = value.tensor_type(value.operand(summed)).numel // max(value.tensor_type(summed).numel, 1)
         return max(total - self.sizes.count, self.sizes.count) if count == total - 1 else count
 
     def _is_of_deviations(self, summed: fx.Node) -> bool:

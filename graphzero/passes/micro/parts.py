@@ -94,9 +94,7 @@ class Parts:
         return value.phase_of(node) != "update" or self.differs(node) or node in self._needed
 
     def source(self, box: fx.Node) -> fx.Node:
-        found = box.args[0]
-        assert isinstance(found, fx.Node)
-        return found
+        return value.operand(box)
 
     def _completes(self, node: fx.Node) -> bool:
         if node.target is not ops.box:

@@ -180,8 +180,7 @@ class _Growing:
             raise NoRegion(f"more than {LONGEST} ops hang together with it")
         self.inside.add(node)
         if node.target is operator.getitem:
-            made = node.args[0]
-            assert isinstance(made, fx.Node)
+            made = value.operand(node)
             if made not in self.inside:
                 self._add(made)
             return

@@ -92,7 +92,7 @@ class Writer:
             return None
         source = self.parts.source(node)
         while is_copy(source.target):  # the cast of a master
-            source = source.args[0]  # type: ignore[assignment]
+            source = value.operand(source)
         role = value.role_of(source)
         if source.op != "placeholder" or role is None or role.kind != "param":
             return None

@@ -157,7 +157,7 @@ class AxisPropagation:
             source, index = node.args
             return (self.found[source][index],)  # type: ignore[index]
         if node.target in ANNOTATIONS:
-            return (self._beside_pins(node, self.sbp(node.args[0])),)  # type: ignore[arg-type]
+            return (self._beside_pins(node, self.sbp(value.operand(node))),)
         operands = value.tensor_operands(node)
         have = [self.sbp(operand) for operand in operands]
         signature = self.chosen[node] = self._best(node, have)
@@ -259,7 +259,7 @@ class AxisPropagation:
 def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
     """What is moved, and to where.  A gather of a view is one of what it is a view of."""
     while have.is_split and want is B and is_whole_view(node.target):
-        node = node.args[0]  # type: ignore[assignment]
+        node = value.operand(node)
     return node, want
 
 

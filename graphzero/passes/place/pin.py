@@ -120,8 +120,7 @@ def _default(graph: StepGraph, node: fx.Node, role: Role, axis: str) -> Sbp:
 
 
 def _pin_use(graph: StepGraph, node: fx.Node) -> None:
-    param = node.args[0]
-    assert isinstance(param, fx.Node)
+    param = value.operand(node)
     pins = value.pins_of(node)
     for i, axis in enumerate(graph.placement.names):
         if pins and pins[i]:

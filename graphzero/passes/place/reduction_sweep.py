@@ -40,7 +40,7 @@ def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
     Of an op of several results those that are partial become whole together, so each of them must be free to.
     """
     if node.target is operator.getitem:
-        return _may_be_whole(state, node.args[0])  # type: ignore[arg-type]
+        return _may_be_whole(state, value.operand(node))
     results = _partial_picks(state, node) if value.is_multi(node) else [node]
     if not all(_is_free(state, result) for result in results):
         return False
@@ -97,7 +97,7 @@ def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagati
 
 def _partial_operands(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
     if node.target is operator.getitem:
-        return [node.args[0]]  # type: ignore[list-item]
+        return [value.operand(node)]
     operands = value.tensor_operands(node)
     if node not in state.chosen:
         return operands

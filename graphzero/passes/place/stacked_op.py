@@ -124,7 +124,7 @@ def _added_product(use: _Use) -> StackedOp | None:
 
 
 def _turned(use: _Use) -> StackedOp | None:
-    return StackedOp(aten.transpose.int, (Lifted(use.node.args[0]), 1, 2), {}) if use.ndim == 2 else None  # type: ignore[arg-type]
+    return StackedOp(aten.transpose.int, (Lifted(value.operand(use.node)), 1, 2), {}) if use.ndim == 2 else None
 
 
 def _permuted(use: _Use) -> StackedOp:

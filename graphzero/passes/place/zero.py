@@ -108,7 +108,7 @@ class Zero(BuiltinPass):
             _pin(graph, state, nd if like_param and nd is not None else self._split(graph, state))
         for node in list(graph.nodes):
             if node.target is ops.use and value.phase_of(node) == "update":
-                _pin(graph, node, splits[value.role_of(node.args[0]).of])  # type: ignore[union-attr,arg-type]
+                _pin(graph, node, splits[value.role_of(value.operand(node)).of])  # type: ignore[union-attr]
         for path, param in params.items():
             changes = param.name in graph.updates
             if self.stage == 3 or (changes and (self.masters or _is_of_update(param))):

@@ -103,7 +103,7 @@ class _Walk:
     def _made(self, node: fx.Node) -> tuple[Dims, ...]:
         target: Any = node.target
         if target is operator.getitem:
-            return (self.found[node.args[0]][node.args[1]],)  # type: ignore[index]
+            return (self.found[value.operand(node)][node.args[1]],)  # type: ignore[index]
         operands = value.own_operands(node)
         given = [self._of(x) for x in operands]
         flat = any(x in self.flat for x in operands)

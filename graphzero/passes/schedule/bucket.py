@@ -89,13 +89,13 @@ def _levels(graph: StepGraph) -> list[list[fx.Node]]:
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target in JOINED:
-            depth[node] = depth.get(_added(node.args[0]), -1) + 1  # type: ignore[arg-type]
+            depth[node] = depth.get(_added(value.operand(node)), -1) + 1
     return [[node for node, found in depth.items() if found == level] for level in sorted(set(depth.values()))]
 
 
 def _added(node: fx.Node) -> fx.Node:
     """What a micro-batch adds to an accumulator; any other value itself."""
-    return node.args[1] if node.target is ops.accumulate else node  # type: ignore[return-value]
+    return value.operand(node, 1) if node.target is ops.accumulate else node
 
 
 def _join_level(graph: StepGraph, nodes: list[fx.Node], limit: int) -> None:

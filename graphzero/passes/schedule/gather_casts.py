@@ -52,8 +52,7 @@ class GatherCasts(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.graph.find_nodes(op="call_function", target=ops.all_gather)):
-            cast = node.args[0]
-            assert isinstance(cast, fx.Node)
+            cast = value.operand(node)
             if _is_plain(cast) and set(cast.users) == {node}:
                 node.args = (cast.args[0], *node.args[1:])
                 node.kwargs = dict(cast.kwargs)

@@ -127,7 +127,7 @@ class _Compiler:
         if target is ops.box:
             raise VerifyError(f"'{node.name}' is still a box, which no runtime can execute; run lower_boxing before")
         if target is ops.assign:
-            self.writes.assign(node, node.args[0], node.args[1])  # type: ignore[arg-type]
+            self.writes.assign(node, value.operand(node), value.operand(node, 1))
         elif target is ops.wait:
             self.transfers.wait(node)
         elif is_transfer(node):

@@ -30,7 +30,7 @@ class Writes:
         self.graph, self.places, self.code = graph, places, code
         self.first_step = -1
         self.saved: dict[fx.Node, int] = {}
-        written = {node.args[0].name for node in graph.nodes if node.target is ops.assign}  # type: ignore[union-attr]
+        written = {value.operand(node).name for node in graph.nodes if node.target is ops.assign}
         written |= {name for name, new in graph.updates.items() if places.home(new).name == name}
         self._unwritten = {n: new for n, new in graph.updates.items() if n not in written and new.name != n}
         self._endangered = self._find_endangered()

@@ -135,7 +135,7 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
         made[node] = graph.placeholder(f"x{i}")
     for node in region.nodes:
         if is_name(node.target):
-            made[node] = made[node.args[0]]  # type: ignore[index]
+            made[node] = made[value.operand(node)]
             continue
         args, kwargs = node.args, kernels.keywords(node, world.device)
         kwargs.pop(value.OUT, None)
@@ -164,7 +164,7 @@ def _base(node: fx.Node, region: Region) -> Any:
     """The value whose storage a result may lie in."""
     node = unnamed(node)
     while node not in region.inputs and node.args and is_view(node.target):
-        node = unnamed(node.args[0])  # type: ignore[arg-type]
+        node = unnamed(value.operand(node))
     return node if not value.is_multi(node) else (node,)
 
 
