@@ -38,7 +38,6 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file bench/mypy.ini
 
 test-all: $(READY)
 	$(BIN)/python -m pytest $(SPREAD)

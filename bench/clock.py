@@ -61,18 +61,19 @@ def clocks() -> Iterator[Clocks]:
         machinery._find_and_load = original
 
 
+def _modules(*names: str) -> list[Any]:
+    return [importlib.import_module(f"graphzero.{name}") for name in names]
+
+
 class Compiling:
     """The seconds that ``clock`` counts while Graphs compile, by part; made before they do."""
 
     def __init__(self, clock: Clock) -> None:
-        from graphzero.passes import base
-        from graphzero.plan import variants
-        from graphzero.step import compile as compiling
-
+        base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile")
         self.clock, self.seconds = clock, dict[str, float]()
         compiling.capture = self._timed(compiling.capture, "capture")
         variants.plan_of = self._timed(variants.plan_of, "plan")
-        base.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]  # for the seconds of each pass
+        base.time = SimpleNamespace(perf_counter=clock)  # for the seconds of each pass
 
     def parts(self, graph: gz.Graph, total: float) -> dict[str, float]:
         """Of the one Graph that was compiled, in ``total`` seconds."""

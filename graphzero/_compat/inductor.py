@@ -40,7 +40,7 @@ def inductor_folder() -> str:
     Its keys leave out the CPU: code written for vectors of one width is read again where it is compiled for another,
     and then computes part of the values; what ``-march=native`` was compiled to may hold instructions that others lack.
     """
-    from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
+    from torch._inductor.runtime.runtime_utils import cache_dir
 
     folder, own = str(cache_dir()), f"cpu-{_kind_of_cpu()}"
     return folder if os.path.basename(folder) == own else os.path.join(folder, own)
@@ -49,7 +49,7 @@ def inductor_folder() -> str:
 @contextmanager
 def _compiled_for_this_cpu() -> Iterator[None]:
     """Inductor keeps what it compiles here in ``inductor_folder``."""
-    from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
+    from torch._inductor.runtime.runtime_utils import cache_dir
 
     folder = cache_dir()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_folder()

@@ -122,7 +122,7 @@ def sequence_number(node: Any = None) -> int:
     """Running number of an autograd node, by default of the one made last."""
     if node is not None:
         return int(node._sequence_nr())
-    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+    return int(torch.autograd._get_sequence_nr()) - 1
 
 
 def device_asked(func: Any, args: Any) -> torch.device | None:
