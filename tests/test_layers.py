@@ -7,11 +7,8 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
-import pytest
+from sources import PATHS, ROOT, tree
 
-import graphzero
-
-ROOT = pathlib.Path(graphzero.__file__).parent
 LAYERS = (  # what stands in one line does not know each other
     {"errors", "_compat"},
     {"logs"},
@@ -40,12 +37,12 @@ def module_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {module_of(path): path for path in PATHS}
 
 
 def imports(path: pathlib.Path, modules: Iterable[str] = MODULES) -> Iterator[tuple[int, str]]:
     """(line, module of graphzero) of every import in a file, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -83,13 +80,13 @@ def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
     assert {part(module) for module in MODULES} == set(LAYER)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "__init__"])
-def test_a_module_imports_from_layers_below_its_own_or_from_its_own_room(module: str) -> None:
-    here = part(module)
+def test_a_module_imports_from_layers_below_its_own_or_from_its_own_room() -> None:
     wrong = [
-        f"{MODULES[module].name}:{line} imports graphzero.{there}, which stands beside or above {here}"
-        for line, there in imports(MODULES[module])
-        if part(there) != here and LAYER[part(there)] >= LAYER[here]
+        f"{path.relative_to(ROOT)}:{line} imports graphzero.{there}, which stands beside or above {part(module)}"
+        for module, path in MODULES.items()
+        if module != "__init__"
+        for line, there in imports(path)
+        if part(there) != part(module) and LAYER[part(there)] >= LAYER[part(module)]
     ]
     assert not wrong, "\n".join(wrong)
 

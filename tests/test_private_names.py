@@ -7,12 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
-
-import graphzero
-
-ROOT = pathlib.Path(graphzero.__file__).parent
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+from sources import PATHS, ROOT, tree
 
 # Attributes with an underscore that torch's documentation, or code everywhere, treats as public.
 KNOWN = {
@@ -26,6 +21,11 @@ KNOWN = {
     "_asdict", "_getframe",  # Python's own
 }  # fmt: skip
 MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch")  # as "Extending PyTorch" imports them
+OTHERS = [path for path in PATHS if path.parent.name != "_compat"]
+
+
+def at(path: pathlib.Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
 
 
 def is_private(name: str) -> bool:
@@ -36,8 +36,8 @@ def is_private(name: str) -> bool:
 def own_names() -> set[str]:
     """What graphzero itself defines or assigns."""
     found: set[str] = set()
-    for tree in TREES.values():
-        for node in ast.walk(tree):
+    for path in PATHS:
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -51,9 +51,9 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+def private_names(code: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of every private name that is not graphzero's own; ATen's ops are named as they are."""
-    for node in ast.walk(tree):
+    for node in ast.walk(code):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -69,9 +69,9 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{node.attr}"
 
 
-def asked_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def asked_names(code: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, name) wherever torch is asked whether it has a name, or which version it is."""
-    for node in ast.walk(tree):
+    for node in ast.walk(code):
         match node:
             case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[of, ast.Constant(str(name)), *_]):
                 if ast.unparse(of).split(".")[0] in ("torch", "dist"):
@@ -80,18 +80,16 @@ def asked_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "torch.__version__"
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_compat_reads_private_names_of_torch(path: pathlib.Path) -> None:
-    if path.parent.name != "_compat":
-        found = [f"{path.name}:{line} reads {name}" for line, name in private_names(TREES[path], own_names())]
-        assert not found, "put these into graphzero/_compat/, with a plain name:\n" + "\n".join(found)
+def test_only_compat_reads_private_names_of_torch() -> None:
+    found = [
+        f"{at(path, line)} reads {name}" for path in OTHERS for line, name in private_names(tree(path), own_names())
+    ]
+    assert not found, "put these into graphzero/_compat/, with a plain name:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_compat_tells_versions_of_torch_apart(path: pathlib.Path) -> None:
-    if path.parent.name != "_compat":
-        found = [f"{path.name}:{line} asks for {name}" for line, name in asked_names(TREES[path])]
-        assert not found, "ask in graphzero/_compat/:\n" + "\n".join(found)
+def test_only_compat_tells_versions_of_torch_apart() -> None:
+    found = [f"{at(path, line)} asks for {name}" for path in OTHERS for line, name in asked_names(tree(path))]
+    assert not found, "ask in graphzero/_compat/:\n" + "\n".join(found)
 
 
 def private_names_of(cls: ast.ClassDef) -> set[str]:
@@ -101,22 +99,24 @@ def private_names_of(cls: ast.ClassDef) -> set[str]:
     return set(filter(is_private, methods | stored))
 
 
-def read_from_outside(tree: ast.AST, names: set[str]) -> Iterator[tuple[int, str]]:
+def read_from_outside(code: ast.AST, names: set[str]) -> Iterator[tuple[int, str]]:
     """(line, name) wherever one of ``names`` is an attribute of anything but ``self``."""
-    for node in ast.walk(tree):
+    for node in ast.walk(code):
         if isinstance(node, ast.Attribute) and node.attr in names and not is_self(node.value):
             yield node.lineno, ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_graph_reads_what_is_private_in_it(path: pathlib.Path) -> None:
+def test_only_the_graph_reads_what_is_private_in_it() -> None:
     own = ROOT / "graph.py"
-    (graph,) = (x for x in TREES[own].body if isinstance(x, ast.ClassDef) and x.name == "Graph")
-    if path != own:
-        found = [
-            f"{path.name}:{line} reads {name}" for line, name in read_from_outside(TREES[path], private_names_of(graph))
-        ]
-        assert not found, "ask the Graph: graph.prepared_call(...)\n" + "\n".join(found)
+    (graph,) = (x for x in tree(own).body if isinstance(x, ast.ClassDef) and x.name == "Graph")
+    names = private_names_of(graph)
+    found = [
+        f"{at(path, line)} reads {name}"
+        for path in PATHS
+        if path != own
+        for line, name in read_from_outside(tree(path), names)
+    ]
+    assert not found, "ask the Graph: graph.prepared_call(...)\n" + "\n".join(found)
 
 
 def test_the_check_sees_what_is_private_in_a_graph() -> None:
@@ -124,11 +124,11 @@ def test_the_check_sees_what_is_private_in_a_graph() -> None:
         "class Graph:\n    def __init__(self):\n        self.name, self._state = 1, 2\n    def _run(self): ...\n"
         "def f(graph, own):\n    graph._run(own.graph._state)\n    self._run(graph.name, graph._other)\n"
     )
-    tree = ast.parse(text)
-    assert isinstance(tree.body[0], ast.ClassDef)
-    names = private_names_of(tree.body[0])
+    code = ast.parse(text)
+    assert isinstance(code.body[0], ast.ClassDef)
+    names = private_names_of(code.body[0])
     assert names == {"_state", "_run"}
-    assert {name for _, name in read_from_outside(tree, names)} == {"graph._run", "own.graph._state"}
+    assert {name for _, name in read_from_outside(code, names)} == {"graph._run", "own.graph._state"}
 
 
 def test_the_check_sees_how_versions_are_told_apart() -> None:

@@ -7,7 +7,7 @@ import pytest
 from doc_blocks import PAGES, ROOT, Block, accepted, blocks_of, problems, run
 
 PAGE = pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
-LONG = ("loops.md", "tensor_parallel.md", "tune.md")  # whose blocks take half a minute
+LONG = ("debugging.md", "loops.md", "tensor_parallel.md", "tune.md", "zero.md")  # whose blocks take many seconds
 
 
 @pytest.mark.parametrize(

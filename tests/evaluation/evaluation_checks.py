@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from block_checks import held
 from evaluation_toys import Eager, Evaluate, Train, assert_same, everyone, share, steps
+from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -68,6 +69,7 @@ def check_an_exception_on_one_rank_raises_on_all_and_all_go_on():
     assert_same(graph, eager)
 
 
+@slow
 def check_one_rank_generates_while_the_others_wait():
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()

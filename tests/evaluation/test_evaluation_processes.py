@@ -10,8 +10,9 @@ import processes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
 
-TWO, FOUR = ("block_checks", "evaluation_checks"), ("gather_checks", "block_checks")
-TWO_RANKS = processes.Checks(TWO, 2)
+TWO_RANKS = processes.Checks(("block_checks", "evaluation_checks"), 2)
+FOUR_RANKS = processes.Checks(("gather_checks",), 4)
+BLOCKS_OF_FOUR = processes.Checks(("block_checks",), 4)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS.names)
@@ -19,9 +20,12 @@ def test_two_processes(name, tmp_path_factory):
     TWO_RANKS.assert_passed(name, tmp_path_factory)
 
 
-FOUR_RANKS = processes.Checks(FOUR, 4)
-
-
 @pytest.mark.parametrize("name", FOUR_RANKS.names)
 def test_four_processes(name, tmp_path_factory):
     FOUR_RANKS.assert_passed(name, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS_OF_FOUR.names)
+def test_blocks_of_four_processes(name, tmp_path_factory):
+    BLOCKS_OF_FOUR.assert_passed(name, tmp_path_factory)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from jobs_in_parts import Train, Words, plain, sentences, tokens
+from processes import slow
 from torch.distributed.tensor import DTensor
 
 import graphzero as gz
@@ -22,15 +23,17 @@ def trained_here(parts, stage, **settings):
 
 
 def check_steps_are_those_of_plain_torch_on_the_whole_batch():
+    are_those_of_plain_torch((2, {}), (3, {"memory_budget": 2**30}))
+
+
+@slow
+def check_so_they_are_at_every_stage_and_where_room_lets_gradients_be_summed_whole():
+    are_those_of_plain_torch((0, {}), (1, {}), (3, {}), (2, {"memory_budget": 2**30}))
+
+
+def are_those_of_plain_torch(*jobs):
     wanted = plain(Words, tokens, sentences())
-    for stage, settings in (
-        (0, {}),
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (2, {"memory_budget": 2**30}),
-        (3, {"memory_budget": 2**30}),
-    ):
+    for stage, settings in jobs:
         graph, losses, full = trained_here(4, stage, **settings)
         for i, loss in enumerate(losses):
             torch.testing.assert_close(loss, wanted[f"loss {i}"])

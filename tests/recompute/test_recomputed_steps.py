@@ -77,6 +77,7 @@ def test_biases_are_gathered_again_where_what_they_were_added_to_is_computed_aga
     assert [sorted(c.phase for c in some) for some in gathered] == [["forward"], ["backward", "forward"]]
 
 
+@pytest.mark.slow  # virtual ranks say the same sooner
 def test_two_processes_train_to_the_same_bits(tmp_path):
     results = run(("recompute_checks",), 2, tmp_path)
     assert_passed(results, "two_processes_train_to_the_same_bits", 2)

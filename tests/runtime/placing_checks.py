@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -69,6 +70,7 @@ def ways():
             yield from (((renamed, layout), alike), (alike, (renamed, layout)))
 
 
+@slow
 def check_every_way_from_one_layout_to_another():
     for (first, one), (second, other) in ways():
         model = gz.to_global(model_of(), first, one)

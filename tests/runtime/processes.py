@@ -2,12 +2,20 @@
 
 import importlib
 import json
+import tempfile
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from _ranks import start
+
+
+def slow(check):
+    """Marks a check for the second stage."""
+    check.slow = True
+    return check
 
 
 def checks_in(*modules):
@@ -19,23 +27,28 @@ def checks_in(*modules):
 
 
 class Checks:
-    """The checks of some modules, all in one set of so many processes, which run when the first is asked for."""
+    """The checks of some modules, in one set of so many processes, which run when the first is asked for; slow ones in
+    another set.
+    """
 
     def __init__(self, modules, ranks):
-        self.modules, self.ranks, self.results = modules, ranks, None
-        self.names = list(checks_in(*modules))
+        self.modules, self.ranks, self.results = modules, ranks, {}
+        self.slow = {name: hasattr(check, "slow") for name, check in checks_in(*modules).items()}
+        self.names = [pytest.param(name, marks=[pytest.mark.slow] * slow) for name, slow in self.slow.items()]
 
     def assert_passed(self, name, tmp_path_factory):
-        if self.results is None:
-            self.results = run(self.modules, self.ranks, tmp_path_factory.mktemp("world"))
-        assert_passed(self.results, name, self.ranks)
+        kind = self.slow[name]
+        if kind not in self.results:
+            names = [other for other, slow in self.slow.items() if slow == kind]
+            self.results[kind] = run(self.modules, self.ranks, tmp_path_factory.mktemp("world"), names)
+        assert_passed(self.results[kind], name, self.ranks)
 
 
-def run(modules, ranks, folder):
-    """What each check came to: "name/rank" -> the traceback, or nothing."""
+def run(modules, ranks, folder, names=None):
+    """What each check came to, or each of those names: "name/rank" -> the traceback, or nothing."""
     found = {}
     try:
-        start(_work, (ranks, str(folder), modules), ranks)
+        start(_work, (ranks, str(folder), modules, names), ranks)
     except Exception as error:  # a worker died; what it has told stands in its file
         found["died"] = str(error)
     for rank in range(ranks):
@@ -54,13 +67,15 @@ def assert_passed(results, name, ranks):
     assert not missing, f"ranks {missing} did not run it: {results.get('died', 'a check before it failed')}"
 
 
-def _work(rank, ranks, folder, modules):
+def _work(rank, ranks, folder, modules, names):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # which pytest clears away
     told = {}
-    for name, check in checks_in(*modules).items():
+    checks = checks_in(*modules)
+    for name in checks if names is None else names:
         try:
-            check()
+            checks[name]()
             told[name] = ""
         except BaseException:
             told[name] = traceback.format_exc()

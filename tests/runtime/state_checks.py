@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
+from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
@@ -112,6 +113,7 @@ def check_losses_that_are_not_finite_pass_through():
         torch.testing.assert_close(graph.grad_norm, norm, equal_nan=True)
 
 
+@slow
 def check_checkpoints_load_at_other_stages_through_dcp():
     graph, _ = trained(3)
     box = [tempfile.mkdtemp()]
@@ -198,6 +200,7 @@ def check_parameters_come_back_whole_when_the_stage_no_longer_splits_them():
     assert all(isinstance(p, DTensor) and p.placements == (Replicate(),) for p in placed.parameters())
 
 
+@slow
 def check_random_sequences_are_those_of_plain_pytorch():
     from test_sequences import follow, sequence
 
@@ -265,6 +268,7 @@ def check_a_full_state_dict_is_a_snapshot_at_every_stage():
         torch.testing.assert_close(graph(*share(5)), expected)
 
 
+@slow
 def check_modules_are_converted_between_calls_and_train_on_at_every_stage():
     found = []
     for stage in (0, 3):

@@ -128,9 +128,18 @@ def broken_bounds(name, device, axes, rows=16):
     return [one for one in found if one[0] < one[1]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("axes", [DATA, GRID, HYBRID], ids=["data", "grid", "hybrid"])
-def test_no_layout_of_a_grid_takes_less_than_its_bound(device, axes):
+SOON = {(DATA, "between"), (DATA, "loath"), (GRID, "willing"), (HYBRID, "between")}  # each grid, each device
+
+
+@pytest.mark.parametrize(
+    ("axes", "device"),
+    [
+        pytest.param(axes, device, id=f"{name}-{device}", marks=[] if (axes, device) in SOON else [pytest.mark.slow])
+        for name, axes in (("data", DATA), ("grid", GRID), ("hybrid", HYBRID))
+        for device in DEVICES
+    ],
+)
+def test_no_layout_of_a_grid_takes_less_than_its_bound(axes, device):
     assert not broken_bounds("mlp", DEVICES[device], axes)
 
 
