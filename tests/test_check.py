@@ -79,7 +79,7 @@ def wrong_rule() -> Iterator[None]:
 # ---- agreement
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_right_step_agrees_after_every_pass_to_the_last_digits_of_float64(stage: int, batch: Any) -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
     graph = Train(model, stage=stage, optimizer=torch.optim.AdamW)

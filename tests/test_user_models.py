@@ -276,8 +276,11 @@ def made(case: Case) -> nn.Module:
     return model.eval() if case.evaluate else model
 
 
+SLOW = "lstm_of_two_layers_both_ways"
+
+
 @pytest.mark.filterwarnings("ignore:.*no gradient reaches")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == SLOW)) for n in CASES])
 def test_steps_are_eagers_and_activations_stay_split(name):
     case = CASES[name]
     for ranks, stage in ((2, 0), (3, 3)):

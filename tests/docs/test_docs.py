@@ -7,7 +7,10 @@ import pytest
 from doc_blocks import PAGES, ROOT, Block, accepted, blocks_of, problems, run
 
 PAGE = pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
-LONG = ("debugging.md", "loops.md", "tensor_parallel.md", "tune.md", "zero.md")  # whose blocks take many seconds
+LONG = (  # pages whose blocks take seconds
+    "debugging.md", "examples_of_passes.md", "loops.md", "optimizers.md", "precision.md", "tensor_parallel.md",
+    "tune.md", "zero.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,16 @@ def hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+def cut(host: str) -> None:
+    """Take the cable out: nothing is said to anybody."""
+    _ip("-n", host, "link", "set", f"c{host}", "down")
+
+
+def inside(host: str) -> list[str]:
+    """What a command begins with that runs there; all that it starts ends with it."""
+    return ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
 def start(host: str, which: int, output: Path, script: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start the rank of one host by ``examples/hosts.sh``; all there ends with what is returned.
 
@@ -50,8 +60,7 @@ def start(host: str, which: int, output: Path, script: Path, *options: str) -> s
         **os.environ, "FIRST": ADDRESSES[0], "HOSTS": "1:2", "LOCAL": ADDRESSES[which], "LINK": f"c{host}",
         "MEET": meet, "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
     }  # fmt: skip
-    inside = ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    command = [*inside, "bash", str(script.with_name("hosts.sh")), str(script), *options]
+    command = [*inside(host), "bash", str(script.with_name("hosts.sh")), str(script), *options]
     with output.open("wb") as told:
         return subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
 

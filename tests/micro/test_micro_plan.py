@@ -14,7 +14,7 @@ READ_TWICE = 2 * 16 * 32 + (LAYERS - 1) * 32 * 32  # elements
 PSI = READ_TWICE + 16 * 16
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_the_peak_and_every_call_are_the_plans(ranks):
     with gz.testing.fake_world(ranks):
         graph = Train(0, 1.0)

@@ -98,6 +98,7 @@ def check_other_graphs_take_split_parameters_as_they_are():
     graph(*share(7))
 
 
+@slow
 def check_losses_that_are_not_finite_pass_through():
     for stage in range(4):
         model, twin = make(0), make(0)
@@ -180,6 +181,7 @@ def check_a_first_step_makes_the_state_and_ranks_agree_on_what_there_is():
     raises(gz.CaptureError, "parameters without optimizer state", lambda: graph(*share(3)))
 
 
+@slow
 def check_parameters_come_back_whole_when_the_stage_no_longer_splits_them():
     graph, _ = trained(3, steps=1)
     model, optimizer = graph.model, graph._source.optimizers[0].optimizer
@@ -252,6 +254,7 @@ def check_a_subset_of_ranks_and_strangers():
         gz.Graph(gz.placement("cpu", range(4)))
 
 
+@slow
 def check_a_full_state_dict_is_a_snapshot_at_every_stage():
     for stage in range(4):
         graph, _ = trained(stage, steps=1)

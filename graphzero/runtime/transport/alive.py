@@ -3,7 +3,8 @@
 A connection says that its other end is gone only when nobody holds that end any more; a process that the other rank has
 forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on its
 own host, in a thread that sleeps in the kernel until one of them ends.  Of ranks on other hosts it watches a connection
-on which nothing is ever sent: it lasts as long as their processes, whatever becomes of a step.  And what a process has
+on which nothing is ever sent: it lasts as long as their processes, whatever becomes of a step, and the kernel asks
+there now and then whether the other host still answers.  And what a process has
 inherited by a fork belongs to the rank that forked it: connections of Python's are closed in the child, and a Graph
 refuses to run there.
 """
@@ -25,6 +26,8 @@ from graphzero.errors import GraphZeroError
 from graphzero.runtime.transport import peer_memory
 
 _GRACE = 1.0  # seconds in which what an ended rank has sent may still arrive
+# Seconds until the kernel asks a host that is silent, those until it asks again, and how often: a minute in all.
+ASKS = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 
 def whereabouts() -> tuple[str | None, int]:
@@ -59,7 +62,7 @@ def near(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
 class Lives:
     """The processes of the other ranks.
 
-    ended: those ranks that have.  known: those that are watched.
+    ended: those ranks that have.  known: those that are watched; far: of these, by a connection.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class Lives:
         self.ended: set[int] = set()
         self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
         self._files: dict[int, int] = {}
-        self._far = dict(far)  # which would be closed if nobody held them
+        self.far, self._held = frozenset(far), [*far.values()]  # which would be closed if nobody held them
         for rank, one in far.items():
             close_in_children(one)
+            _ask_now_and_then(one)
             self._files[one.fileno()] = rank
         for rank in near(places):
             _, process = places[rank]
@@ -110,6 +114,15 @@ class Lives:
             if rank in on and number == now:
                 self._give_up()
             numbers[rank] = now
+
+
+def _ask_now_and_then(one: socket.socket) -> None:
+    """A connection with a host that does not answer any more ends; that of a process that is stopped does not."""
+    if one.family != socket.AF_UNIX:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, number in ASKS.items():
+            with suppress(AttributeError):  # not on every system
+                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
 
 
 _inherited: Any = None  # the default process group of the process that this one was forked from

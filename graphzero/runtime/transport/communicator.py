@@ -274,9 +274,11 @@ class Communicator:
             return RankError(found.told(self.number), found.ranks, found.kind == "silent")
         what = f"waited for {error.what}, and" if isinstance(error, _Lost) else f"waits for {_ranks(gone)}, which"
         whose = f"{_ranks(gone)} " if isinstance(error, _Lost) else ""
+        cut_off = "cut off with its host, " if self._lives is not None and self._lives.far.intersection(gone) else ""
         text = (
             f"rank {self.rank} {what} {whose}{_have(gone)} ended in or before this {self.label}: by an exception (the "
-            "output there says which), killed, or because of fewer calls; every rank must call a Graph equally often"
+            f"output there says which), killed, {cut_off}or because of fewer calls; every rank must call a Graph "
+            "equally often"
         )
         board.write(Notice("ended", gone, self.label, self.number, text))
         self._missed.update(gone)
