@@ -45,9 +45,13 @@ def cut(host: str) -> None:
     _ip("-n", host, "link", "set", f"c{host}", "down")
 
 
-def inside(host: str) -> list[str]:
-    """What a command begins with that runs there; all that it starts ends with it."""
-    return ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+def run(host: str, output: Path, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command on a host; all that it starts there ends with what is returned."""
+    inside = ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with output.open("wb") as told:
+        return subprocess.Popen(
+            [*inside, *command], stdout=told, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
 
 
 def start(host: str, which: int, output: Path, script: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -57,12 +61,10 @@ def start(host: str, which: int, output: Path, script: Path, *options: str) -> s
     """
     meet = f"is_host={int(which == 0)},last_call_timeout=6,keep_alive_interval=1"  # its name leads nowhere in there
     environment = {
-        **os.environ, "FIRST": ADDRESSES[0], "HOSTS": "1:2", "LOCAL": ADDRESSES[which], "LINK": f"c{host}",
+        "FIRST": ADDRESSES[0], "HOSTS": "1:2", "LOCAL": ADDRESSES[which], "LINK": f"c{host}",
         "MEET": meet, "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
     }  # fmt: skip
-    command = [*inside(host), "bash", str(script.with_name("hosts.sh")), str(script), *options]
-    with output.open("wb") as told:
-        return subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, env=environment)
+    return run(host, output, ["bash", str(script.with_name("hosts.sh")), str(script), *options], environment)
 
 
 def _ip(*words: str) -> None:

@@ -68,9 +68,8 @@ SIZES = (12, 11, 7, 2, 12, 5)
     ("norm", "settings", "programs"),
     [
         (True, {"stage": 3, "rows": 12}, 1),
-        pytest.param(
-            True, {"rows": "powers"}, 3, marks=pytest.mark.slow
-        ),  # for 2, 8 and 16 rows: 3, 9 and 18 on three ranks
+        # for 2, 8 and 16 rows: 3, 9 and 18 on three ranks
+        pytest.param(True, {"rows": "powers"}, 3, marks=pytest.mark.slow),
         (False, {"rows": [6, 12], "gradient_accumulation_steps": 2}, 2),
     ],
 )

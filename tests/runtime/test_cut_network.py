@@ -1,8 +1,6 @@
 """Of two hosts one is cut off: the rank on the other says so soon, and does not take a stopped process for one."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -43,7 +41,7 @@ graph = Train()
 try:
     while True:
         graph(torch.randn(2, 8))
-        print("step", time.monotonic(), flush=True)
+        print("step", flush=True)
         time.sleep(0.02)
 except gz.RankError as error:
     print(json.dumps([error.ranks, str(error)]), flush=True)
@@ -69,10 +67,8 @@ def test_a_rank_whose_host_is_cut_off_is_named_and_one_that_is_stopped_is_waited
         running = []
         try:
             for rank, (name, output) in enumerate(zip(names, outputs, strict=True)):
-                command = [*hosts.inside(name), sys.executable, str(script), str(rank)]
-                environment = {**os.environ, "GLOO_SOCKET_IFNAME": f"c{name}"}
-                with output.open("wb") as told:
-                    running.append(subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, env=environment))
+                command = [sys.executable, str(script), str(rank)]
+                running.append(hosts.run(name, output, command, {"GLOO_SOCKET_IFNAME": f"c{name}"}))
             first, second = running
             until(lambda: min(map(steps, outputs)) > 3, *running)
 
@@ -91,5 +87,5 @@ def test_a_rank_whose_host_is_cut_off_is_named_and_one_that_is_stopped_is_waited
             assert ranks == [1] and "has ended" in said and "cut off with its host" in said, said
         finally:
             for one in running:
-                one.send_signal(signal.SIGKILL)
+                one.kill()
                 one.wait()

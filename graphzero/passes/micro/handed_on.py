@@ -77,7 +77,7 @@ class HandedOn:
 
     def by_box(self, box: fx.Node) -> Joined:
         """What a box on ``mb`` becomes."""
-        source, made = self.parts.source(box), self.parts.sbp(box)
+        source, made = value.operand(box), self.parts.sbp(box)
         have, held, wanted = self.parts.sbp(source), self.sizes.others(source), self.sizes.others(box)
         if not made.is_broadcast:
             raise self.refusals.all_at_once(source, self.refusals.mismatch(source, box))

@@ -80,7 +80,7 @@ class OpWriter:
         a micro-batch, times the micro-batches that the sum stands for.
         """
         count, of = node.args[1], _shown(node.args[0])
-        if of not in self.parts.estimated or not self._is_of_deviations(summed := self.parts.source(of)):
+        if of not in self.parts.estimated or not self._is_of_deviations(summed := value.operand(of)):
             return count
         total = value.tensor_type(value.operand(summed)).numel // max(value.tensor_type(summed).numel, 1)
         return max(total - self.sizes.count, self.sizes.count) if count == total - 1 else count
@@ -116,7 +116,7 @@ class OpWriter:
 
     def move(self, box: fx.Node, part: str) -> fx.Node:
         """A box on ``mb`` within a micro-batch: a part of what is whole, a share of a sum, or an estimate."""
-        source = self.parts.source(box)
+        source = value.operand(box)
         have, made, held = self.parts.sbp(source), self.parts.sbp(box), self.read(source, part)
         if box in self.parts.estimated:
             if not have.is_partial or not made.is_broadcast:

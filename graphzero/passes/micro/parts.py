@@ -93,13 +93,10 @@ class Parts:
             return False
         return value.phase_of(node) != "update" or self.differs(node) or node in self._needed
 
-    def source(self, box: fx.Node) -> fx.Node:
-        return value.operand(box)
-
     def _completes(self, node: fx.Node) -> bool:
         if node.target is not ops.box:
             return False
-        have, made = self.cut(self.source(node)), self.cut(node)
+        have, made = self.cut(value.operand(node)), self.cut(node)
         return not have[0].is_broadcast and made != have
 
     def _late(self) -> set[fx.Node]:

@@ -53,7 +53,7 @@ class Refusals:
     def warn(self) -> None:
         lines = list(
             dict.fromkeys(
-                value.source_of(self.parts.source(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated
+                value.source_of(value.operand(b)) or b.name for b in self.parts.nodes if b in self.parts.estimated
             )
         )
         if lines and self._has_padded_rows():

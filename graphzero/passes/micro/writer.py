@@ -90,7 +90,7 @@ class Writer:
         """The parameter that a box gathers, or whose cast, and that stays so until all micro-batches are through."""
         if node.target is not ops.box or not self.keep_gathered or value.phase_of(node) == "update":
             return None
-        source = self.parts.source(node)
+        source = value.operand(node)
         while is_copy(source.target):  # the cast of a master
             source = value.operand(source)
         role = value.role_of(source)
@@ -142,8 +142,8 @@ class Writer:
             return self._whole(node)
         if node in self.parts.completed:
             return self.emit.box(self.joined[self.handed.by_box(node)], node, self.sizes.others(node))
-        if node.target is ops.box and self.sizes.others(self.parts.source(node)) == self.sizes.others(node):
-            return self._handed(self.parts.source(node))
+        if node.target is ops.box and self.sizes.others(value.operand(node)) == self.sizes.others(node):
+            return self._handed(value.operand(node))
         made = self.emit.copy(node, "after", self._handed)
         return self._unrounded(made) or made
 
@@ -173,7 +173,7 @@ class Writer:
             done[node] = self.kept[node]
         elif node in self.parts.hoisted:
             done[node] = self.emit.cut_out(self._whole(node), node, part)
-        elif node.target is ops.box and self.parts.cut(node) != self.parts.cut(self.parts.source(node)):
+        elif node.target is ops.box and self.parts.cut(node) != self.parts.cut(value.operand(node)):
             done[node] = self.emit.move(node, part)
         elif node.target in SHAPED and node.args[0] in self.parts.late:
             done[node] = self.emit.fill(node, part)

@@ -4,9 +4,8 @@ A connection says that its other end is gone only when nobody holds that end any
 forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on its
 own host, in a thread that sleeps in the kernel until one of them ends.  Of ranks on other hosts it watches a connection
 on which nothing is ever sent: it lasts as long as their processes, whatever becomes of a step, and the kernel asks
-there now and then whether the other host still answers.  And what a process has
-inherited by a fork belongs to the rank that forked it: connections of Python's are closed in the child, and a Graph
-refuses to run there.
+there now and then whether the other host still answers.  And what a process has inherited by a fork belongs to the rank
+that forked it: connections of Python's are closed in the child, and a Graph refuses to run there.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Lives:
         self, places: Mapping[int, tuple[str | None, int]], far: Mapping[int, socket.socket], waiting: Waiting,
         hang_up: Callable[[int], None], give_up: Callable[[], None],
     ):  # fmt: skip
-        """places: ``whereabouts`` by rank; far: connections with those that are not near, for nothing else.
+        """places: ``whereabouts`` by rank; far: TCP connections with those that are not near, for nothing else.
 
         Called in another thread: hang_up, with each rank that has ended; give_up, where this one goes on to wait for
         such a rank.
@@ -117,12 +116,11 @@ class Lives:
 
 
 def _ask_now_and_then(one: socket.socket) -> None:
-    """A connection with a host that does not answer any more ends; that of a process that is stopped does not."""
-    if one.family != socket.AF_UNIX:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, number in ASKS.items():
-            with suppress(AttributeError):  # not on every system
-                one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
+    """A TCP connection with a host that does not answer any more ends; that of a process that is stopped does not."""
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, number in ASKS.items():
+        with suppress(AttributeError):  # not on every system
+            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
 
 
 _inherited: Any = None  # the default process group of the process that this one was forked from

@@ -66,7 +66,7 @@ class Communicator:
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
         self._waiting = Waiting()
-        self._lives: Lives | None = None
+        self._lives = Lives({}, {}, self._waiting, self._hang_up, self._give_up)  # nobody is known yet
         self._is_acquainted = False
         self._missed: set[int] = set()
         self._group: Any = None  # of gloo, and of all ranks
@@ -82,7 +82,7 @@ class Communicator:
     @property
     def ended(self) -> frozenset[int]:
         """Ranks whose processes have ended, of those that it has ever had a connection with."""
-        return frozenset(self._missed) | (frozenset() if self._lives is None else frozenset(self._lives.ended))
+        return frozenset(self._missed | self._lives.ended)
 
     # ---- connections
 
@@ -147,7 +147,7 @@ class Communicator:
             store.set(f"here {self.rank}", "1")
             store.add("here", 1)
             while store.add("here", 0) < len(self.ids):
-                if store.add("notices", 0) or self._lives and self._lives.ended:
+                if store.add("notices", 0) or self._lives.ended:
                     raise self._lost("all ranks to come")
                 if time.monotonic() - began > self.limit:
                     raise self._lost("all ranks to come", is_silent=True)
@@ -274,7 +274,7 @@ class Communicator:
             return RankError(found.told(self.number), found.ranks, found.kind == "silent")
         what = f"waited for {error.what}, and" if isinstance(error, _Lost) else f"waits for {_ranks(gone)}, which"
         whose = f"{_ranks(gone)} " if isinstance(error, _Lost) else ""
-        cut_off = "cut off with its host, " if self._lives is not None and self._lives.far.intersection(gone) else ""
+        cut_off = "cut off with its host, " if self._lives.far.intersection(gone) else ""
         text = (
             f"rank {self.rank} {what} {whose}{_have(gone)} ended in or before this {self.label}: by an exception (the "
             f"output there says which), killed, {cut_off}or because of fewer calls; every rank must call a Graph "
@@ -304,7 +304,7 @@ class Communicator:
     def _gone(self, seconds: float) -> list[int]:
         """Ranks that have ended.  seconds: since a connection was found closed.  Of a rank that can't be watched it is
         all one can see; it counts when nobody has said why for a while."""
-        ended, known = (self._lives.ended, self._lives.known) if self._lives is not None else (set(), frozenset())
+        ended, known = self._lives.ended, self._lives.known
         if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
             return sorted(ended)
         closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
