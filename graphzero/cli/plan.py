@@ -98,7 +98,7 @@ def planned(
     else:
         found = [_stage(*one) for one in asked]
     _say("")
-    return Report(what, where, device, device.capacity if memory is None else memory, found)
+    return Report(what, where, device, device.usable if memory is None else memory, found)
 
 
 def _stage(what: str, where: Placement, stage: int, device: Device, memory: int | None) -> StagePlan:

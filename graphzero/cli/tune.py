@@ -19,7 +19,7 @@ from graphzero.testing import fake_world
 from graphzero.tune.captured_step import CapturedStep, captured_step, with_rows
 from graphzero.tune.layout import TENSOR, axes_of, hybrid_axes
 from graphzero.tune.report import does_not_fit, report
-from graphzero.tune.search import Axes, Search
+from graphzero.tune.search import Axes, Found, Search
 
 EXAMPLE = """example:
   graphzero tune train.py:make --ranks 64 --device h100 --batch 512
@@ -67,42 +67,51 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do what the command line says, and print it.  Raises NothingFits where no layout fits."""
     device = Device.named(options.device)
-    ranks, said = _ranks(options)
+    found, step = search_layouts(options, device)
+    if not found.fitting:
+        raise NothingFits(does_not_fit(found, step, device))
+    print(report(found, step, device, options.factory, options.top))
+
+
+def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, CapturedStep]:
+    """The priced layouts of the FACTORY's step on ``device``, and the step.  Raises ConfigError for a wrong question."""
+    ranks, said = _ranks(options, device.type)
     if options.top < 1 or not options.seconds >= 0:
         raise ConfigError("tune: --top is 1 or more, --seconds 0 or more")
-    room = plan.size_of(options.memory) if options.memory is not None else int(SHARE * device.capacity)
+    room = plan.size_of(options.memory) if options.memory is not None else device.usable
     with fake_world(ranks), warnings.catch_warnings(record=True) as warned, redirect_stdout(sys.stderr):
         warnings.simplefilter("once")
-        step = _captured(options, ranks, said)
+        step = _captured(options, ranks, said, device.type)
         grids = [_axes(said, step)] if said is not None else _grids(options, step, device)
         told = (lambda _: None) if options.quiet else _progress
         search = Search(step, device, room, top=options.top, seconds=options.seconds, told=told)
         found = search.run(grids, [] if said is not None else _uneven(options, step, device))
     for message in dict.fromkeys(str(one.message) for one in warned):
         told(f"warning: {message}")
-    if not found.fitting:
-        raise NothingFits(does_not_fit(found, step, device))
-    print(report(found, step, device, options.factory, options.top))
+    return found, step
 
 
 def _progress(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def _ranks(options: argparse.Namespace) -> tuple[int, Placement | None]:
+def _ranks(options: argparse.Namespace, device_type: str) -> tuple[int, Placement | None]:
     """How many, and the placement if the command line says one."""
-    where = factory.placement_of(options, "cpu")
+    where = factory.placement_of(options, device_type)
     if where is None:
         raise ConfigError("tune needs to know how many ranks there are: --ranks 64, or --axes dp=16,tp=4 for a grid")
     return where.size, where if options.axes or options.hierarchy else None
 
 
-def _captured(options: argparse.Namespace, ranks: int, said: Placement | None) -> CapturedStep:
-    """The step, on the placement that is said, or on one over which the batch divides."""
+def _captured(options: argparse.Namespace, ranks: int, said: Placement | None, device_type: str) -> CapturedStep:
+    """The step, on the placement that is said, or on one over which the batch divides.
+
+    It is captured for the device's type, on which the casts of mixed precision depend.
+    """
     rows = options.batch
     if rows is not None and rows < 1:
         raise ConfigError(f"--batch {rows}: give the rows of the global batch, from 1 up")
-    where = said if said is not None else _first_placement(ranks, rows)
+    where = said if said is not None else _first_placement(ranks, rows, device_type)
     data = math.prod(n for name, n in zip(where.names, where.hierarchy, strict=True) if name in where.data_axes)
     if rows is not None and rows % data:
         raise ConfigError(f"--batch {rows}: {data} data ranks do not divide it; give a multiple of {data}")
@@ -120,12 +129,12 @@ def _captured(options: argparse.Namespace, ranks: int, said: Placement | None) -
     return step
 
 
-def _first_placement(ranks: int, rows: int | None) -> Placement:
+def _first_placement(ranks: int, rows: int | None, device_type: str) -> Placement:
     data = math.gcd(ranks, rows) if rows is not None else ranks
     if data == ranks:
-        return placement("cpu", range(ranks))
+        return placement(device_type, range(ranks))
     grid = [list(range(i, i + ranks // data)) for i in range(0, ranks, ranks // data)]
-    return placement("cpu", grid, ("dp", TENSOR))
+    return placement(device_type, grid, ("dp", TENSOR))
 
 
 def _axes(where: Placement, step: CapturedStep) -> Axes:

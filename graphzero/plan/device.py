@@ -15,6 +15,7 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 from graphzero.runtime.files.json_file import read_json
+from graphzero.runtime.world.device_memory import SHARE
 from graphzero.sbp.links import Link, is_finite, link_of
 from graphzero.sbp.placement import DEVICE_TYPES, Placement
 
@@ -77,6 +78,11 @@ class Device:
         for name, answer in {"runs_ahead": self.runs_ahead, "overlaps": self.overlaps}.items():
             if not isinstance(answer, bool):
                 raise ConfigError(f"{what}: {name} is {answer!r}; give true or false")
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a plan may peak at: ``SHARE`` of the capacity, as for a memory budget of "auto"."""
+        return int(SHARE * self.capacity)
 
     @classmethod
     def named(cls, name: str) -> Device:

@@ -1,0 +1,45 @@
+"""``graphzero tune`` and ``graphzero plan`` say the same of the same layout, on every device that has a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from graphzero.cli import plan, tune
+from graphzero.plan.device import Device, names
+from graphzero.sbp.placement import placement
+from graphzero.tune.layout import Layout
+
+HERE = Path(__file__).parent
+FACTORY = """
+import sys
+sys.path.insert(0, {here!r})
+from tuned_steps import Train, example
+
+def make(placement, stage):
+    graph = Train(placement, "gpt2")
+    graph.model.float()
+    graph.config.enable_amp()
+    if stage:
+        graph.config.enable_zero(stage=stage)
+    return graph, example("gpt2", 2)
+"""
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_layout_has_one_peak_one_traffic_and_one_time(tmp_path, name):
+    (tmp_path / "mixed_step.py").write_text(FACTORY.format(here=str(HERE)))
+    what, device = f"{tmp_path}/mixed_step.py:make", Device.named(name)
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    options = parser.parse_args([what, "--axes", "dp=4", "--device", name, "--quiet", "--top", "40"])
+    found, _ = tune.search_layouts(options, device)
+    plain = {one.layout.stage: one for one in found.fitting if one.layout == Layout((("dp", 4),), one.layout.stage)}
+    report = plan.planned(what, placement(device.type, range(4)), (0, 1, 2, 3), device)
+    assert found.room == report.memory
+    for stage in report.stages:
+        tuned = plain[stage.stage]
+        assert (tuned.peak, tuned.plan.comm_bytes) == (stage.peak, stage.plan.comm_bytes)
+        assert tuned.seconds == pytest.approx(stage.timeline.seconds, rel=1e-9)
