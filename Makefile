@@ -10,12 +10,13 @@ STEPS  ?=
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+TRAIN := $(VENV)/.train
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else each process compiles the sources, and pytest all tests, anew: seconds
 
 .PHONY: train dist docs test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
 
-train: $(READY)
+train: $(TRAIN)
 	@$(BIN)/python examples/launch.py $(if $(RANKS),--ranks='$(RANKS)') $(if $(MODEL),--model='$(MODEL)') \
 		$(if $(STAGE),--stage='$(STAGE)') $(if $(BATCH),--batch='$(BATCH)') $(if $(STEPS),--steps='$(STEPS)')
 
@@ -82,8 +83,13 @@ bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(BIN)/python bench/everything.py --models $(MODELS) --ranks $(or $(RANKS),2)
 
-$(READY): setup.cfg pyproject.toml constraints.txt
+# What examples need, without the tools of development.
+$(TRAIN): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples]"
+	@touch $@
+
+$(READY): $(TRAIN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,dev]"
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""Train with checkpoints: killed at any moment, on any number of ranks, the same command goes on from the last one.
+"""Train with checkpoints: killed at any moment, the same command goes on from the last one, on any number of ranks that
+divides the batch.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/resume.py runs/first
 
@@ -30,12 +31,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20, help="steps")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints")
-    parser.add_argument("--batch", type=int, default=16, help="sequences, of all ranks together")
+    parser.add_argument("--batch", type=int, default=24, help="sequences, of all ranks together")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--double", action="store_true", help="compute in float64")
     options = parser.parse_args()
+    if options.batch % RANKS:
+        parser.error(f"--batch {options.batch}: {RANKS} ranks share it, so give a multiple of {RANKS}")
     logging.basicConfig(level=logging.INFO if RANK == 0 else logging.WARNING, format="%(message)s")
 
     model = make_model(options.model, options.layers, options.width, options.context)

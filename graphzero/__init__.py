@@ -6,6 +6,7 @@ The public names; everything else may change.  They are loaded when they are fir
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from graphzero.measure import TensorBoard as TensorBoard
     from graphzero.measure import Trace as Trace
     from graphzero.measure import trace as trace
+    from graphzero.page import save_page as save_page
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
     from graphzero.pretrained import load_pretrained as load_pretrained
@@ -48,6 +50,20 @@ if TYPE_CHECKING:
     from graphzero.sbp.placement import Placement, placement
 
 __version__ = "0.1.0"
+
+
+def _refuse_other_distribution() -> None:
+    """Raise ImportError where PyPI's package ``graphzero``, by others, is installed over the same folder."""
+    installed = Path(__file__).parents[1]
+    if any(installed.glob("graphzero-*.dist-info")):
+        raise ImportError(
+            f"{installed} has two packages that are imported as graphzero: graphzero-torch, and `graphzero` of PyPI, a "
+            "graph-network engine by other people, whose files lie among these. Uninstall both, and install the one "
+            "that is meant: pip uninstall graphzero graphzero-torch"
+        )
+
+
+_refuse_other_distribution()
 
 _HOMES = {
     "CaptureError": "errors",
@@ -80,6 +96,7 @@ _HOMES = {
     "parse": "ir.text.parser",
     "placement": "sbp.placement",
     "save": "files",
+    "save_page": "page",
     "save_pretrained": "pretrained",
     "set_logs": "logs",
     "to_global": "convert",
@@ -121,6 +138,7 @@ __all__ = [
     "passes",
     "placement",
     "save",
+    "save_page",
     "save_pretrained",
     "sbp",
     "set_logs",

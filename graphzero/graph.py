@@ -8,6 +8,7 @@ Here is only their order, and what the user may ask.
 from __future__ import annotations
 
 import copy
+import html
 import time
 import warnings
 from abc import abstractmethod
@@ -202,17 +203,17 @@ class Graph:
 
         Raises ConfigError before the first call or ``compile``, as ``history`` and ``plan`` do.
         """
-        return self._compiled("program").graph
+        return self.compiled_program("program").graph
 
     @property
     def history(self) -> list[Record]:
         """What each pass did to it, one record per pass: see ``gz.passes.Record``."""
-        return self._compiled("history").history
+        return self.compiled_program("history").history
 
     @property
     def plan(self) -> Plan:
         """What one step of it costs one rank: bytes of memory and collectives, known without running."""
-        return self._compiled("plan").plan
+        return self.compiled_program("plan").plan
 
     @property
     def grad_norm(self) -> Any:
@@ -329,6 +330,16 @@ class Graph:
         ]
         return "\n".join([*lines, body.rstrip()])
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, its plan, and its program to unfold."""
+        head = f"<b>{html.escape(self.name)}</b> on {html.escape(repr(self.placement))}"
+        last = self._selection.last
+        if last is None:
+            return f"{head}: not compiled yet; call it, or graph.compile(...)"
+        for name, text in {"plan": str(last.plan), "program": str(last.graph)}.items():
+            head += f"<details><summary>{name}</summary><pre>{html.escape(text)}</pre></details>"
+        return head
+
     def _check_apart(self, what: str) -> None:
         """Raise inside of a build, or of a block of ``full_parameters``."""
         if is_capturing():
@@ -376,7 +387,8 @@ class Graph:
         check_attribute(type(self), name, held, "_steps" in vars(self))
         super().__setattr__(name, held)
 
-    def _compiled(self, what: str) -> Program:
+    def compiled_program(self, what: str) -> Program:
+        """For the rest of graphzero: what was used or compiled last.  Raises ConfigError, which names ``what``."""
         last = self._selection.last
         if last is None:
             raise ConfigError(

@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import graphzero as gz
 from graphzero.cli import command, main, opt
-from graphzero.cli.output import check_output, write_output
+from graphzero.page.output import check_output, write_output
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,9 @@ def test_where_nothing_can_be_written_is_said_before_anything_runs(tmp_path: Pat
     for path, words in ((tmp_path / "no" / "page.html", "there is no folder"), (tmp_path, "it is a folder")):
         with pytest.raises(gz.ConfigError, match=words):
             check_output("--html", str(path))
+
+
+def test_the_version_is_that_of_the_package_and_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"graphzero {gz.__version__}, torch {torch.__version__}\n"

@@ -21,7 +21,8 @@ import torch
 import graphzero as gz
 
 where = sys.prefix
-assert gz.__file__.startswith(where) and str(distribution("graphzero").locate_file("")).startswith(where), gz.__file__
+installed = str(distribution("graphzero-torch").locate_file(""))
+assert gz.__file__.startswith(where) and installed.startswith(where), gz.__file__
 
 
 class Train(gz.Graph):
@@ -52,17 +53,44 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+def copy_sources(folder: Path) -> None:
+    """All that a build needs."""
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as ``make dist`` does, beside the source tree: first the sdist, then the wheel of it."""
     folder = tmp_path_factory.mktemp("dist")
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
+    copy_sources(folder)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=folder)
     assert len(list((folder / "dist").glob("*.tar.gz"))) == 1
     (found,) = (folder / "dist").glob("*.whl")
     return found
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    build = "import setuptools.build_meta as backend; backend.build_editable('.')"
+    run(sys.executable, "-c", build, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("graphzero_torch-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        (path,) = (packed.read(name) for name in packed.namelist() if name.endswith(".pth"))
+    assert path.decode().strip() == str(tmp_path)
+
+
+def test_beside_the_package_of_others_that_is_imported_by_the_same_name_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "graphzero-0.2.0.dist-info").mkdir()
+    (tmp_path / "graphzero").mkdir()
+    shutil.copy(ROOT / "graphzero" / "__init__.py", tmp_path / "graphzero")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import graphzero"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "ImportError" in done.stderr
+    assert "pip uninstall graphzero graphzero-torch" in done.stderr
 
 
 @pytest.mark.slow

@@ -217,3 +217,71 @@ def test_a_graphs_first_program_and_the_line_of_its_passes_give_every_program_of
         path.write_text(str(record.before))
         assert main(["opt", str(path), "--passes", record.text]) == 0
         assert capsys.readouterr().out == str(record.after), record.name
+
+
+OWN_PASSES = """
+from dataclasses import dataclass
+
+import graphzero as gz
+from graphzero.ir import value
+
+
+@dataclass(frozen=True)
+class PinBatch:
+    axis: str = "dp"
+    most: int = 1
+
+    def __call__(self, graph):
+        for node in list(graph.placeholders("batch"))[: self.most]:
+            graph.pin(node, self.axis, gz.sbp.S(0))
+        return graph
+
+
+def do_nothing(graph):
+    return graph
+
+
+def helper(a, b):
+    return a
+"""
+
+
+def test_passes_of_a_file_run_by_their_names_with_their_options(
+    file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "my_passes.py"
+    own.write_text(OWN_PASSES)
+    assert main(["opt", file, "--load", str(own), "--passes", "do_nothing,pin_batch{most=1},pin,zero{stage=1}"]) == 0
+    x = next(line for line in capsys.readouterr().out.splitlines() if "batch()" in line)
+    assert "S(0)!" in x
+    for passes, problem in (
+        ("pin_batch{least=1}", "pin_batch has no option 'least'; it has axis, most"),
+        ("helper", "no pass is called 'helper'"),
+        ("do_nothing{x=1}", "expected ',' and a pass"),
+    ):
+        assert problem in fails(capsys, file, "--load", str(own), "--passes", passes)
+
+
+def test_a_file_without_passes_or_with_the_name_of_a_built_in_one_is_refused(
+    file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "no_passes.py"
+    for text, problem in (
+        ("x = 1", "it defines no pass"),
+        ("def zero(graph): return graph", "zero is the name of a built-in pass"),
+        ("raise ValueError('no')", "ValueError: no"),
+    ):
+        own.write_text(text)
+        assert problem in fails(capsys, file, "--load", str(own))
+    assert "give a Python file" in fails(capsys, file, "--load", str(tmp_path))
+
+
+def test_a_pass_of_the_users_is_written_with_its_options_and_read_back(tmp_path: Path) -> None:
+    names: dict[str, object] = {"__name__": "my_passes"}
+    exec(OWN_PASSES, names)
+    own = {"pin_batch": names["PinBatch"], "do_nothing": names["do_nothing"]}
+    pipeline = Pipeline([own["do_nothing"], own["pin_batch"]("dp", 2)])  # type: ignore[operator,list-item]
+    pipeline(parse(STEP))
+    text = ",".join(record.text for record in pipeline.history)
+    assert text == "do_nothing,pin_batch{axis=dp most=2}"
+    assert gz.passes.parse_passes(text, own=own) == pipeline.passes  # type: ignore[arg-type]

@@ -20,6 +20,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
+from graphzero import __version__
 from graphzero.cli import calibrate, opt, plan, show, trace, tune
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
 
@@ -70,6 +73,7 @@ def _drop_output() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("graphzero", description="Ask something of a step of training.")
+    parser.add_argument("--version", action="version", version=f"graphzero {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, words) in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=words))

@@ -139,8 +139,7 @@ def load(what: str) -> Callable[..., Any]:
         raise ConfigError(f"{what}: there is no file {file or what!r}; write FILE:FACTORY, such as train.py:make")
     if path.suffix != ".py":
         raise ConfigError(f"{what}: {path} is no Python file; its name ends with .py")
-    with _told(what):
-        module = _module(path)
+    module = run_file(path, what)
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(
@@ -150,8 +149,16 @@ def load(what: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def run_file(path: Path, what: str) -> ModuleType:
+    """The module of a file of Python.  It may import its neighbours, as a script does.
+
+    what: the file is called in messages.  Raises ConfigError, with the place, for whatever the file raises.
+    """
+    with _told(what):
+        return _module(path)
+
+
 def _module(path: Path) -> ModuleType:
-    """The file, run.  It may import its neighbours, as a script does."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # as of every name that ends with .py
     module = importlib.util.module_from_spec(spec)

@@ -7,15 +7,22 @@ are looked up and nothing is evaluated.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from graphzero.cli import factory
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, parse_passes
+from graphzero.passes.base import snake_case
+from graphzero.passes.pipeline import GROUPS, NAMES
 from graphzero.passes.text import listing
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 
@@ -32,6 +39,10 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("file", metavar="FILE", nargs="?", help="what print(graph) wrote; - for standard input")
     one.add_argument("--passes", metavar="TEXT", default="", help="such as pin,zero{stage=2},propagate; see --list")
+    one.add_argument(
+        "--load", metavar="FILE.py", help="of your own passes, which --passes may name: functions of one graph, and "
+        "dataclasses that are called with one, by their names in snake case",
+    )  # fmt: skip
     one.add_argument("--device", default="cpu", choices=DEVICE_TYPES, help="for whose kernels; cpu")
     shown = one.add_mutually_exclusive_group()
     shown.add_argument("--diff", action="store_true", help="print what each pass changed, not the program")
@@ -46,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         print(listing())
         return
     graph = read(options.file, options.device)
-    pipeline = Pipeline(parse_passes(options.passes, graph.level))
+    pipeline = Pipeline(parse_passes(options.passes, graph.level, own_passes(options.load)))
     try:
         after = pipeline(graph)
     except GraphZeroError:
@@ -62,6 +73,29 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(text for record in pipeline.history if (text := record.diff())))
     elif not options.verify_only:
         print(after, end="")
+
+
+def own_passes(file: str | None) -> dict[str, Callable[..., Any]]:
+    """The passes that a file of Python defines, by name.  Raises ConfigError where there is none, or no such file."""
+    if file is None:
+        return {}
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"--load {file}: give a Python file that defines passes")
+    module = factory.run_file(path, file)
+    own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    passes = {snake_case(x.__name__): x for x in own if _is_pass(x)}
+    if taken := sorted(passes.keys() & {*NAMES, *GROUPS}):
+        raise ConfigError(f"--load {file}: {', '.join(taken)} is the name of a built-in pass; give yours another one")
+    if not passes:
+        raise ConfigError(f"--load {file}: it defines no pass: a function of one graph, or a dataclass with __call__")
+    return passes
+
+
+def _is_pass(x: Any) -> bool:
+    if inspect.isclass(x):
+        return dataclasses.is_dataclass(x) and "__call__" in vars(x)
+    return inspect.isfunction(x) and len(inspect.signature(x).parameters) == 1
 
 
 def read(file: str | None, device: str = "cpu") -> StepGraph:

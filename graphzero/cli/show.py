@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from graphzero.cli import factory
-from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
 from graphzero.inspect.snapshots import CAPTURED, Snapshot, Which, diff, find, listing, made_and_changed, snapshots
 from graphzero.ir import value
@@ -19,6 +18,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import PHASES
 from graphzero.page import plan_data, render
 from graphzero.page.lines import Pool
+from graphzero.page.output import check_output, write_output
 from graphzero.page.timeline import read_measured
 from graphzero.plan.device import Device, names
 from graphzero.plan.timeline import timeline

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero.cli import factory
-from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.measure import trace
+from graphzero.page.output import check_output, write_output
 from graphzero.plan.device import Device
 from graphzero.runtime.world import launch
 from graphzero.sbp.placement import DEVICE_TYPES, Placement, placement

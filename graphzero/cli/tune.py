@@ -74,7 +74,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, CapturedStep]:
-    """The priced layouts of the FACTORY's step on ``device``, and the step.  Raises ConfigError for a wrong question."""
+    """The priced layouts of the FACTORY's step on ``device``, and the step.
+
+    Raises ConfigError for a wrong question.
+    """
     ranks, said = _ranks(options, device.type)
     if options.top < 1 or not options.seconds >= 0:
         raise ConfigError("tune: --top is 1 or more, --seconds 0 or more")

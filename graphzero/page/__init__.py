@@ -7,5 +7,6 @@ or computes what a step costs: that is asked of the plan and the analyses that i
 
 from graphzero.page.data import plan_data
 from graphzero.page.render import render
+from graphzero.page.save import save_page
 
-__all__ = ["plan_data", "render"]
+__all__ = ["plan_data", "render", "save_page"]

@@ -10,7 +10,8 @@ import difflib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
@@ -33,6 +34,18 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
+def pass_text(pass_: Pass) -> str:
+    """A pass as a list of passes in text has it: ``zero{stage=3}``.
+
+    A pass of the user's that is a dataclass has its options there too, if each has a text form; else its name alone.
+    """
+    options = ""
+    if is_dataclass(pass_):
+        with suppress(TypeError, NameError):  # an option without a text form
+            options = write_options(pass_)
+    return pass_name(pass_) + options
+
+
 class BuiltinPass:
     """Base of the passes that ship with graphzero: small frozen dataclasses with ``__call__``."""
 
@@ -42,8 +55,7 @@ class BuiltinPass:
         return snake_case(type(self).__name__)
 
     def __str__(self) -> str:
-        """As a list of passes in text has it: ``zero{stage=3}``."""
-        return self.name + write_options(self)
+        return pass_text(self)
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         raise NotImplementedError
@@ -94,8 +106,8 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The pass as ``graphzero opt --passes`` takes it, options included; a user's own by its name alone."""
-        return str(self.pass_) if isinstance(self.pass_, BuiltinPass) else self.name
+        """The pass as ``graphzero opt --passes`` takes it, options included."""
+        return pass_text(self.pass_)
 
     def diff(self) -> str:
         """What the pass changed, as a unified diff of the two texts."""

@@ -7,12 +7,12 @@ fields, values are written as ``forms`` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from graphzero.ir.text.parser import ParseError
 from graphzero.ir.text.words import Reader
-from graphzero.passes.base import BuiltinPass, Pass, pass_name
+from graphzero.passes.base import Pass, pass_text
 from graphzero.passes.contract import contract_of
 from graphzero.passes.option_text import forms_of, made, read_options, refused
 from graphzero.passes.pipeline import GROUPS, NAMES, PASSES, Options, default_passes, first_on, level_behind
@@ -22,16 +22,17 @@ SHOWN = 60  # characters of a text at either side of what is wrong
 
 
 def print_passes(passes: Iterable[Pass]) -> str:
-    """The text of a list of passes; a pass of the user's is there by its name alone."""
-    return ",".join(str(one) if isinstance(one, BuiltinPass) else pass_name(one) for one in passes)
+    """The text of a list of passes."""
+    return ",".join(map(pass_text, passes))
 
 
-def parse_passes(text: str, level: str = "captured") -> list[Pass]:
-    """Read a list of built-in passes.
+def parse_passes(text: str, level: str = "captured", own: Mapping[str, Callable[..., Any]] | None = None) -> list[Pass]:
+    """Read a list of passes.
 
     Args:
         text: what ``print_passes`` gives; spaces around names and marks are free.
         level: of the graph that they are for.
+        own: passes of the user's by the names that they have in the text; a dataclass is made with its options.
 
     Raises:
         ParseError: with the place, and what may stand there.
@@ -39,7 +40,7 @@ def parse_passes(text: str, level: str = "captured") -> list[Pass]:
     reader = Reader(text, lambda problem: _error(text, reader.at, problem), {})
     found, more = list[Pass](), bool(reader.next())
     while more:
-        passes, level = _next(reader, level)
+        passes, level = _next(reader, level, own or {})
         found += passes
         more = reader.take(",")
     if reader.next():
@@ -47,15 +48,18 @@ def parse_passes(text: str, level: str = "captured") -> list[Pass]:
     return found
 
 
-def _next(reader: Reader, level: str) -> tuple[list[Pass], str]:
+def _next(reader: Reader, level: str, own: Mapping[str, Callable[..., Any]]) -> tuple[list[Pass], str]:
     """What stands here, for a graph of that level, and the level behind it."""
     begin, name = reader.at, reader.word()
+    if name in own:
+        return [_own_pass(reader, own[name], name)], level
     if name == DEFAULT:
         return default_passes(_options(reader, Options, name), since=first_on(level)), PASSES[-1].level
     if name not in (*NAMES, *GROUPS):
         what = f"no pass is called {name!r}" if name else "expected the name of a pass"
         more = f"{', '.join(GROUPS)} for several that go together, and {DEFAULT} for the whole list"
-        raise refused(reader, begin, f"{what}; the passes are {', '.join(NAMES)}; {more}")
+        names = ", ".join((*NAMES, *own))
+        raise refused(reader, begin, f"{what}; the passes are {names}; {more}")
     entry = next(one for one in PASSES if name in (one.name, one.group))
     if entry.level != level:
         here = ", ".join(one.name for one in PASSES if one.level == level)
@@ -63,6 +67,13 @@ def _next(reader: Reader, level: str) -> tuple[list[Pass], str]:
         raise refused(reader, begin, problem)
     kind = GROUPS.get(name, entry.kind)
     return [_options(reader, kind, name)], level_behind(entry)
+
+
+def _own_pass(reader: Reader, made: Callable[..., Any], name: str) -> Pass:
+    try:
+        return _options(reader, made, name) if isinstance(made, type) else made
+    except TypeError as error:  # of a field without a text form
+        raise reader.fail(f"{name}: {error}") from None
 
 
 def _options(reader: Reader, kind: type, name: str) -> Any:

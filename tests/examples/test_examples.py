@@ -136,7 +136,7 @@ def test_of_many_ranks_with_a_wrong_option_one_speaks(monkeypatch, capsys):
 
 def test_make_train_starts_no_rank_with_a_wrong_option():
     outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    wrong = ["RANKS=3", "BATCH=4", f"VENV={sys.prefix}", f"--assume-old={Path(sys.prefix) / '.ready'}"]
+    wrong = ["RANKS=3", "BATCH=4", f"VENV={sys.prefix}", f"--assume-old={Path(sys.prefix) / '.train'}"]
     done = subprocess.run(["make", "train", *wrong], capture_output=True, text=True, cwd=EXAMPLES.parent, env=outer)
     assert done.returncode == 2 and not done.stdout
     said, of_make = done.stderr.splitlines()

@@ -138,3 +138,22 @@ def test_the_page_holds_all_it_needs_and_no_text_of_a_user_is_markup(tmp_path: P
     assert page.count("<style>") == len(STYLES) and "default-src 'none'" in page
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//|@import|url\(|fetch\(|XMLHttpRequest""", page)
     assert "The MIT License" in page and "Leon Sorokin" in page  # uPlot's, which asks for it
+
+
+def test_a_compiled_graph_is_written_as_a_page_from_python(tmp_path: Path) -> None:
+    with program_of(tmp_path, "make", ranks=2):
+        pass
+    graph, example = factory.make(f"{tmp_path}/train.py:make", gz.placement("cpu", range(2), virtual=True), 3)
+    with pytest.raises(gz.ConfigError, match="has no page yet: call it"):
+        gz.save_page(graph, tmp_path / "page.html")
+    assert "not compiled yet" in graph._repr_html_()
+    graph.compile(*example)
+    gz.save_page(graph, tmp_path / "page.html", device="h100")
+    page = (tmp_path / "page.html").read_text()
+    assert "stage 3" in page and '"planned":' in page
+    for wrong, problem in ((tmp_path, "it is a folder"), (tmp_path / "no" / "page.html", "there is no folder")):
+        with pytest.raises(gz.ConfigError, match=f"save_page .*: {problem}"):
+            gz.save_page(graph, wrong)
+    with pytest.raises(gz.ConfigError, match="there is no device 'h900'"):
+        gz.save_page(graph, tmp_path / "page.html", device="h900")
+    assert "<summary>plan</summary>" in graph._repr_html_()
