@@ -45,7 +45,7 @@ class Steps:
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):
             executor.bind(bind(state, program.graph, captured.states, captured.constants, found))
-        state.settle(program)
+        state.settle(program, executor)
         self.selection.bound(prepared)
 
     def run(self, prepared: Prepared) -> Any:

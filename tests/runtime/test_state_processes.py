@@ -10,7 +10,7 @@ import processes  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # a set of processes makes all checks
 
-TWO_RANKS = processes.Checks(("state_checks", "agreement_checks"), 2)
+TWO_RANKS = processes.Checks(("state_checks", "agreement_checks", "memory_checks"), 2)
 ARENA_AND_OPTIMIZERS = processes.Checks(("arena_checks", "optimizer_checks"), 2)
 
 

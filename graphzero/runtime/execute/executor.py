@@ -89,6 +89,7 @@ class Executor:
         self._placeholders = {node.name: node for node in graph.placeholders()}
         self._missing = set(self.program.persistent)
         self._bound: dict[str, list[Tensor]] = {}
+        self._names_at: dict[int, list[str]] | None = None  # what is bound by where it lies; None: look
         self._autocasts = [kind for kind in {world.device.type, "cpu"} if torch.amp.is_autocast_available(kind)]
 
     # ---- state
@@ -101,6 +102,7 @@ class Executor:
         Raises SbpError where a tensor is not this rank's piece.
         """
         self._allocate()
+        self._names_at = None
         for name, tensors in values.items():
             place = self.program.persistent[name]
             self._check(name, tensors)
@@ -109,6 +111,23 @@ class Executor:
                 template[place] = tensor
             self._bound[name] = held
             self._missing.discard(name)
+
+    def release(self, x: Tensor) -> None:
+        """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it anew before a run."""
+        if self._names_at is None:
+            self._names_at = {}
+            for name, held in self._bound.items():
+                self._names_at.setdefault(held[0].data_ptr(), []).append(name)
+        for name in self._names_at.pop(_compat.local_tensor(x).data_ptr(), ()):
+            for template in self._template:
+                template[self.program.persistent[name]] = None
+            del self._bound[name]
+            self._missing.add(name)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every persistent placeholder has its tensors."""
+        return not self._missing
 
     @property
     def bound(self) -> Mapping[str, list[Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import Found, Holder
 from graphzero.runtime.state.watch import StatesWatch
 
 
@@ -56,6 +56,7 @@ class Bound:
 
     states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
     optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
+    holder: what keeps them for the program.
     """
 
     counters: list[Counter] = field(default_factory=list)
@@ -65,6 +66,11 @@ class Bound:
     found: Mapping[str, Found] = field(default_factory=dict)
     params: list[Tensor] = field(default_factory=list)
     watch: StatesWatch | None = None
+    holder: Holder | None = None
 
     def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
         self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
+
+    def is_held(self) -> bool:
+        """Whether the states are the same, where they were, and the program still has everything."""
+        return self.watch is not None and self.holder is not None and self.holder.is_bound and self.watch.hold()

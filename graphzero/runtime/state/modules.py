@@ -8,12 +8,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
@@ -25,12 +24,30 @@ from graphzero.runtime.world.agree import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
+
+class Holder(Protocol):
+    """Something of graphzero's own that keeps tensors of the user's between calls: an executor."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it has all that it needs."""
+
+    def release(self, x: Tensor) -> None:
+        """Keep nothing that lies in the memory of ``x``."""
+
+
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def know(optimizer: Optimizer) -> None:
     """A Graph has been given ``optimizer``: it follows when a tensor is replaced, whichever Graph does that."""
     _optimizers.add(optimizer)
+
+
+def know_holder(holder: Holder) -> None:
+    """``holder`` is told to release a tensor that is replaced, whichever Graph does that."""
+    _holders.add(holder)
 
 
 @dataclass
@@ -144,7 +161,8 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
     """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
 
     Optimizers that any Graph has been given follow, beside ``optimizers``.
-    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.
+    A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.  Its memory goes
+    with the last tensor in it: a state dict or an array of numpy that somebody has taken keeps its values.
     """
     old = found.tensor
     new = like(new, old)
@@ -155,14 +173,11 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
             group["params"][:] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
+    for holder in list(_holders):
+        holder.release(old)
     with torch.no_grad():
         old.grad = None
-        whole = None if isinstance(old, DTensor) else old.untyped_storage()
-        nbytes = old.numel() * old.element_size()
         old.data = old.detach().new_empty(0)
-        kept = _compat.local_tensor(new).untyped_storage().data_ptr()
-        if whole is not None and whole.nbytes() == nbytes and whole.data_ptr() != kept:
-            whole.resize_(0)  # what else still names it, an earlier program say, then holds no memory
     found.tensor = new
     return new
 

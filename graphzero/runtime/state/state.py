@@ -27,7 +27,7 @@ from graphzero.runtime.state import torn
 from graphzero.runtime.state.bound import Bound, Counter, Spec
 from graphzero.runtime.state.first_rank import FirstValues, decisions_of, follow
 from graphzero.runtime.state.lay_out import check_real
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import Found, Holder
 from graphzero.runtime.state.placed import check_held
 from graphzero.runtime.state.seed import Stream
 from graphzero.runtime.state.tensor_ref import TensorRef
@@ -186,14 +186,18 @@ class State:
         """``bound`` is what a program reads and writes, when ``settle`` has been called."""
         self._bound, self.program = bound, None
 
-    def settle(self, program: object) -> None:
-        """Take what is bound for ``program`` as true: from here on another tensor, or another storage, is a change."""
+    def settle(self, program: object, holder: Holder) -> None:
+        """Take what is bound for ``program`` as true: from here on another tensor, or another storage, is a change.
+
+        holder: keeps what is bound.
+        """
+        tree.know_holder(holder)
         bound, self._stateless = self._bound, None
         assert bound is not None
         bound.found = self.tensors()
         bound.params = [entry.tensor for entry in bound.found.values() if entry.kind == "param"]
         bound.watch = StatesWatch(self.optimizers, bound.states, [counter.copies for counter in bound.counters])
-        self.program = program
+        bound.holder, self.program = holder, program
 
     # ---- values of no whole number of steps
 
@@ -227,7 +231,7 @@ class State:
         """``tensors()``, and whether what is bound is as it was left: nobody has put other tensors in place of bound
         ones, or written to a step counter.  If it is not, nothing is bound any more."""
         found, bound = self.tensors(), self._bound
-        is_whole = bound is not None and bound.found is found and bound.watch is not None and bound.watch.hold()
+        is_whole = bound is not None and bound.found is found and bound.is_held()
         if not is_whole:
             self.invalidate()
         return found, is_whole

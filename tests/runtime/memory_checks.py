@@ -1,0 +1,141 @@
+"""What two gloo processes check of memory that others hold beside a Graph: state dicts, arrays, files, other Graphs."""
+
+import copy
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from process_toys import Train, eager, make, same, sgd, share
+from processes import slow
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.swa_utils import AveragedModel
+
+from graphzero.runtime.state import binding
+
+
+class Averaged(Train):
+    """With bf16 copies of parameters, or a running average, which are split from stage 1 on."""
+
+    def __init__(self, model, stage, amp=False, average=False):
+        super().__init__(model, sgd(model), stage)
+        if amp:
+            self.config.enable_amp(dtype=torch.bfloat16)
+        if average:
+            self.averaged = AveragedModel(model)
+            self.add_average(self.averaged, model)
+
+
+def check_what_was_taken_from_a_parameter_before_it_is_split_keeps_its_values():
+    for stage, amp, average in ((3, False, False), (1, True, False), (1, False, True)):
+        graph = Averaged(make(0), stage, amp, average)
+        module = graph.averaged.module if average else graph.model
+        taken = module.state_dict()
+        array, view = module.first.bias.detach().numpy(), module.last.weight.data.view(-1)[2:]
+        known = copy.deepcopy(taken)
+        graph(*share(0))
+        assert any(isinstance(p, DTensor) for p in module.parameters())
+        same(taken, known)
+        assert (array == known["first.bias"].numpy()).all() and torch.equal(view, known["last.weight"].view(-1)[2:])
+        with tempfile.TemporaryFile() as file:
+            torch.save(taken, file)
+            file.seek(0)
+            same(torch.load(file), known)
+
+
+def check_the_memory_of_a_split_parameter_goes_at_once_where_nobody_else_holds_it():
+    """Also where another Graph has run with it whole."""
+    model = make(0)
+    whole = Train(model)
+    loss = whole(*share(0))[1]
+    storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+    alive, lay_out = [], binding.lay_out
+
+    def counting(*args, **kwargs):
+        alive.append(sum(not storage.expired() for storage in storages))
+        return lay_out(*args, **kwargs)
+
+    binding.lay_out = counting
+    try:
+        graph = Train(model, sgd(model), stage=3)
+        graph(*share(0))
+    finally:
+        binding.lay_out = lay_out
+    assert alive[: len(storages)] == list(range(len(storages), 0, -1)), alive
+    assert all(storage.expired() for storage in storages)
+    assert whole(*share(0))[1] < loss  # it follows, and computes with what is trained
+
+
+def check_weights_in_files_arrays_and_shared_memory_train_at_every_stage():
+    """None of them can be resized."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder, "model.pt")
+        torch.save(make(0).state_dict(), saved)
+        ways = {
+            "a mapped file": lambda: torch.load(saved, mmap=True),
+            "arrays": lambda: {name: torch.from_numpy(x.numpy().copy()) for name, x in torch.load(saved).items()},
+            "dlpack": lambda: {name: torch.from_dlpack(x.numpy().copy()) for name, x in torch.load(saved).items()},
+            "one buffer": lambda: in_one_buffer(torch.load(saved)),
+            "shared memory": lambda: {name: x.share_memory_() for name, x in torch.load(saved).items()},
+        }
+        for way, load in ways.items():
+            for stage in (0, 3):
+                _check_trains(load(), stage, way)
+
+
+def in_one_buffer(tensors):
+    """The same tensors, one after the other in one storage."""
+    flat = torch.cat([x.reshape(-1) for x in tensors.values()])
+    pieces = flat.split([x.numel() for x in tensors.values()])
+    return {name: piece.view(x.shape) for (name, x), piece in zip(tensors.items(), pieces, strict=True)}
+
+
+def _check_trains(weights, stage, way):
+    model = make(5)
+    model.load_state_dict(weights, assign=True)
+    model.second.weight = model.first.weight  # which assign=True makes two
+    graph = Train(model, sgd(model), stage)
+    graph(*share(0))
+    expected, _ = eager(1)
+    found = graph.full_state_dict()["modules"]["model"]
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value, msg=lambda m, name=name: f"{way}, stage {stage}, {name}: {m}")
+
+
+@slow
+def check_a_model_of_from_pretrained_trains_at_every_stage():
+    if importlib.util.find_spec("transformers") is None:
+        return
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    folder = Path(tempfile.gettempdir(), "pretrained")
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)  # rank 0 writes
+    dist.barrier()
+    kind, ids = transformers.AutoModelForCausalLM, torch.arange(32).view(4, 8).remainder(16)
+    plain = kind.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.01)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(plain(ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+        optimizer.step()
+    for stage in (0, 3):
+        model = kind.from_pretrained(folder)
+        graph = Language(model, torch.optim.AdamW(model.parameters(), 0.01), stage)
+        found = [graph(ids.chunk(2)[dist.get_rank()]) for _ in losses]
+        torch.testing.assert_close(torch.stack(found), torch.stack(losses).detach())
+
+
+class Language(Train):
+    def build(self, ids):
+        loss = self.model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
