@@ -6,6 +6,7 @@ The public names; everything else may change.  They are loaded when they are fir
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,10 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(f"graphzero.{_HOMES[name]}"), name)
         globals()[name] = found
         return found
-    raise AttributeError(f"module 'graphzero' has no attribute {name!r}")
+    import torch
+
+    torchs = f"; it runs torch's own modules, optimizers and tensors: torch.{name}" if hasattr(torch, name) else ""
+    raise AttributeError(f"module 'graphzero' has no attribute {name!r}{torchs}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

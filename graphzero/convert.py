@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
-from graphzero.errors import PlacementError, SbpError
+from graphzero.errors import PlacementError, SbpError, hides_frames
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.placed import check_kept
@@ -34,6 +34,7 @@ from graphzero.sbp.types import B, Nd, Sbp
 Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis
 
 
+@hides_frames
 @_compat.cpu_by_default
 def to_global(
     x: Any,

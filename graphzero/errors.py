@@ -1,13 +1,30 @@
 """The errors graphzero raises.
 
 Every message says what is wrong, where (file and line of the user, the value, the op), the facts
-(shapes, SBPs, allowed signatures) and the next step.  This module is the root of the import order:
-it imports nothing of graphzero.
+(shapes, SBPs, allowed signatures) and the next step.  Their tracebacks show the user's frames, without those of
+graphzero and of torch's tracing, unless the environment says GRAPHZERO_TRACEBACK=1.  This module is the root of the
+import order: it imports nothing of graphzero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TRACEBACK = "GRAPHZERO_TRACEBACK"  # of the environment: 1 shows all frames of an error
+WAIT = 0.5  # seconds: a launcher ends all ranks when the first one has ended, and the whole error is to be read
+_OWN = f"{Path(__file__).parent}{os.sep}"
+_HIDDEN = (_OWN, "contextlib.py", *(os.path.join(os.sep, "torch", *one) for one in (["fx"], ["_"], ["utils"], ["nn"])))
+_reported: dict[int, tuple[Exception, int]] = {}  # id of an error -> itself, and the rank that prints it
 
 
 class GraphZeroError(Exception):
@@ -51,3 +68,65 @@ class RankError(GraphZeroError):
     def __init__(self, message: str, ranks: Iterable[int] = (), is_silent: bool = False) -> None:
         super().__init__(message)
         self.ranks, self.is_silent = tuple(ranks), is_silent
+
+
+def hides_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, a public entry, whose GraphZeroErrors have short tracebacks."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except GraphZeroError as error:
+            raise _shortened(error)  # noqa: B904 - it is the same error
+
+    return called
+
+
+def reported_by(error: Exception, rank: int) -> None:
+    """Where ``error`` ends this process, only its first line is printed: ``rank`` prints the same error whole."""
+    if isinstance(error, GraphZeroError) and not _shows_all():
+        if not _reported:
+            sys.excepthook = partial(_print_uncaught, sys.excepthook)
+        _reported[id(error)] = error, rank
+
+
+def _shows_all() -> bool:
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
+
+
+def _shortened(error: GraphZeroError) -> GraphZeroError:
+    """``error`` with the user's frames alone, without the errors behind it that graphzero has caught."""
+    if not _shows_all():
+        error.__traceback__ = _user_frames(error.__traceback__)
+        behind = error.__cause__ or error.__context__
+        while behind is not None and _is_caught_here(behind):
+            behind = behind.__cause__ or behind.__context__
+        error.__cause__, error.__context__, error.__suppress_context__ = None, behind, behind is None
+    return error
+
+
+def _is_caught_here(error: BaseException) -> bool:
+    traceback = error.__traceback__
+    return traceback is None or traceback.tb_frame.f_code.co_filename.startswith(_OWN)
+
+
+def _user_frames(traceback: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while traceback is not None:
+        if not any(part in traceback.tb_frame.f_code.co_filename for part in _HIDDEN):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    shown: TracebackType | None = None
+    for one in reversed(frames):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return shown
+
+
+def _print_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, *more: Any) -> None:
+    if id(error) not in _reported:
+        before(kind, error, *more)
+        return
+    first = str(error).partition("\n")[0]
+    print(f"{kind.__name__}, which rank {_reported[id(error)][1]} prints whole: {first}", file=sys.stderr, flush=True)
+    time.sleep(WAIT)

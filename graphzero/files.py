@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from graphzero import _compat
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.runtime.files import folder
 from graphzero.runtime.files.background import Saved
 from graphzero.step.saved.checkpoints import Checkpoints
 
 
+@hides_frames
 @_compat.cpu_by_default
 def save(
     graph: Graph, path: str | os.PathLike[str], *, keep: int | None = None, asynchronous: bool = False,
@@ -47,6 +48,7 @@ def save(
     return checkpoints.save(folder.path_of(path, "gz.save"), keep, bool(asynchronous), extra, frozen)
 
 
+@hides_frames
 @_compat.cpu_by_default
 def load(graph: Graph, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a checkpoint that ``gz.save`` wrote, of any placement, stage and number of ranks; returns its ``extra``.

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from graphzero import _compat
 from graphzero.capture import AverageSpec, OptimizerSpec, is_capturing
 from graphzero.config import GraphConfig
-from graphzero.errors import CaptureError, ConfigError
+from graphzero.errors import CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
 from graphzero.logs import OPTIONS
 from graphzero.passes import Record
@@ -100,6 +100,7 @@ class Graph:
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
         clip_grad_value: float | None = None,
+        **others: Any,
     ) -> None:
         """Let ``optim`` step after ``build``'s backward; may be called for several optimizers.
 
@@ -111,6 +112,7 @@ class Graph:
         or one that takes a metric, and limits that are no positive numbers.
         """
         source = self._source
+        checks.check_no_others(others)
         checks.check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
         checks.check_scheduler(lr_sch, optim)
         checks.check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
@@ -134,6 +136,7 @@ class Graph:
 
     # ---- running
 
+    @hides_frames
     @_compat.cpu_by_default
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step: compile for arguments of such shapes if need be, run, update modules and optimizers.
@@ -157,6 +160,7 @@ class Graph:
                 self._steps.tell(time.perf_counter() - began)
             return result
 
+    @hides_frames
     @_compat.cpu_by_default
     def compile(self, *args: Any, **kwargs: Any) -> Graph:
         """Capture and rewrite for such arguments without running; they, and the modules, may be on the meta device.
@@ -242,6 +246,7 @@ class Graph:
         groups = (group for spec in self._source.optimizers for group in spec.optimizer.param_groups)
         return [float(group["lr"]) for group in groups if "lr" in group]
 
+    @hides_frames
     @_compat.cpu_by_default
     def state_dict(self) -> dict[str, Any]:
         """Modules, optimizers, schedulers and the random stream; values are DTensors where they are split.
@@ -256,12 +261,14 @@ class Graph:
         self._check_apart("saved")
         return self._checkpoints.state_dict()
 
+    @hides_frames
     @_compat.cpu_by_default
     def full_state_dict(self) -> dict[str, Any]:
         """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
         self._check_not_whole("saved")  # a build is a step, which says so itself
         return self._checkpoints.full_state_dict()
 
+    @hides_frames
     @_compat.cpu_by_default
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` or ``full_state_dict`` gave, at any stage and world size.
@@ -342,6 +349,11 @@ class Graph:
 
     def _check_apart(self, what: str) -> None:
         """Raise inside of a build, or of a block of ``full_parameters``."""
+        if _compat.dynamo_runs():
+            raise ConfigError(
+                f"the Graph {self.name} is {what} inside of torch.compile, but it compiles its own step; call it as it "
+                'is, and say config.set_executor("inductor") for torch\'s compiler'
+            )
         if is_capturing():
             raise CaptureError(
                 f"the Graph {self.name} is {what} inside of a build; a step is one graph. Call its modules or its "

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from graphzero import _compat
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.runtime.files.export import export
 from graphzero.runtime.files.folder import path_of
 from graphzero.step.saved.checkpoints import Checkpoints
 
 
+@hides_frames
 @_compat.cpu_by_default
 def materialize(graph: Graph, init: Callable[[nn.Module], Any] | None = None) -> None:
     """Give values to everything in ``graph`` that is on the meta device; no rank ever holds the whole model.
@@ -35,6 +36,7 @@ def materialize(graph: Graph, init: Callable[[nn.Module], Any] | None = None) ->
     _of(graph, "materialize").materialize(init)
 
 
+@hides_frames
 @_compat.cpu_by_default
 def load_pretrained(
     graph: Graph, path: str | os.PathLike[str], *, module: str | None = None,

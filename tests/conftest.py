@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # On a busy machine a compile takes longer than the seconds after which it says so on stderr, which tests read.
 os.environ["GRAPHZERO_PROGRESS"] = "off"
+os.environ["GRAPHZERO_TRACEBACK"] = "1"  # where a test fails, all frames are wanted
 gc.set_threshold(20_000, 20, 20)  # Python's own numbers cost 2 % of the tests' time
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 

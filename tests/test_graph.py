@@ -349,7 +349,7 @@ def test_attributes_that_a_graph_cannot_use_are_refused():
         graph.config = {"width": 3}
     with pytest.raises(gz.ConfigError, match="ModuleList"):
         graph.blocks = [nn.Linear(2, 2)]
-    with pytest.raises(gz.ConfigError, match="OptimizedModule"):
+    with pytest.raises(gz.ConfigError, match="compiled by torch.compile"):
         graph.model = torch.compile(nn.Linear(2, 2))
 
 

@@ -34,6 +34,12 @@ def cpu_by_default(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
+def dynamo_runs() -> bool:
+    """Whether this code runs inside of a function that torch.compile has compiled, outside of its graphs."""
+    frames = sys.modules.get("torch._C._dynamo.eval_frame")
+    return frames is not None and callable(frames.get_eval_frame_callback())
+
+
 def modes_are_on() -> bool:
     """Whether a mode of torch functions or of dispatch is on: what ops do then is for it to say."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class GraphConfig:
     """Settings of one Graph: ``graph.config``.  Wrong values raise ConfigError where they are set."""
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement | DeviceMesh | None = None) -> None:
+        """placement: of the Graphs that take it, by default all ranks of the world."""
+        self._placement = launch.resolve(placement)
         self._settings = Settings()
         self._deepspeed: DeepSpeed | None = None
 
@@ -56,7 +57,7 @@ class GraphConfig:
         """
         from graphzero.config.deepspeed import Document, land  # which few need
 
-        made, document = cls(launch.resolve(placement)), Document(given)
+        made, document = cls(placement), Document(given)
         made._deepspeed = land(document, made._placement, made)
         if document.replaced:
             said = "\n  ".join(document.replaced)

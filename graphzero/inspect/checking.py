@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphzero import _compat
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference, held_difference, tolerance
 from graphzero.inspect.eager import eager_step
@@ -30,6 +30,7 @@ _CAPTURED = (
 _UNSTEADY = "Plain PyTorch, run twice from the same start, differs from itself: build is not a function of its inputs."
 
 
+@hides_frames
 @_compat.cpu_by_default
 def check(
     graph: Graph, *args: Any, dtype: torch.dtype | None = None, rtol: float | None = None, **kwargs: Any

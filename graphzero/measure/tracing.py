@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from graphzero import _compat
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.measure import chrome, compare, words
 from graphzero.measure.clocks import Offsets, compare_clocks
@@ -74,6 +74,7 @@ class Trace(TraceData):
         return self.report()
 
 
+@hides_frames
 @_compat.cpu_by_default
 def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None = None, **kwargs: Any) -> Trace:
     """Take steps with these arguments, and note when every op and collective of one began and ended, on every rank.

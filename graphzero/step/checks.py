@@ -39,16 +39,26 @@ def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> Non
         raise ConfigError(f"self.{name} is the Graph's own ({', '.join(RESERVED)}); give yours another name")
     wrapper = next((base.__name__ for base in type(held).__mro__ if base.__name__ in _WRAPPERS), None)
     if isinstance(held, nn.Module) and wrapper is not None:
-        raise ConfigError(
-            f"self.{name} is wrapped in {wrapper}, which does a part of what a Graph does; give the module itself "
-            "(model.module, or the one before wrapping) and say config.enable_zero(stage=...)"
-        )
+        raise ConfigError(f"self.{name} is {_unwrapped(wrapper)}")
     inside = list(held.values()) if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
     if any(isinstance(item, nn.Module) for item in inside):
         raise ConfigError(
             f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
             "or nn.ModuleDict"
         )
+
+
+def _unwrapped(wrapper: str) -> str:
+    """What a module in a wrapper is, and what to give instead."""
+    if wrapper == "OptimizedModule":
+        return (
+            "compiled by torch.compile, and a Graph compiles the whole step; give the module itself (the one before "
+            'compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch compile'
+        )
+    return (
+        f"wrapped in {wrapper}, which does a part of what a Graph does; give the module itself (model.module, or the "
+        "one before wrapping) and say config.enable_zero(stage=...)"
+    )
 
 
 def own_config(config: object, placement: Placement) -> GraphConfig:
@@ -79,7 +89,8 @@ def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
     """Why a Graph has no such attribute."""
     if not constructed and (name in _OWN or (name.startswith("_") and not name.startswith("__"))):
         return ConfigError(f"{graph.__name__}.__init__ must call super().__init__() before the Graph is used")
-    return AttributeError(f"{graph.__name__!r} object has no attribute {name!r}")
+    ask = f"; a Graph is not a module: ask its modules, as graph.model.{name}" if hasattr(nn.Module, name) else ""
+    return AttributeError(f"{graph.__name__!r} object has no attribute {name!r}{ask}")
 
 
 def check_build(graph: type, build: Any) -> None:
@@ -151,6 +162,15 @@ def check_average(averaged: object, of: object, held: Mapping[str, Any], others:
                 f"add_average({kind}, {type(of).__name__}): {name} is no module of the Graph; assign it to an "
                 "attribute first: self.average = AveragedModel(self.model)"
             )
+
+
+def check_no_others(others: Mapping[str, Any]) -> None:
+    """Refuse arguments that add_optimizer does not have."""
+    for name in others:
+        raise ConfigError(
+            f"add_optimizer has no argument {name!r}; it takes an optimizer, lr_sch= (its scheduler), clip_grad_norm=, "
+            "norm_type= and clip_grad_value="
+        )
 
 
 def check_clipping(**numbers: float | None) -> None:

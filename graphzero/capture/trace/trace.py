@@ -258,12 +258,42 @@ class BuildTrace:
         if isinstance(error, GraphZeroError):  # by a function of ours that build calls
             shown = "".join(f"\n  at {place}" for place in where[::-1][:1])
             return type(error)(f"{error}\n{shown}")
+        if self._plain_error() == first_line(error):
+            inputs = [
+                f"{x.name}: {str(x.raw.dtype).removeprefix('torch.')}{list(x.shape or ())}" for x in self.inputs.tensors
+            ]
+            return problem(
+                f"build of {self.step.name} does not run in plain PyTorch either: {first_line(error)}",
+                "Mend this line first; these are the inputs of the whole batch",
+                where[::-1][:3],
+                inputs,
+            )
         return problem(
             f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
-            "If plain PyTorch runs this line, it needs something that only exists when values do; the exception "
-            "above, from torch, says what",
+            "It needs something that only exists when values do. GRAPHZERO_TRACEBACK=1 in the environment shows where "
+            "in torch it ends",
             where[::-1][:3],
         )
+
+    def _plain_error(self) -> str:
+        """What plain PyTorch raises for build on tensors without values, in one line; "" where it runs."""
+        meta = {
+            name: torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+            for name, x in {**self.params, **self.buffers}.items()
+        }
+        leaves = [
+            torch.empty(x.shape or (), dtype=x.raw.dtype, device="meta") if x.is_tensor else x.raw
+            for x in self.inputs.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.inputs.spec)
+        precision = self.step.precision
+        try:
+            autocast = torch.autocast("cpu", precision.dtype) if precision else nullcontext()
+            with _compat.reparametrize(self.root, meta), torch.enable_grad(), autocast:
+                self.step.build(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            return first_line(error)
+        return ""
 
     def _owner(self) -> tuple[type, ...]:
         """The user's Graph, if build is a method of one."""

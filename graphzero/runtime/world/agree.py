@@ -49,7 +49,7 @@ class Matter:
 
 _ALIKE = (
     "Every rank must call the graph with inputs of the same structure, shapes and dtypes and modules in the same "
-    "state; pad or drop uneven batches (drop_last=True)"
+    "state; pad or drop uneven batches (drop_last=True), or let the Graph pad them: config.set_shapes(...)"
 )
 _SAME = "Every rank must hold the same modules, optimizers and states"
 CALL = Matter("a call of {}", "the program of this call", _ALIKE)
@@ -137,11 +137,11 @@ class Ranks:
             mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
             most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(matter, mine)
             if most_ask != -least_ask:
-                raise self.by_all(self._different_asks(matter, failure))
+                raise self.by_all(self._different_asks(matter, failure), self.ids[0])
             if failed:
-                raise self.by_all(self._first_failure(matter, failure))
+                raise self.by_all(*self._first_failure(matter, failure))
             if highest != -lowest:
-                raise self.by_all(self._difference(matter, parts()))
+                raise self.by_all(self._difference(matter, parts()), self.ids[0])
             self._agreed_in = self.communicator.generation
             return Agreed(bool(wished), tuple(map(bool, needed)))
         if failure is not None:
@@ -159,9 +159,11 @@ class Ranks:
         found: list[int] = told.tolist()
         return found
 
-    def by_all(self, error: Exception) -> Exception:
-        """``error``, which every rank raises."""
+    def by_all(self, error: Exception, rank: int | None = None) -> Exception:
+        """``error``, which every rank raises.  rank: the one that prints it whole; None where each has its own."""
         self.raised_by_all = id(error)
+        if rank not in (None, dist.get_rank()):
+            errors.reported_by(error, rank)
         return error
 
     def _hash(self, matter: Matter) -> int:
@@ -203,16 +205,19 @@ class Ranks:
             "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"
         )
 
-    def _first_failure(self, matter: Matter, failure: Exception | None) -> Exception:
+    def _first_failure(self, matter: Matter, failure: Exception | None) -> tuple[Exception, int]:
+        """What this rank raises, and the rank that has failed so first."""
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        for rank, found in zip(self.ids, self.collect(mine), strict=True):
+        everyone = self.collect(mine)
+        for rank, found in zip(self.ids, everyone, strict=True):
             if found is not None and failure is None:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
                 name = "" if known is not GraphZeroError else f"{found[0]}: "
-                return known(f"rank {rank} could not prepare {matter.about}, so no rank runs it: {name}{found[1]}")
+                text = f"rank {rank} could not prepare {matter.about}, so no rank runs it: {name}{found[1]}"
+                return known(text), rank
         assert failure is not None
-        return failure
+        return failure, self.ids[everyone.index(mine)]
 
     def _difference(self, matter: Matter, parts: Mapping[str, str]) -> Exception:
         everyone = self.collect(dict(parts))

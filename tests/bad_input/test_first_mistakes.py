@@ -1,0 +1,55 @@
+"""What people try first who come from elsewhere: each error says what is meant here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_short_errors import ONE, Train
+from torch import nn
+
+import graphzero as gz
+
+BATCH = torch.ones(8, 4), torch.zeros(8).long()
+
+
+def test_a_model_that_torch_compiles_is_to_be_given_as_it_is():
+    with pytest.raises(gz.ConfigError, match=r'compiled by torch.compile.*_orig_mod.*set_executor\("inductor"\)'):
+        Train(torch.compile(nn.Linear(4, 3)))
+
+
+def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
+    graph = Train()
+    with pytest.raises(gz.ConfigError, match="called inside of torch.compile, but it compiles its own step"):
+        torch.compile(lambda: graph(*BATCH), backend="eager")()
+    graph(*BATCH)
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "parameters", "to", "zero_grad"])
+def test_what_modules_have_is_asked_of_the_modules(name):
+    with pytest.raises(AttributeError, match=rf"a Graph is not a module: ask its modules, as graph\.model\.{name}"):
+        getattr(Train(), name)
+
+
+def test_an_unknown_argument_of_add_optimizer_is_answered_with_those_that_there_are():
+    with pytest.raises(gz.ConfigError, match=r"no argument 'lr_scheduler'.*lr_sch= \(its scheduler\)"):
+        Train(lr_scheduler=None)
+
+
+def test_a_configuration_may_be_made_before_its_graph():
+    config = gz.GraphConfig(ONE)
+    config.enable_zero(stage=3)
+    assert gz.GraphConfig().settings.zero.stage == 0 and config.settings.zero.stage == 3
+
+
+@pytest.mark.parametrize("name", ["optim", "randn", "float32"])
+def test_names_of_torch_are_answered_with_torchs(name):
+    with pytest.raises(AttributeError, match=f"torch's own modules, optimizers and tensors: torch.{name}"):
+        getattr(gz, name)
+    assert not hasattr(gz, "no_such_name")
+
+
+def test_a_batch_that_micro_batches_do_not_divide_is_told_what_a_call_takes():
+    graph = Train()
+    graph.config.set_gradient_accumulation_steps(4)
+    with pytest.raises(gz.ConfigError, match="a call takes all micro-batches of a rank .*batch_per_rank"):
+        graph(torch.ones(6, 4), torch.zeros(6).long())
