@@ -19,7 +19,7 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError, hides_frames
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.placed import check_kept
+from graphzero.runtime.state.placed import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
@@ -239,6 +239,7 @@ def _checked_nds(
     else:
         nds = [_nd(sbp, placement, module)] * len(held)
         check_kept(nds[0] if nds else (), f"a module, {type(module).__name__},")
+    check_trained_apart(held)
     for found, nd in zip(held, nds, strict=True):
         check_kept(nd, f"the module's {found.path}")
         if found.tensor.dim():

@@ -1,18 +1,20 @@
 """What two gloo processes check of memory that others hold beside a Graph: state dicts, arrays, files, other Graphs."""
 
 import copy
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from process_toys import Train, eager, make, same, sgd, share
+from process_toys import Train, eager, make, raises, same, sgd, share
 from processes import slow
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel
 
+from graphzero.errors import ConfigError
 from graphzero.runtime.state import binding
 
 
@@ -83,6 +85,19 @@ def check_weights_in_files_arrays_and_shared_memory_train_at_every_stage():
         for way, load in ways.items():
             for stage in (0, 3):
                 _check_trains(load(), stage, way)
+
+
+def check_parameters_that_share_memory_are_refused_at_every_stage_and_expanded_buffers_are_taken_from_rank_0():
+    for stage in (0, 1, 3):
+        model = make(0)
+        model.second.bias.data = model.first.bias.data
+        graph = Train(model, sgd(model), stage)
+        what = "model.first.bias and the parameter model.second.bias share memory"
+        raises(ConfigError, what, functools.partial(graph, *share(0)))
+        model.second.bias.data = model.first.bias.data.clone()
+        model.last.register_buffer("scale", torch.tensor([float(dist.get_rank())]).expand(3))
+        graph(*share(0))
+        assert not model.last.scale.any()
 
 
 def in_one_buffer(tensors):

@@ -19,6 +19,7 @@ from graphzero.capture.objects.contents import TensorContents
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.trace.reads import Same, written
 from graphzero.errors import CaptureError
+from graphzero.ir.storage.overlap import Regions, shares_elements
 
 _WRITE_HINT = (
     "Keep what build changes in a buffer of a module (self.register_buffer(name, tensor)), which a step may change in "
@@ -53,9 +54,7 @@ class FreeTensors:
 
     def __init__(self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None) -> None:
         self.mode, self.build = mode, build
-        self.held = {
-            _compat.storage_id(_compat.local_tensor(x)): path for path, x in held.items() if x.layout is torch.strided
-        }
+        self.held = Regions(held)
         self.flags: dict[int, TensorContents] = {}
         self._known: dict[int, Tensor] = {}
         self._storages: dict[int, Tensor] = {}  # of their fakes, which views of them share
@@ -77,7 +76,7 @@ class FreeTensors:
             for x in _tensors(given):
                 if not isinstance(x, _compat.FakeTensor) or _compat.storage_id(x) in self._storages:
                     raise self._write(x, how)
-                if x.layout is torch.strided and _shares_elements(x):
+                if x.layout is torch.strided and shares_elements(x):
                     what = f"build writes in place to elements of {list(x.shape)} that share memory: {how}"
                     raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
 
@@ -91,7 +90,7 @@ class FreeTensors:
             kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor that requires a gradient,"
             what = f"build uses {kind} of shape {list(x.shape)} that belongs to no module of this Graph"
             raise problem_here(what, _FOREIGN_HINT, self.build)
-        shared = self.held.get(_compat.storage_id(x)) if x.layout is torch.strided else None
+        shared = self.held.meeting(x)
         if shared is not None:
             what = f"build uses a tensor of shape {list(x.shape)} that shares memory with {shared}, but is not it"
             raise problem_here(what, _SHARED_HINT, self.build)
@@ -143,16 +142,6 @@ def _tensors(args: Any) -> Any:
             for item in arg:
                 if isinstance(item, Tensor):
                     yield item
-
-
-def _shares_elements(x: Tensor) -> bool:
-    """Whether elements of a tensor may stand at one place in memory, as after expand."""
-    room = 1  # elements from the first to the last of the dims so far
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if stride < room:
-            return x.numel() > 0
-        room += stride * (size - 1)
-    return False
 
 
 @cache

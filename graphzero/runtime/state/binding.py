@@ -6,7 +6,7 @@ out is ``storage``'s; what is known of the user's tensors between calls is ``sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from operator import is_
 
 import torch
@@ -34,7 +34,7 @@ def bind(
     ``preflight`` has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are
     taken from rank 0.
     """
-    binder = _Binder(state, found)
+    binder = _Binder(state, found, graph.updates)
     with torch.no_grad():
         values = binder.tensors(graph) | binder.states(graph, specs)
         for node in graph.placeholders("constant"):
@@ -48,8 +48,9 @@ def bind(
 
 
 class _Binder:
-    def __init__(self, state: State, found: Mapping[str, Found]) -> None:
-        self.state, self.found = state, found
+    def __init__(self, state: State, found: Mapping[str, Found], updates: Container[str]) -> None:
+        """updates: names of the placeholders that the program writes."""
+        self.state, self.found, self.updates = state, found, updates
         self.world, self.optimizers = state.world, state.optimizers
         self.bound = Bound()
 
@@ -88,7 +89,7 @@ class _Binder:
         if laid.kept is not entry.tensor:
             state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
         state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
-        return self._ranks(laid)
+        return self._ranks(node, laid)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
         what, nd = preflight.name_of(spec), value.nd_of(node)
@@ -97,7 +98,7 @@ class _Binder:
             laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
             self.bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
             self.state.first_values.note(laid.kept, what)
-            return self._ranks(laid)
+            return self._ranks(node, laid)
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
         if tensor is None:
@@ -110,7 +111,7 @@ class _Binder:
         state[spec.key] = laid.kept
         self.state.first_values.note(laid.kept, what)
         self.bound.add(spec, param, state)
-        return self._ranks(laid)
+        return self._ranks(node, laid)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""
@@ -135,6 +136,8 @@ class _Binder:
         self.bound.counters.append(counter)
         return [counter.tensor] * len(self.world.local_ranks)
 
-    def _ranks(self, laid: Laid) -> list[Tensor]:
+    def _ranks(self, node: fx.Node, laid: Laid) -> list[Tensor]:
         self.bound.copies += laid.copies
+        if node.name in self.updates:
+            self.bound.written += laid.copies
         return laid.ranks

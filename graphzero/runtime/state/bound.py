@@ -54,6 +54,7 @@ class Counter:
 class Bound:
     """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
 
+    copies: (place in the whole tensor, piece) where a rank's tensor is no view; written: those that a step writes.
     states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
     optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
     holder: what keeps them for the program.
@@ -61,6 +62,7 @@ class Bound:
 
     counters: list[Counter] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
     births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
     found: Mapping[str, Found] = field(default_factory=dict)

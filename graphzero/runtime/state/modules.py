@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
+from graphzero.ir.storage.overlap import without_copies
 from graphzero.runtime.state import torn
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.agree import tensor_text
@@ -195,14 +196,16 @@ def from_first_rank(tensor: Tensor, placement: Placement) -> None:
     """
     if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
         return
-    flat = tensor.detach().contiguous()
+    own = without_copies(tensor.detach())
+    flat = own.contiguous()
     ranks: list[int] = placement.ranks.ravel().tolist()
     if flat.device.type == "cpu":
-        communicator(ranks).fill(flat.view(-1).view(torch.uint8), ranks[0], f"what rank {ranks[0]} holds")
+        line = flat.as_strided((flat.numel(),), (1,))  # the stride of a single element may be any
+        communicator(ranks).fill(line.view(torch.uint8), ranks[0], f"what rank {ranks[0]} holds")
     else:
         _broadcast(flat, placement)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat)
+    if flat.data_ptr() != own.data_ptr():
+        own.copy_(flat)
 
 
 def _broadcast(x: Tensor, placement: Placement) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.errors import PlacementError, SbpError
+from graphzero import _compat
+from graphzero.errors import ConfigError, PlacementError, SbpError
+from graphzero.ir.storage.overlap import Regions, shares_elements
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.tensors.shards import check_mesh
 from graphzero.runtime.tensors.submesh import nd_on
@@ -44,4 +49,40 @@ def check_held(found: Found, placement: Placement) -> None:
         check_here(found.tensor, placement, found.path)
         known = annotation(found.tensor)
         nd = known[1] if known is not None else ()
-    check_kept(nd, f"the {'parameter' if found.kind == 'param' else found.kind} {found.path}")
+    check_kept(nd, f"the {name_of_tensor(found)}")
+
+
+def name_of_tensor(found: Found) -> str:
+    """What to call a parameter or buffer in messages."""
+    return f"{'parameter' if found.kind == 'param' else found.kind} {found.path}"
+
+
+def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
+    """Raise ConfigError where what is written lies in memory that another tensor, or another of its elements, has too.
+
+    A step computes new values and writes each to its own place; what plain PyTorch computes there depends on the order
+    of its writes.  tensors: by what to call them, "parameter model.weight".  written: those that a step may write to.
+    """
+    written = set(written)
+    for name in filter(written.__contains__, tensors):
+        local = _compat.local_tensor(tensors[name])
+        if local.layout is torch.strided and not local.is_contiguous() and shares_elements(local):
+            raise ConfigError(
+                f"the {name} of shape {list(local.shape)} and strides {list(local.stride())} has elements that share "
+                "memory, as after expand, and no write can tell them apart; give each its own before the first call: "
+                "p.data = p.data.clone()"
+            )
+    for one, other in Regions(tensors).overlapping():
+        if one in written or other in written:
+            first, second = sorted((one, other), key=list(tensors).index)
+            raise ConfigError(
+                f"the {first} and the {second} share memory, but are two tensors, each with an update of its own; make "
+                "them one object (a.weight = b.weight; neither .data = ... nor load_state_dict(assign=True) does), or "
+                "give one its own memory: p.data = p.data.clone()"
+            )
+
+
+def check_trained_apart(found: Iterable[Found]) -> None:
+    """The same for parameters and buffers of which those are written that want a gradient."""
+    by_name = {name_of_tensor(entry): entry.tensor for entry in found}
+    check_apart(by_name, [name for name, x in by_name.items() if x.requires_grad])

@@ -7,11 +7,14 @@ what each is going to bring along.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
@@ -19,6 +22,7 @@ from graphzero.ir.replicated import arithmetic
 from graphzero.runtime.state.bound import Spec
 from graphzero.runtime.state.lay_out import check_real
 from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.placed import check_apart, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.agree import tensor_text
@@ -32,12 +36,16 @@ def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[
         role = value.role_of(node)
         assert role is not None
         check_real(found[role.of].tensor, f"{role.kind} {role.of}")
+    counts, held_states = counters(graph, specs, found), {}
     for spec in specs:
         held = None if spec.born else held_state(state, spec, found)
         if held is not None:
             _check_state(held, spec, is_counter(found[spec.param].tensor, spec))
-    for counted in counters(graph, specs, found).values():
+            if spec.placeholder not in counts:
+                held_states[spec] = held
+    for counted in counts.values():
         _check_equal(state, counted, found)
+    _check_apart(state, graph, held_states, found)
 
 
 def facts(
@@ -104,6 +112,25 @@ def count_of(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
     """How many steps one parameter has taken: a number, or a tensor with one."""
     held = None if spec.born else held_state(state, spec, found)
     return (0.0 if spec.born else spec.fill) if held is None else held
+
+
+def _check_apart(state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, Found]) -> None:
+    """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own.
+
+    states: of optimizers, but for counts.
+    """
+    locals_ = map(_compat.local_tensor, chain((entry.tensor for entry in found.values()), states.values()))
+    places = [(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in locals_ if x.layout is torch.strided]
+    if state.apart.get(graph) == places:
+        return
+    tensors = {name_of_tensor(entry): entry.tensor for entry in found.values()}
+    written = {name for name, x in tensors.items() if x.requires_grad}
+    for node in graph.placeholders("param", "buffer"):
+        if node.name in graph.updates:
+            written.add(name_of_tensor(found[node.meta["role"].of]))
+    named = {name_of(spec): held for spec, held in states.items()}
+    check_apart(tensors | named, written | named.keys())
+    state.apart[graph] = places
 
 
 def _check_state(held: Any, spec: Spec, counts: bool) -> None:

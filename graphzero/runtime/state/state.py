@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class State:
     modules: attribute -> module.  optimizers: as add_optimizer was called.
     random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
     counters: by the states that each counts for.  program: which one's state is bound, and as it was left; or None.
+    apart: graph -> where all tensors lay when nothing that it writes overlapped.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class State:
         self.moved: dict[str, Moved] = {}  # by path
         self.counters: dict[tuple[Any, ...], Counter] = {}
         self.program: object = None
+        self.apart: WeakKeyDictionary[object, list[Any]] = WeakKeyDictionary()
         self._bound: Bound | None = None
         self._stateless: str | None = None  # see ``stateless``; None: look
         self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
@@ -250,8 +253,8 @@ class State:
             for counter in bound.counters:
                 counter.flush()
             bound.watch.settle()
-        if bound.copies:
-            torch._foreach_copy_([place for place, _ in bound.copies], [own for _, own in bound.copies])
+        if bound.written:
+            torch._foreach_copy_([place for place, _ in bound.written], [own for _, own in bound.written])
         for optimizer, param, key, made in bound.births:
             optimizer.state[param][key] = made
         if bound.births:

@@ -22,6 +22,7 @@ from graphzero.runtime.host_memory import freed_at_once
 from graphzero.runtime.state import alive, torn
 from graphzero.runtime.state.initialise import Initialising, default_init, stood_in
 from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.placed import check_trained_apart
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.agree import Matter
 from graphzero.runtime.world.launch import has_fake_world
@@ -90,8 +91,9 @@ def _check_world(name: str) -> None:
 
 
 def _nds(source: Source, state: State) -> dict[str, Any]:
-    layouts = Layouts(source, {})
-    return {entry.path: layouts.of_tensor(entry) for entry in alive.lifeless(state)}
+    layouts, entries = Layouts(source, {}), alive.lifeless(state)
+    check_trained_apart(entries)
+    return {entry.path: layouts.of_tensor(entry) for entry in entries}
 
 
 def _wake(source: Source, state: State, module: nn.Module, given: Mapping[str, Stored]) -> None:
