@@ -85,14 +85,15 @@ def shape_env() -> ShapeEnv:
     return Env()
 
 
-def new_symfloat(env: ShapeEnv, value: float, name: str) -> Any:
-    """A symbolic float of ``env`` that stands for the run-time number ``name`` and is ``value`` now."""
+def new_symbol(env: ShapeEnv, value: float, name: str) -> Any:
+    """A symbolic number of ``env``, whole where ``value`` is, that stands for ``name`` and is ``value`` now."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     source = ConstantSource(name)
-    symbol = env.create_unspecified_symbol(float(value), source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return env.create_symfloatnode(symbol, hint=float(value), source=source)
+    symbol = env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    make: Any = env.create_symintnode if isinstance(value, int) else env.create_symfloatnode
+    return make(symbol, hint=value, source=source)
 
 
 def last_traced() -> Any:
@@ -125,6 +126,30 @@ def traced_from(x: Tensor) -> set[int] | None:
 def symbol_name(number: Any) -> str:
     """The name that a symbolic float has in guards."""
     return str(number.node.expr)
+
+
+@contextmanager
+def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]) -> Iterator[None]:
+    """What asks an expression of symbols of ``names`` for the number that it is now gets ``refuse()`` raised."""
+    from torch.fx.experimental.sym_node import SymNode
+
+    before = {name: getattr(SymNode, name) for name in ("guard_int", "guard_float")}
+
+    def asked(name: str) -> Callable[..., Any]:
+        def guard(self: Any, *args: Any) -> Any:
+            if not names().isdisjoint(map(str, self.expr.free_symbols)):
+                raise refuse()
+            return before[name](self, *args)
+
+        return guard
+
+    for name in before:
+        setattr(SymNode, name, asked(name))
+    try:
+        yield
+    finally:
+        for name, held in before.items():
+            setattr(SymNode, name, held)
 
 
 def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:

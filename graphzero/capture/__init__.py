@@ -7,8 +7,8 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 
 from graphzero.capture.assemble import capture
 from graphzero.capture.optimizer.average import baked_of_average
-from graphzero.capture.optimizer.hyper import baked_of_group, baked_of_optimizer
-from graphzero.capture.optimizer.hyper import of_group as hypers_of_group
+from graphzero.capture.optimizer.carried import Carry, fixed_of_group, hypers_of_group
+from graphzero.capture.optimizer.hyper import baked_of_optimizer
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.optimizer.loss_scale import NAME as LOSS_SCALE
 from graphzero.capture.optimizer.loss_scale import LossScale
@@ -31,6 +31,7 @@ __all__ = [
     "LOSS_SCALE",
     "AverageSpec",
     "Captured",
+    "Carry",
     "Input",
     "Inputs",
     "Inside",
@@ -42,9 +43,9 @@ __all__ = [
     "Step",
     "attribute",
     "baked_of_average",
-    "baked_of_group",
     "baked_of_optimizer",
     "capture",
+    "fixed_of_group",
     "frozen",
     "hypers_of_group",
     "initial_fill",

@@ -11,7 +11,8 @@ from torch import fx, nn
 from graphzero.capture.guards import all_guards
 from graphzero.capture.join import Join, separable
 from graphzero.capture.optimizer import optimizer as stepping
-from graphzero.capture.optimizer.hyper import hyper_name, of_group
+from graphzero.capture.optimizer.carried import Carry, counts_parameters, hypers_of_group
+from graphzero.capture.optimizer.hyper import hyper_name
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
@@ -64,6 +65,7 @@ class _Capture:
         self.entry = Entry()
         self.unused: list[str] = []
         self.environments: list[tuple[Any, dict[str, Role]]] = []
+        self.carries: list[Carry] = []
 
     def run(self) -> Captured:
         check_modules(self.root.named_modules())
@@ -165,9 +167,11 @@ class _Capture:
         if len(chosen) == 1 and len(most) > 1:
             chosen.append(most[1])
         update = stepping.trace_update(index, spec, chosen)
-        if not separable(update):
+        counts = any(counts_parameters(spec.optimizer, carry.group) for carry in update.carries)
+        if not separable(update) or (counts and len(chosen) < len(members)):
             update = stepping.trace_update(index, spec, members)
         self.environments.append((update.env, {symbol: hyper.role for symbol, hyper in update.symbols.items()}))
+        self.carries += update.carries
         return update
 
     # ---- placeholders
@@ -180,8 +184,9 @@ class _Capture:
                 add(role, role.of, fake)
         for i, found in enumerate(members):
             self._add_states(i, found)
-            for g, group in enumerate(self.step.optimizers[i].optimizer.param_groups):
-                for hyper in of_group(i, g, group):
+            optimizer = self.step.optimizers[i].optimizer
+            for g in range(len(optimizer.param_groups)):
+                for hyper in hypers_of_group(i, optimizer, g):
                     add(hyper.role, hyper_name(hyper), hyper.value)
         add(Role("seed"), "seed", fakes[-1])
         self.join.add_constants(traced.module)
@@ -254,4 +259,5 @@ class _Capture:
             traced.attributes,
             spaces=traced.spaces,
             free=traced.free,
+            carries=tuple(self.carries),
         )

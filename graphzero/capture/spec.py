@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
+from graphzero.capture.optimizer.carried import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
 from graphzero.ir.ragged import Along
@@ -187,6 +188,7 @@ class Captured:
     attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
     spaces: of those that stand elsewhere, as ``global train.SCALE`` does: label -> what has them as attributes.
     free: tensors that build has met anywhere else, and as what: see ``written``.
+    carries: the numbers of parameter groups that the step changes.
     """
 
     packed: Packed
@@ -202,6 +204,7 @@ class Captured:
     least: Mapping[str, int] = field(default_factory=dict)
     spaces: Mapping[str, Any] = field(default_factory=dict)
     free: Sequence[tuple[Tensor, Any]] = ()
+    carries: Sequence[Carry] = ()
 
     @property
     def graph(self) -> StepGraph:

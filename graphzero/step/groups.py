@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from graphzero.capture import OptimizerSpec, baked_of_group, baked_of_optimizer, hypers_of_group
+from graphzero.capture import OptimizerSpec, baked_of_optimizer, fixed_of_group, hypers_of_group
 from graphzero.ir.value import Role
 
 _PLAIN = (float, int, bool, str, type(None))
@@ -20,16 +20,17 @@ _PLAIN = (float, int, bool, str, type(None))
 class _Group:
     """One parameter group as it was: its entries, the role and value of its numbers, and what is held fixed."""
 
-    def __init__(self, optimizer: int, index: int, group: dict[str, Any]) -> None:
-        hypers = list(hypers_of_group(optimizer, index, group))
+    def __init__(self, optimizer: int, spec: OptimizerSpec, index: int) -> None:
+        group = spec.optimizer.param_groups[index]
+        hypers = hypers_of_group(optimizer, spec.optimizer, index)
         self.names, self.entries = list(group), list(group.values())
         self.numbers = {hyper.role: hyper.value for hyper in hypers}
-        self.baked = baked_of_group(optimizer, index, group)
+        self.baked = fixed_of_group(optimizer, spec.optimizer, index)
         self._roles = {hyper.key: hyper.role for hyper in hypers}
         self._changes_in_place = any(not _is_plain(x) for name, x in group.items() if name != "params")
 
     def follows(self, group: dict[str, Any]) -> bool:
-        """Take over what ``group`` holds now; False where more than floats has changed."""
+        """Take over what ``group`` holds now; False where more than run-time numbers has changed."""
         entries = list(group.values())
         if self._changes_in_place or list(group) != self.names:
             return False
@@ -38,9 +39,10 @@ class _Group:
         for name, entry, last in zip(self.names, entries, self.entries, strict=True):
             if entry is last or name == "params":
                 continue
-            if type(entry) is not float or type(last) is not float or name not in self._roles:
+            if type(entry) is not type(last) or type(entry) not in (float, int) or name not in self._roles:
                 return False
-            self.numbers[self._roles[name]] = entry
+            role = self._roles[name]
+            self.numbers[role] = type(self.numbers[role])(entry)
         self.entries = entries
         return True
 
@@ -71,7 +73,7 @@ class Groups:
                 held = known[g] if g < len(known) else None
                 before = held and held.entries
                 if held is None or not held.follows(group):
-                    held, is_new = _Group(i, g, group), True
+                    held, is_new = _Group(i, spec, g), True
                 has_changed |= held.entries is not before
                 groups.append(held)
             found.append((spec, groups))

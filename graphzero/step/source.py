@@ -6,15 +6,16 @@ The Graph and the selection of its programs both hold it; it knows neither of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from graphzero import _compat
-from graphzero.capture import LOSS_SCALE, AverageSpec, LossScale, OptimizerSpec, Step
+from graphzero.capture import LOSS_SCALE, AverageSpec, Carry, LossScale, OptimizerSpec, Step
 from graphzero.config import GraphConfig
+from graphzero.ir.value import Role
 from graphzero.logs import note_rank
 from graphzero.runtime.state.modules import know
 from graphzero.runtime.state.state import State
@@ -79,6 +80,11 @@ class Source:
     def has_schedule(self) -> bool:
         """Whether any optimizer has a scheduler."""
         return any(scheduler is not None for scheduler in self.schedulers)
+
+    def carry(self, carries: Iterable[Carry], numbers: Mapping[Role, float]) -> None:
+        """Let parameter groups hold the numbers that a step has made of ``numbers``."""
+        for one, after in [(one, one.after(numbers)) for one in carries]:
+            self.optimizers[one.optimizer].optimizer.param_groups[one.group][one.key] = after
 
     def step_schedulers(self) -> None:
         """Step them all, as behind a training call; warn of one that somebody else steps too."""

@@ -76,7 +76,9 @@ class Steps:
             self._skips = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
             if self._skips and is_on() and self.skipped:
                 self._tell_skipped()
-            if not (self.source.has_schedule and self.skipped):
+            carries = program.captured.carries
+            if not ((carries or self.source.has_schedule) and self.skipped):
+                self.source.carry(carries, call.numbers)
                 self.source.step_schedulers()
         progress.completed += is_step
         return program.outputs(call, results, world)

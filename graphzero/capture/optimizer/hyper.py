@@ -1,8 +1,11 @@
-"""Hyperparameters: the numbers of ``param_groups`` that a step reads anew on every call."""
+"""Hyperparameters: the numbers of ``param_groups`` that a step reads anew on every call.
+
+Floats are, and the numbers that ``step`` itself changes, as a counter ``group["step"]`` (``carried.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +19,35 @@ FLAGS = {"capturable": True, "foreach": False, "fused": False, "differentiable":
 _PLAIN = (bool, int, float, complex, str, type(None))
 _OF_TORCH = frozenset({"_zero_grad_profile_name", "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count"})
 
+# Key of a number that ``step`` changes -> what it is where the group lacks it, None where nothing stands for it.
+Carried = Mapping[str, "int | float | None"]
+
 
 @dataclass(frozen=True)
 class Hyper:
-    """One number of one parameter group; ``key`` is ``lr`` or ``betas.0``."""
+    """One number of one parameter group; ``key`` is ``lr`` or ``betas.0``.
+
+    carried: whether ``step`` changes it.
+    """
 
     optimizer: int
     group: int
     key: str
     value: float
+    carried: bool = False
 
     @property
     def role(self) -> Role:
         return Role("hyper", f"optimizer{self.optimizer}.group{self.group}", self.key)
+
+
+def is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _initial(group: Mapping[str, Any], carried: Carried) -> dict[str, Any]:
+    """The carried numbers that ``step`` puts into a group which lacks them."""
+    return {key: x for key, x in carried.items() if x is not None and key not in group}
 
 
 def _number(key: str, x: Any) -> float | None:
@@ -39,10 +58,13 @@ def _number(key: str, x: Any) -> float | None:
     return None
 
 
-def of_group(optimizer: int, index: int, group: dict[str, Any]) -> Iterator[Hyper]:
+def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> Iterator[Hyper]:
     """The run-time numbers of one parameter group."""
-    for key, entry in group.items():
+    for key, entry in {**_initial(group, carried), **group}.items():
         if key == "params" or key in FLAGS:
+            continue
+        if key in carried and is_number(entry):
+            yield Hyper(optimizer, index, key, entry, carried=True)
             continue
         items = entry if isinstance(entry, (tuple, list)) else [entry]
         for i, item in enumerate(items):
@@ -51,16 +73,18 @@ def of_group(optimizer: int, index: int, group: dict[str, Any]) -> Iterator[Hype
                 yield Hyper(optimizer, index, f"{key}.{i}" if items is entry else key, number)
 
 
-def baked_of_group(optimizer: int, index: int, group: dict[str, Any]) -> tuple[Any, ...]:
+def baked_of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> tuple[Any, ...]:
     """All of a parameter group that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
-    found: list[Any] = []
-    running = {hyper.key for hyper in of_group(optimizer, index, group)}
+    numbers = list(of_group(optimizer, index, group, carried))
+    found: list[Any] = [(optimizer, index, x.key, type(x.value).__name__) for x in numbers if x.carried]
+    running = {hyper.key for hyper in numbers}
     for key, entry in group.items():
         if key == "params" or key in FLAGS or key in running:
             continue
         items = entry if isinstance(entry, (tuple, list)) else [entry]
         fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
         found.append((optimizer, index, key, fixed))
+    found.sort(key=lambda fixed: str(fixed[2]))  # a number that is carried may come to the group later
     if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
         found.append((optimizer, index, "fused", ("True",)))
     return tuple(found)
@@ -78,7 +102,7 @@ def baked_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``group`` with the hyperparameters in ``numbers`` in place and torch's flags set for tracing."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {key: x for key, x in numbers.items() if key.partition(".")[0] not in group}
     for key, entry in group.items():
         if key in FLAGS:
             made[key] = FLAGS[key]

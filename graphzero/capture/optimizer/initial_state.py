@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.hyper import with_numbers
+from graphzero.capture.optimizer.hyper import is_number, with_numbers
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
 
@@ -68,15 +68,21 @@ def _fill_of_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> di
 
 
 class _Outcome:
-    def __init__(self, param: Tensor, recorder: _Recorder) -> None:
+    """group: the numbers of the parameter's group behind the step; began: those that it began with, or first got."""
+
+    def __init__(self, param: Tensor, recorder: _Recorder, group: _Recorder) -> None:
         self.param, self.recorded, self.state = param, recorder.first, dict(recorder)
+        self.group = {key: x for key, x in group.items() if is_number(x)}
+        self.began = {key: group.first[key] for key in self.group}
 
 
 def _run(
     optimizer: torch.optim.Optimizer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
-    like: _Outcome | None = None,
+    like: _Outcome | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
 ) -> _Outcome:  # fmt: skip
-    """One step of a twin from no state, or from the state of ``like`` filled with ``fills``."""
+    """One step of a twin from no state, or from the state of ``like`` filled with ``fills``.
+
+    numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
     generator = torch.Generator().manual_seed(seed)
     param = torch.nn.Parameter(torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64))
     param.grad = torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64)
@@ -86,15 +92,57 @@ def _run(
             key: torch.full_like(x, fills[key]) if isinstance(x, Tensor) else like.recorded.get(key, x)
             for key, x in like.state.items()
         }
-    recorder = _Recorder(start)
-    twin.state = defaultdict(dict, {param: recorder})
+    recorder, held = _Recorder(start), _Recorder({**twin.param_groups[0], **(numbers or {})})
+    twin.state, twin.param_groups = defaultdict(dict, {param: recorder}), [held]
+    for _ in range(more):
+        held["params"].append(torch.nn.Parameter(param.detach().clone()))
+        held["params"][-1].grad = param.grad.clone()
     with torch.no_grad(), _compat.is_compiling():
         _compat.unhooked_step(optimizer)(twin)
-    return _Outcome(param.detach(), recorder)
+    return _Outcome(param.detach(), recorder, held)
+
+
+def changed_numbers(
+    optimizer: torch.optim.Optimizer, group: int, ndims: Iterable[int]
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """Key of each number of a group that a step changes -> what it is where the group lacks it, see ``Carried``.
+
+    And whether these are sure to be the same for any number of parameters.
+    ndims: those of the group's parameters, each of which a twin steps alone; one that cannot says nothing.
+    """
+    found: dict[str, Any] = {}
+    sure = True
+    for ndim in ndims if isinstance(optimizer.state, dict) else ():
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made, alike = _changed_by_twin(optimizer, group, ndim)
+        except Exception:  # noqa: BLE001 - as in ``initial_fill``
+            sure = False
+            continue
+        sure &= alike
+        found = {**made, **{key: x if made.get(key, x) == x else None for key, x in found.items()}}
+    return found, sure
+
+
+def _changed_by_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
+    first = _run(optimizer, group, ndim, seed=0)
+    held = optimizer.param_groups[group]
+    changed = {key: x for key, x in first.began.items() if key not in held or first.group[key] != x}
+    lacked = {key: x for key, x in changed.items() if key not in held}
+    if lacked:
+        again = _run(optimizer, group, ndim, seed=0, numbers=lacked)
+        states = first.state.items()
+        if _differ(first.param, again.param) or first.group != again.group:
+            lacked = {}
+        lacked = {} if any(_differ(x, again.state.get(key)) for key, x in states) else lacked
+    alike = not changed or _run(optimizer, group, ndim, seed=0, more=1).group == first.group
+    return {key: lacked.get(key) for key in changed}, alike
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """An optimizer like the user's that holds ``param`` alone, and the state it makes when it is constructed."""
+    if any(hasattr(x, "param_groups") for x in vars(optimizer).values()):
+        raise TypeError("another optimizer inside, which a twin would step")
     settings = with_numbers({**optimizer.param_groups[group], "params": [param]}, {})
     settings = {key: _number_of(x) for key, x in settings.items()}
     twin = object.__new__(type(optimizer))

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from graphzero import _compat
+from graphzero.capture.optimizer.carried import fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.fused_steps import is_fused
-from graphzero.capture.optimizer.hyper import baked_of_group, of_group
 from graphzero.capture.optimizer.member import Member
 
 Made = TypeVar("Made")
@@ -56,8 +56,8 @@ def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Seq
     if code is None or _compat.modes_are_on():
         return None
     groups = optimizer.param_groups
-    numbers = tuple(hyper for g, group in enumerate(groups) for hyper in of_group(index, g, group))
-    fixed = tuple((*baked_of_group(index, g, group), is_fused(optimizer, group)) for g, group in enumerate(groups))
+    numbers = tuple(hyper for g in range(len(groups)) for hyper in hypers_of_group(index, optimizer, g))
+    fixed = tuple((*fixed_of_group(index, optimizer, g), is_fused(optimizer, group)) for g, group in enumerate(groups))
     own = tuple((k, repr(v)) for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float, str)))
     held = tuple(map(_described, members))
     return what, code, numbers, fixed, own, repr(optimizer.defaults), held, _surroundings()

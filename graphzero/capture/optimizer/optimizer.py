@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch import Tensor, fx, nn
 from graphzero import _compat
 from graphzero.capture.objects.contents import DictContents, is_other_number
 from graphzero.capture.objects.entries import Entries
+from graphzero.capture.optimizer.carried import Carry, carry_of, changed_of_group, hypers_of_group
 from graphzero.capture.optimizer.fused_steps import FusedSteps, is_fused
+from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
-from graphzero.capture.optimizer.hyper import Hyper, of_group, with_numbers
+from graphzero.capture.optimizer.hyper import Hyper, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
 from graphzero.capture.optimizer.known_updates import key_of, known
 from graphzero.capture.optimizer.member import Member
-from graphzero.capture.problems import problem
+from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
@@ -53,7 +55,7 @@ class Update:
     """A traced step of ``members`` (in the order of the graph's inputs).
 
     inputs: placeholder -> what it stands for: ("param" or "grad", path, ""), ("state", path, key), ("hyper", Hyper).
-    params: path -> new value; states: (path, key) -> new value.
+    params: path -> new value; states: (path, key) -> new value.  carries: the numbers of groups that it changes.
     """
 
     members: list[Member]
@@ -62,6 +64,7 @@ class Update:
     states: dict[tuple[str, str], fx.Node]
     symbols: dict[str, Hyper]
     env: Any
+    carries: list[Carry] = field(default_factory=list)
 
 
 def check(spec: OptimizerSpec) -> None:
@@ -137,7 +140,7 @@ def _states_by_step(optimizer: torch.optim.Optimizer, members: list[Member]) -> 
 
 
 def _stepped_states(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
-    numbers = [{h.key: h.value for h in of_group(0, g, group)} for g, group in enumerate(optimizer.param_groups)]
+    numbers = [{h.key: h.value for h in hypers_of_group(0, optimizer, g)} for g in range(len(optimizer.param_groups))]
     with _compat.FakeTensorMode(shape_env=_compat.shape_env()):
         params = [nn.Parameter(torch.empty(m.param.shape, dtype=m.param.dtype)) for m in members]
         for param in params:
@@ -176,15 +179,12 @@ def _groups(
 def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
     """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
     before, kept = dict(vars(optimizer)), DictContents(vars(optimizer))
-    given = [dict(group) for group in groups]
     optimizer.param_groups, optimizer.state = groups, state
     optimizer.defaults = {**optimizer.defaults, "differentiable": False}
     try:
-        with torch.no_grad(), _compat.is_compiling(), HostNumbers(), FusedSteps():
+        with torch.no_grad(), _compat.is_compiling(), symbolic_math(type(optimizer)), HostNumbers(), FusedSteps():
             yield
         changed = [f"self.{k}" for k, v in vars(optimizer).items() if is_other_number(before.get(k), v)]
-        for group, old in zip(groups, given, strict=True):
-            changed += [f"param_groups[...][{k!r}]" for k, v in group.items() if is_other_number(old.get(k), v)]
         if changed:
             raise problem(
                 f"{type(optimizer).__name__}.step() changes the Python number {changed[0]}, which a graph holds fixed",
@@ -210,10 +210,10 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
     labels: list[tuple[Any, ...]] = []
     values: list[Any] = []
     symbols: dict[str, Hyper] = {}
-    for g, group in enumerate(optimizer.param_groups):
+    for g in range(len(optimizer.param_groups)):
         numbers.append({})
-        for hyper in of_group(index, g, group):
-            symbol = _compat.new_symfloat(env, hyper.value, f"{hyper.role.path}")
+        for hyper in hypers_of_group(index, optimizer, g):
+            symbol = _compat.new_symbol(env, hyper.value, f"{hyper.role.path}")
             symbols[_compat.symbol_name(symbol)] = hyper
             labels.append(("hyper", hyper))
             values.append(symbol)
@@ -239,14 +239,30 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
         return _step(optimizer, members, numbers, named, results)
 
     try:
-        with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
+        counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
+        numbered = _compat.kept_symbolic(lambda: counts, lambda: _fixed(optimizer))
+        with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
             module = _compat.make_fx(traced, decompositions.TABLE)(*values)
     except CaptureError:
         raise
     except Exception as error:
         raise cannot_step(optimizer, error) from error
-    return _read(module, labels, results, members, symbols, env)
+    update = _read(module, labels, results, members, symbols, env)
+    for (kind, group, key), made in zip(results, module.graph.output_node().args[0], strict=True):
+        if kind == "number":
+            update.carries.append(carry_of(optimizer, index, group, key, made, update.inputs))
+    return update
+
+
+def _fixed(optimizer: torch.optim.Optimizer) -> CaptureError:
+    """The step of ``optimizer`` asks for the value that a number which it changes has in this call."""
+    return problem_here(
+        f"{type(optimizer).__name__}.step() takes a number that it changes from step to step as a plain int or float: "
+        "int(), float(), range() or an index; a graph would hold that fixed",
+        "compute with the number itself and compare it (if step % 5 == 0), or keep it in a 0-d tensor of "
+        "optimizer.state",
+    )
 
 
 def _step(
@@ -264,9 +280,14 @@ def _step(
             state[param][key] = None if entry is None else named["state", member.path, key]
         params.append(param)
     groups = _groups(optimizer, members, params, numbers)
+    before = [dict(group) for group in groups]
     with _stepping(optimizer, groups, state):
         _compat.unhooked_step(optimizer)(optimizer)
     out = []
+    for g, (old, new) in enumerate(zip(before, groups, strict=True)):
+        for key in changed_of_group(optimizer, old, new):
+            results.append(("number", g, key))
+            out.append(new[key])
     for member, param in zip(members, params, strict=True):
         if extra := ", ".join(sorted(set(state[param]) - set(member.states))):
             raise problem(
@@ -293,7 +314,7 @@ def _read(
     for (kind, path, key), node in zip(results, flat, strict=True):
         if kind == "param":
             update.params[path] = node
-        else:
+        elif kind == "state":
             update.states[path, key] = node
     return update
 

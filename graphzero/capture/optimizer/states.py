@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.capture.optimizer.hyper import of_group
+from graphzero.capture.optimizer.carried import hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.spec import Entry
@@ -84,7 +84,7 @@ def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Entry:
             where.add((index, member.path))
         member.kind = (*member.kind, member.first)
     groups = {member.group for member in members if (index, member.path) in filled}
-    numbers = [h for g in groups for h in of_group(index, g, fills.optimizer.param_groups[g])]
+    numbers = [h for g in groups for h in hypers_of_group(index, fills.optimizer, g)]
     return Entry(frozenset(absent), frozenset(present), frozenset(filled), {h.role: h.value for h in numbers})
 
 

@@ -132,7 +132,7 @@ class BuildTrace:
                 fake.register_hook(hook)
         scalars = []
         for leaf in self.inputs.floats:
-            scalars.append(_compat.new_symfloat(self.env, leaf.raw, leaf.name))
+            scalars.append(_compat.new_symbol(self.env, float(leaf.raw), leaf.name))
             self.symbols[_compat.symbol_name(scalars[-1])] = leaf.name
         return [batch, scalars, params, buffers, [key]]
 

@@ -171,7 +171,9 @@ def _check_group(
 ) -> Mapping[str, Any]:
     """``given`` without what nobody knows here."""
     have = optimizer.param_groups[group]
-    fitting = {key: held for key, held in given.items() if key in have or key in _HOW or key in _NOTED}
+    is_own = type(optimizer).__module__.startswith("torch.optim")  # another one may count in groups from its first step
+    counts = {key for key, held in given.items() if type(held) in (int, float) and not is_own}
+    fitting = {k: held for k, held in given.items() if k in have or k in _HOW or k in _NOTED or k in counts}
     problems.missing += [f"{what}.{key}" for key in optimizer.defaults if key not in given and key not in _HOW]
     problems.unexpected += [f"{what}.{key}" for key in given if key not in fitting]
     for key, held in fitting.items():

@@ -1,0 +1,291 @@
+"""Optimizers as people publish them, five steps each at stages 0 and 3 on two virtual ranks, against plain PyTorch.
+
+    pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchao transformers
+    python bench/optimizers.py                         # all of them, into bench/results/optimizers.md
+    python bench/optimizers.py --only 'prodigy'        # those whose name matches, printed
+    python bench/optimizers.py --page                  # the summary of the results, into docs/optimizers.md
+
+The packages are those of the extra ``optimizers``; what is not installed is left out.  Every class is constructed with
+its defaults but for what ``MADE`` says.  Outcomes: equal, to ``LIMITS``; refused, by a GraphZeroError; wrong; crash,
+any other error.  A class that plain PyTorch does not step with a plain ``optimizer.step()`` is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphzero as gz
+from graphzero.errors import GraphZeroError
+
+STEPS = 5
+STAGES = (0, 3)
+LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5}  # of the largest difference, in units of the largest parameter
+RESULTS = Path(__file__).parent / "results" / "optimizers.md"
+PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+PACKAGES = {
+    "pytorch_optimizer": "pytorch_optimizer", "schedulefree": "schedulefree", "prodigyopt": "prodigyopt",
+    "timm": "timm.optim", "torchao": "torchao.optim", "transformers": "transformers.optimization",
+}  # fmt: skip
+OUTCOMES = ("equal", "refused", "wrong", "crash", "skipped")
+
+
+class Model(nn.Module):
+    """A convolution kernel, matrices and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.relu(self.conv(x)).flatten(1))
+        out: Tensor = self.down(torch.tanh(self.up(hidden)))
+        return out
+
+
+class Train(gz.Graph):
+    def __init__(self, model: Model, optimizer: Any, stage: int) -> None:
+        super().__init__(gz.placement("cpu", range(2), virtual=True))
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.enable_zero(bool(stage), **({"stage": stage} if stage else {}))
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = (self.model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+
+def _matrices_apart(model: Model) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    flags = {True: [p for p in params if p.ndim >= 2], False: [p for p in params if p.ndim < 2]}
+    return [{"params": held, "use_muon": flag} for flag, held in flags.items()]
+
+
+def _over(base: str, **given: Any) -> Callable[[type, Model], Any]:
+    """An optimizer around one of torch's."""
+    return lambda cls, model: cls(getattr(torch.optim, base)(model.parameters(), lr=1e-2), **given)
+
+
+def _with(**given: Any) -> Callable[[type, Model], Any]:
+    return lambda cls, model: cls(model.parameters(), **given)
+
+
+def _apart(cls: Any, model: Model) -> Any:
+    return cls(_matrices_apart(model))
+
+
+def _of_model(cls: Any, model: Model) -> Any:
+    return cls(model)
+
+
+MADE: dict[str, Callable[[Any, Model], Any]] = {
+    **dict.fromkeys(("Muon", "AdaMuon", "AdaGO", "DistributedMuon", "MuonClip", "NorMuon"), _apart),
+    **dict.fromkeys(("AdamMini", "LOMO", "AdaLOMO"), _of_model),
+    **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"),
+                    _over("SGD")),
+    "BSAM": _with(num_data=8),
+    "Ranger21": _with(num_iterations=20, lr=1e-2),
+    "transformers.Adafactor": _with(),
+    "transformers.LayerWiseDummyOptimizer": lambda cls, model: cls({}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """name: ``package.Class``."""
+
+    name: str
+    cls: Any
+
+    def made(self, model: Model) -> Any:
+        known = MADE.get(self.name) or (MADE.get(self.cls.__name__) if self.name.startswith("pytorch_opt") else None)
+        optimizer = known(self.cls, model) if known else self.cls(model.parameters())
+        if hasattr(optimizer, "train") and callable(optimizer.train):  # of the schedule-free ones
+            optimizer.train()
+        return optimizer
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    outcome: str
+    says: str = ""
+    seconds: float = 0.0
+    programs: int = 0
+
+
+def cases() -> Iterator[Case]:
+    """Every class of the packages that is there, once."""
+    known: set[Any] = set()
+    for package, module in PACKAGES.items():
+        try:
+            held = vars(importlib.import_module(module))
+        except ImportError as error:
+            print(f"without {package}: {error}", file=sys.stderr)
+            continue
+        for name, cls in sorted(held.items()):
+            is_one = inspect.isclass(cls) and (issubclass(cls, torch.optim.Optimizer) or _is_wrapper(cls))
+            ours = is_one and cls.__module__.startswith(package) and cls not in known and not name.startswith("_")
+            if ours and not inspect.isabstract(cls):
+                known.add(cls)
+                yield Case(f"{package}.{name}", cls)
+
+
+def _is_wrapper(cls: type) -> bool:
+    """A class that steps, though it is none of torch's Optimizer."""
+    return callable(getattr(cls, "step", None)) and callable(getattr(cls, "zero_grad", None))
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 2, 4, 4, generator=generator, dtype=dtype), torch.randn(8, 4, generator=generator, dtype=dtype))
+        for _ in range(STEPS)
+    ]
+
+
+def plain(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """The parameters behind each step of plain PyTorch."""
+    model = Model().to(dtype)
+    optimizer, after = case.made(model), []
+    for x, y in batches(dtype):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        torch.manual_seed(2)
+        optimizer.step()
+        after.append(_values(model))
+    return after
+
+
+def _values(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def wanted(case: Case) -> tuple[torch.dtype, list[Tensor]]:
+    """In float64, or float32 where the optimizer takes only that."""
+    try:
+        return torch.float64, plain(case, torch.float64)
+    except Exception:  # noqa: BLE001 - whatever it cannot do
+        return torch.float32, plain(case, torch.float32)
+
+
+def tried(case: Case) -> Result:
+    try:
+        dtype, want = wanted(case)
+    except Exception as error:  # noqa: BLE001
+        return Result(case.name, "skipped", f"plain PyTorch: {_first_line(error)}")
+    began, programs, worst = time.perf_counter(), 0, 0.0
+    for stage in STAGES:
+        try:
+            model = Model().to(dtype)
+            graph = Train(model, case.made(model), stage)
+            for step, (x, y) in enumerate(batches(dtype)):
+                torch.manual_seed(2)
+                graph(x, y)
+                difference = (_values(model) - want[step]).abs().max() / want[step].abs().max()
+                worst = max(worst, float(difference)) if difference == difference else float("inf")
+                if not worst <= LIMITS[dtype]:
+                    says = f"stage {stage}, step {step + 1}: {worst:.1e} from plain PyTorch in {_name(dtype)}"
+                    return Result(case.name, "wrong", says)
+            programs = max(programs, len(graph.programs) if hasattr(graph, "programs") else 0)
+        except GraphZeroError as error:
+            return Result(case.name, "refused", _first_line(error))
+        except Exception as error:  # noqa: BLE001
+            return Result(case.name, "crash", f"stage {stage}: {type(error).__name__}: {_first_line(error)}")
+    seconds = time.perf_counter() - began
+    return Result(case.name, "equal", f"{worst:.0e} in {_name(dtype)}", seconds, programs)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"/\S*/site-packages/|/\S*/(?=[\w-]+/[\w-]+\.py)", "", text.splitlines()[0])[:300]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="classes whose name matches this regular expression")
+    parser.add_argument("--save", default="optimizers.jsonl", help="where results are kept, a line for each class")
+    parser.add_argument("--page", action="store_true", help="write the summary of the results into the page")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.page:
+        write_page()
+        return 0
+    results = []
+    for case in cases():
+        if re.search(options.only, case.name, re.IGNORECASE):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results.append(tried(case))
+            print(f"{results[-1].name:45} {results[-1].outcome:8} {results[-1].says}", flush=True)
+            with open(options.save, "a", encoding="utf-8") as kept:
+                kept.write(json.dumps(asdict(results[-1])) + "\n")
+    print(summary(results))
+    if not options.only:
+        RESULTS.write_text(text_of(results), encoding="utf-8")
+    return int(any(one.outcome in ("wrong", "crash") for one in results))
+
+
+def summary(results: list[Result]) -> str:
+    """How many of each package had which outcome."""
+    rows = [("package", *OUTCOMES)]
+    for package in PACKAGES:
+        counts = Counter(one.outcome for one in results if one.name.split(".")[0] == package)
+        if counts:
+            rows.append((package, *(str(counts[outcome]) for outcome in OUTCOMES)))
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|---|" + "---:|" * (len(rows[0]) - 1), *rest])
+
+
+def text_of(results: list[Result]) -> str:
+    parts = [
+        "# Optimizers as people publish them\n\n```bash\npython bench/optimizers.py\n```\n",
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}. {STEPS} steps of a convolution, a norm and two "
+        f"linear layers at stages {' and '.join(map(str, STAGES))} on two virtual ranks, every parameter compared with "
+        f"plain PyTorch's behind each step: in float64 to {LIMITS[torch.float64]:.0e} of the largest, or in float32 to "
+        f"{LIMITS[torch.float32]:.0e} where an optimizer takes only that.\n",
+        summary(results),
+    ]
+    for outcome in OUTCOMES:
+        held = [one for one in results if one.outcome == outcome]
+        if held:
+            lines = [f"* `{one.name}`: {one.says}" for one in held]
+            parts += [f"\n## {outcome.capitalize()} ({len(held)})\n", *lines]
+    return "\n".join(parts) + "\n"
+
+
+def write_page() -> None:
+    table = RESULTS.read_text(encoding="utf-8").split("\n\n| package", 1)[1].split("\n\n", 1)[0]
+    begin, end = "<!-- bench/optimizers.py begins -->\n", "<!-- bench/optimizers.py ends -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    PAGE.write_text(f"{before}{begin}| package{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Numbers of parameter groups that ``step`` changes: ``group["step"] += 1``, a running maximum of rates.
+
+Which they are is learnt from a step of a twin (``initial_state.py``).  A program reads them anew in every call, as it
+does any hyperparameter; what they are behind it follows from the numbers of groups alone and is computed on the host,
+by the operations that ``step`` did, so that it is plain PyTorch's to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphzero.capture.optimizer.hyper import Carried, Hyper, baked_of_group, is_number, of_group
+from graphzero.capture.optimizer.initial_state import changed_numbers
+from graphzero.capture.problems import problem
+from graphzero.ir.value import Role
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, bool]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A number of a group behind a step.
+
+    compute: of the numbers of ``roles``, as they are before it.
+    """
+
+    optimizer: int
+    group: int
+    key: str
+    roles: tuple[Role, ...]
+    compute: Callable[..., Any]
+
+    def after(self, numbers: Mapping[Role, float]) -> Any:
+        return self.compute(*(numbers[role] for role in self.roles))
+
+
+def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
+    """The numbers of a group that ``step`` changes.  torch's own optimizers count in tensors."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    held = optimizer.param_groups[group]
+    ndims = tuple(sorted({p.dim() for p in held["params"]}))
+    known = _known.setdefault(optimizer, {})
+    if group not in known or not _holds(known[group], held, ndims):
+        known[group] = _signature(held, ndims), *changed_numbers(optimizer, group, ndims)
+    return known[group][1]
+
+
+def counts_parameters(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    """Whether what ``step`` makes of a group's numbers may depend on how many parameters it holds."""
+    carried(optimizer, group)
+    return not _known[optimizer][group][2]
+
+
+def _signature(group: Mapping[str, Any], ndims: tuple[int, ...]) -> Any:
+    return ndims, {key: x for key, x in group.items() if is_number(x)}
+
+
+def _holds(known: tuple[Any, Carried, bool], group: Mapping[str, Any], ndims: tuple[int, ...]) -> bool:
+    """While the group lacks a number, what stands for it may follow from the others."""
+    (of, numbers), found, _ = known
+    return of == ndims and (all(key in group for key in found) or _signature(group, ndims)[1] == numbers)
+
+
+def hypers_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> list[Hyper]:
+    """The run-time numbers of one parameter group of the optimizer that is number ``index``."""
+    return list(of_group(index, group, optimizer.param_groups[group], carried(optimizer, group)))
+
+
+def fixed_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> tuple[Any, ...]:
+    """See ``baked_of_group``."""
+    return baked_of_group(index, group, optimizer.param_groups[group], carried(optimizer, group))
+
+
+def changed_of_group(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, Any], after: dict[str, Any]
+) -> list[str]:  # fmt: skip
+    """The keys of the numbers and words of a group that a traced step has changed.  Raises CaptureError for others."""
+    found = []
+    for key in [key for key in {**before, **after} if before.get(key) is not after.get(key) or key not in before]:
+        if isinstance(after.get(key), torch.SymBool):
+            after[key] = bool(after[key])  # decided by a guard, as any branch is
+        old, new = before.get(key), after.get(key)
+        if isinstance(new, (torch.SymInt, torch.SymFloat)):
+            found.append(key)
+        elif isinstance(new, (bool, int, float, str, type(None))) and key in after:
+            if isinstance(old, (torch.SymInt, torch.SymFloat)) or key not in before or old != new:
+                found.append(key)
+        elif not _is_same(old, new):
+            kind = "a tensor" if isinstance(new, Tensor) else f"a {type(new).__name__}"
+            raise problem(
+                f"{type(optimizer).__name__}.step() changes param_groups[...][{key!r}], {kind}, which a graph holds "
+                "fixed",
+                "keep it in optimizer.state as a tensor and change it in place, or keep a number there",
+            )
+    return found
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, (list, tuple)) and type(old) is type(new) and len(old) == len(new):
+        return all(x is y or (is_number(x) and x == y) for x, y in zip(old, new, strict=True))
+    return False
+
+
+def carry_of(
+    optimizer: torch.optim.Optimizer, index: int, group: int, key: str, made: Any, inputs: Mapping[fx.Node, Any]
+) -> Carry:  # fmt: skip
+    """What a traced step makes of a number.
+
+    made: its node, or the number itself.  inputs: what the placeholders of the trace stand for.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    roles: list[Role] = []
+    for node in made.graph.nodes if isinstance(made, fx.Node) else ():
+        if node not in _ancestors(made):
+            continue
+        if node.op == "placeholder" and inputs[node][0] == "hyper":
+            copies[node] = graph.placeholder(f"number_{len(roles)}")
+            roles.append(inputs[node][1].role)
+        elif node.op == "placeholder" or isinstance(node.meta.get("val"), Tensor):
+            raise problem(
+                f"{type(optimizer).__name__}.step() computes the Python number param_groups[...][{key!r}] from values "
+                "of tensors (.item(), float(t))",
+                "keep it in optimizer.state as a 0-d tensor and change it in place",
+            )
+        else:
+            copies[node] = graph.node_copy(node, lambda x: copies[x])
+    graph.output(copies[made] if isinstance(made, fx.Node) else made)
+    return Carry(index, group, key, tuple(roles), fx.GraphModule(nn.Module(), graph).forward)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen, todo = set(), [node]
+    while todo:
+        one = todo.pop()
+        if one not in seen:
+            seen.add(one)
+            todo += one.all_input_nodes
+    return seen

@@ -1,0 +1,66 @@
+"""Python's ``math`` of numbers that a program reads in every call, which has to be written down as arithmetic on them.
+
+``math.sqrt(x)`` would ask a symbolic number for the float that it is now, and hold that fixed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from graphzero.capture.objects.patches import patched
+from graphzero.ir.known_ops import ARITHMETIC
+
+_OPS = {name.removeprefix("torch._sym_"): op for name, op in ARITHMETIC.items() if name.startswith("torch._sym_")}
+
+
+def _float(x: Any) -> Any:
+    return torch.sym_float(x)
+
+
+def _log(x: Any, base: Any = None) -> Any:
+    return (
+        _OPS["log2"](_float(x)) * math.log(2.0) if base is None else _OPS["log2"](_float(x)) / FUNCTIONS["log2"](base)
+    )
+
+
+_WRITTEN: dict[str, Callable[..., Any]] = {
+    **{name: (lambda x, op=op: op(_float(x))) for name, op in _OPS.items()},
+    "pow": lambda x, y: _float(x) ** _float(y),
+    "exp": lambda x: math.e ** _float(x),
+    "log": _log,
+    "log10": lambda x: _log(x, 10.0),
+    "fabs": lambda x: abs(_float(x)),
+}
+
+
+def _either(name: str) -> Callable[..., Any]:
+    plain, written = getattr(math, name), _WRITTEN[name]
+
+    def function(*args: Any) -> Any:
+        is_symbolic = any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in args)
+        return (written if is_symbolic else plain)(*args)
+
+    return function
+
+
+FUNCTIONS = {name: _either(name) for name in _WRITTEN}
+_NAME_OF = {id(getattr(math, name)): name for name in _WRITTEN}
+
+
+@contextmanager
+def symbolic_math(cls: type) -> Iterator[None]:
+    """``math``, and what modules that define ``cls`` and its bases have imported of it, take symbolic numbers."""
+    with ExitStack() as stack:
+        for name, function in FUNCTIONS.items():
+            stack.enter_context(patched(math, name, function))
+        for module in {base.__module__ for base in cls.__mro__} - {"builtins", "math"}:
+            for name, x in list(vars(sys.modules.get(module, math)).items()):
+                if id(x) in _NAME_OF and module in sys.modules:
+                    stack.enter_context(patched(sys.modules[module], name, FUNCTIONS[_NAME_OF[id(x)]]))
+        yield
