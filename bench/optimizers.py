@@ -7,7 +7,7 @@
 
 The packages are those of the extra ``optimizers``; what is not installed is left out.  Every class is constructed with
 its defaults but for what ``MADE`` says.  Outcomes: equal, to ``LIMITS``; refused, by a GraphZeroError; wrong; crash,
-any other error.  A class that plain PyTorch does not step with a plain ``optimizer.step()`` is skipped, with the reason.
+any other error.  A class that plain PyTorch does not step with a plain ``optimizer.step()`` is skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers of parameter groups that ``step`` changes: plain PyTorch's after every call, and nothing compiled for each."""
+"""Numbers of parameter groups that ``step`` changes: plain PyTorch's after every call, nothing compiled for each."""
 
 import copy
 

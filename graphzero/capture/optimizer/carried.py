@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 from graphzero.capture.optimizer.hyper import Carried, Hyper, baked_of_group, is_number, of_group
 from graphzero.capture.optimizer.initial_state import changed_numbers
-from graphzero.capture.problems import problem
+from graphzero.capture.problems import problem, problem_here
+from graphzero.errors import CaptureError
 from graphzero.ir.value import Role
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, bool]]] = WeakKeyDictionary()
@@ -134,6 +135,16 @@ def carry_of(
             copies[node] = graph.node_copy(node, lambda x: copies[x])
     graph.output(copies[made] if isinstance(made, fx.Node) else made)
     return Carry(index, group, key, tuple(roles), fx.GraphModule(nn.Module(), graph).forward)
+
+
+def fixed_number(optimizer: torch.optim.Optimizer) -> CaptureError:
+    """The step of ``optimizer`` asks for the value that a number which it changes has in this call."""
+    return problem_here(
+        f"{type(optimizer).__name__}.step() takes a number that it changes from step to step as a plain int or float: "
+        "int(), float(), range() or an index; a graph would hold that fixed",
+        "compute with the number itself and compare it (if step % 5 == 0), or keep it in a 0-d tensor of "
+        "optimizer.state",
+    )
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

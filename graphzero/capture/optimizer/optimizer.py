@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from graphzero import _compat
 from graphzero.capture.objects.contents import DictContents, is_other_number
 from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.carried import Carry, carry_of, changed_of_group, hypers_of_group
+from graphzero.capture.optimizer.carried import Carry, carry_of, changed_of_group, fixed_number, hypers_of_group
 from graphzero.capture.optimizer.fused_steps import FusedSteps, is_fused
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
@@ -27,7 +27,7 @@ from graphzero.capture.optimizer.hyper import Hyper, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
 from graphzero.capture.optimizer.known_updates import key_of, known
 from graphzero.capture.optimizer.member import Member
-from graphzero.capture.problems import problem, problem_here
+from graphzero.capture.problems import problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
@@ -240,7 +240,7 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
 
     try:
         counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
-        numbered = _compat.kept_symbolic(lambda: counts, lambda: _fixed(optimizer))
+        numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(optimizer))
         with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
             module = _compat.make_fx(traced, decompositions.TABLE)(*values)
@@ -249,20 +249,11 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
     except Exception as error:
         raise cannot_step(optimizer, error) from error
     update = _read(module, labels, results, members, symbols, env)
-    for (kind, group, key), made in zip(results, module.graph.output_node().args[0], strict=True):
+    flat: Any = module.graph.output_node().args[0]
+    for (kind, group, key), made in zip(results, flat, strict=True):
         if kind == "number":
             update.carries.append(carry_of(optimizer, index, group, key, made, update.inputs))
     return update
-
-
-def _fixed(optimizer: torch.optim.Optimizer) -> CaptureError:
-    """The step of ``optimizer`` asks for the value that a number which it changes has in this call."""
-    return problem_here(
-        f"{type(optimizer).__name__}.step() takes a number that it changes from step to step as a plain int or float: "
-        "int(), float(), range() or an index; a graph would hold that fixed",
-        "compute with the number itself and compare it (if step % 5 == 0), or keep it in a 0-d tensor of "
-        "optimizer.state",
-    )
 
 
 def _step(
@@ -283,6 +274,11 @@ def _step(
     before = [dict(group) for group in groups]
     with _stepping(optimizer, groups, state):
         _compat.unhooked_step(optimizer)(optimizer)
+    if shared := [key for key in state if not isinstance(key, Tensor)]:
+        raise problem(
+            f"{type(optimizer).__name__} keeps optimizer.state[{shared[0]!r}], which is the state of no parameter",
+            "keep a number in param_groups, and a tensor in the state of each parameter",
+        )
     out = []
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
         for key in changed_of_group(optimizer, old, new):
