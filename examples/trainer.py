@@ -80,7 +80,10 @@ class GraphTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         parts, self.waiting = self.waiting, []
         if len({tuple(x.shape for x in part.values()) for part in parts}) > 1:
-            raise gz.ConfigError("the micro-batches of a step have unequal shapes; let the collator pad to one length")
+            raise gz.ConfigError(
+                "the micro-batches of a step have unequal shapes, as of a collator that pads to the longest; let it "
+                "pad to one length: padding='max_length'"
+            )
         self.graph.config.set_gradient_accumulation_steps(len(parts))
         loss: Tensor = self.graph({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         return loss
@@ -93,7 +96,7 @@ class GraphTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, ...]:
         """Loss, logits and labels; parameters may be split, so the model cannot be called by itself."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = dict(self._prepare_inputs(inputs))  # collators of tokenizers give a BatchEncoding
         loss, logits = self.evaluation(inputs)
         return (loss, None, None) if prediction_loss_only else (loss, logits, inputs["labels"])
 
@@ -109,6 +112,9 @@ class GraphTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         gz.save(self.graph, Path(output_dir) / "graphzero", extra={"schedule": self.lr_scheduler.state_dict()})
+
+    def _load_best_model(self) -> None:
+        gz.load(self.graph, Path(self.state.best_model_checkpoint or "") / "graphzero")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -27,8 +27,8 @@ def save(
     """Save all that ``graph`` needs to go on to the bit, as the next checkpoint in the folder ``path``.
 
     Modules, optimizer states, schedulers, loss scale, seed and step; ``extra`` is the user's own, of numbers, strings,
-    lists and dicts.  Every rank calls it, with one path that all hosts share, and writes what it holds.  A crash leaves
-    the earlier checkpoints as they were.
+    tensors, lists and dicts, the same on every rank.  Every rank calls it, with one path that all hosts share, and
+    writes what it holds.  A crash leaves the earlier checkpoints as they were.
 
     keep: remove all but the last so many, when this one is complete.
     asynchronous: return when the values are copied to host memory (bytes of this rank's file), and write them while the

@@ -229,6 +229,11 @@ def _raised(what: str, error: BaseException) -> str:
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     own = [frame for frame in frames if Path(frame.filename).resolve() == Path(file).resolve()]
+    if len(lines) == 1 and own and own[0].name == "<module>":
+        lines.append(
+            "  The file itself was run, to find its FACTORY, on devices without values; what trains stands under "
+            "`if __name__ == '__main__':`"
+        )
     shown = (*own[-1:], *(frames[-1:] if own else ()))
     lines += dict.fromkeys(f"  at {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in shown)
     return "\n".join(lines)

@@ -110,12 +110,16 @@ def test_all_that_is_wrong_with_keys_is_said_at_once_with_the_nearest_known():
 
 def test_one_warning_names_all_that_is_done_otherwise():
     _, (said,) = read(
-        {"train_batch_size": 4, "steps_per_print": 10, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        {
+            "train_batch_size": 4,
+            "wall_clock_breakdown": True,
+            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        }
     )
     first, *rest = said.splitlines()
     assert first == "the DeepSpeed configuration: what these keys do is done otherwise here"
     assert [line.split(":")[0].strip() for line in rest] == [
-        "steps_per_print",
+        "wall_clock_breakdown",
         "zero_optimization.offload_optimizer",
         "gradient_clipping, which is not given",
     ]
@@ -142,8 +146,8 @@ def test_a_whole_json_as_tutorials_have_it():
             "reduce_bucket_size": 50000000, "overlap_comm": True, "contiguous_gradients": True, "cpu_offload": False,
         },
     }  # fmt: skip
-    config, (said,) = read(json)
-    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == ["steps_per_print"]
+    config, said = read(json)
+    assert not said  # nothing of it, how often a loop prints included, changes what is computed
     assert config.zero.stage == 2 and config.amp == amp(init_scale=2.0**15, growth_interval=500)
     assert config.deepspeed.gradient_clipping == 1.0 and config.deepspeed.batch_per_rank == 8
 

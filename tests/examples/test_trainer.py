@@ -25,13 +25,19 @@ def runs(rank: int, folder: Path) -> None:
     """On every rank: plain, with a Graph at stage 3, and at stage 2 from the checkpoint of that."""
     sys.path.insert(0, str(EXAMPLES))
     import trainer
+    from transformers import BatchEncoding, default_data_collator
 
     def run(name: str, kind: type, checkpoint: Path | None = None, **more: object) -> None:
         told = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS, "eval_strategy": "steps"}
-        arguments = trainer.arguments(str(folder / name), eval_steps=STEPS, **told)
+        told |= {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        told |= {"greater_is_better": True}  # so that it is not the last one
         data = trainer.windows(90, 16)
-        made = kind(trainer.make_model(16, 16), arguments, train_dataset=data[:80], eval_dataset=data[80:88:2], **more)
+        made = kind(
+            trainer.make_model(16, 16), trainer.arguments(str(folder / name), **told), train_dataset=data[:80],
+            eval_dataset=data[80:88:2], data_collator=lambda x: BatchEncoding(default_data_collator(x)), **more,
+        )  # fmt: skip
         made.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        made.evaluate()
         if rank == 0:
             (folder / f"{name}.json").write_text(json.dumps(made.state.log_history))
 
@@ -93,7 +99,9 @@ def test_a_trainer_of_graphs_is_the_trainer_on_two_ranks(tmp_path):
     start_as_torchrun(runs, (tmp_path,), 2)
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         plain = found(tmp_path, "plain", key)
-        assert len(plain) == (1 if key == "eval_loss" else STEPS)
+        assert len(plain) == (3 if key == "eval_loss" else STEPS)
+        if key == "eval_loss":
+            assert plain[2] == max(plain[:2]) != plain[1]  # of the best model, which was loaded at the end
         for name in ("stage 3", "resumed"):
             assert found(tmp_path, name, key) == pytest.approx(plain, rel=1e-5), (name, key)
     from transformers import LlamaForCausalLM

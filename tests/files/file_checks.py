@@ -57,7 +57,8 @@ def check_what_differs_between_ranks_is_refused_on_all():
     folder = shared_folder("differs")
     graph = Train(everyone(), 1)
     losses(graph, 0)
-    for extra, path in (({"rank": dist.get_rank()}, folder), (None, folder / str(dist.get_rank()))):
+    rank = dist.get_rank()
+    for extra, path in (({"rank": rank}, folder), ({"x": torch.full((2,), rank)}, folder), (None, folder / str(rank))):
         try:
             gz.save(graph, path, extra=extra)
         except gz.GraphZeroError as error:

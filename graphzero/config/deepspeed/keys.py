@@ -264,7 +264,7 @@ KEYS = (
     _section("datastates_ckpt", REPLACED, "gz.save(asynchronous=True)", idle_at(False)),
     _replaced("dataloader_drop_last", "DataLoader(drop_last=True): the loader is yours"),
     # ---- what is shown
-    _replaced("steps_per_print", _YOUR_LOOP, idle_at()),
+    _replaced("steps_per_print", _YOUR_LOOP, always),
     _replaced("wall_clock_breakdown", "gz.trace(graph, *batch), or graphzero trace"),
     _replaced("memory_breakdown", _MEASURES),
     _replaced("dump_state", "print(graph): settings, parameters and program"),

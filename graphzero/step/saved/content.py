@@ -21,6 +21,8 @@ from graphzero.runtime.files.saving import Layout
 from graphzero.runtime.tensors.shards import local_of
 from graphzero.step.source import Source
 
+EXTRA = "extra"
+
 
 class Content:
     """All of one.  outline: what there is to save, see ``reading.outline``.  extra: of the user.
@@ -38,7 +40,7 @@ class Content:
             raise CheckpointError(f"{source.name} is not saved: {torn}")
         self.tensors: dict[str, Tensor] = {}
         self._state = _in_words(reading.plain(outline), "", self._keep)
-        self._extra = _in_words(extra, "extra", _no_tensor)
+        self._extra = _in_words(extra, EXTRA, self._keep)
         self.step = int(outline["random"]["step"])
         self.placement = source.placement
         found = state.tensors().values()
@@ -63,8 +65,9 @@ class Content:
         """What must be the same on all ranks."""
         values = {f"values of {part}": json.dumps(held) for part, held in self._state.items()}
         ties = {f"tie of {name}": held.same_as for name, held in self.layout.stored.items() if held.same_as}
-        path, extra = str(self._path), json.dumps(self._extra)
-        return {"path": path, "extra": extra, **values, **ties, **reading.facts(self.tensors)}
+        own = {name: blocks.sha256_of(local_of(x)) for name, x in self.tensors.items() if name.startswith(f"{EXTRA}.")}
+        facts = {"path": str(self._path), EXTRA: json.dumps(self._extra), **values, **ties}
+        return {**facts, **reading.facts(self.tensors), **{f"values of {name}": held for name, held in own.items()}}
 
     @property
     def is_first(self) -> bool:
@@ -95,10 +98,3 @@ def _in_words(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
         return to_json(x, path, tensor)
     except RecursionError:
         raise CheckpointError(f"{path or 'the state'} contains itself, or is nested too deeply to be saved") from None
-
-
-def _no_tensor(x: Tensor, path: str) -> str:
-    raise CheckpointError(
-        f"{path} is a tensor; extra= holds numbers, strings, lists and dicts, the same on every rank: x.tolist(), or "
-        "register it as a buffer of a module"
-    )
