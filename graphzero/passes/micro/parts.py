@@ -3,7 +3,7 @@
 =========== ==========================================================================================================
 part        what belongs there
 =========== ==========================================================================================================
-before      what must be complete while micro-batches run, and hangs on the batch and constants alone: counts of tokens
+before      what must be complete while micro-batches run, and depends only on what is known before: counts of tokens
 each        what differs between micro-batches (S or P on ``mb``), and what forward and backward compute of parameters
 after       what reads a value that all micro-batches have made together, and the update
 =========== ==========================================================================================================
@@ -14,7 +14,7 @@ from it, is that of the micro-batch instead (``estimated``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,29 +30,26 @@ SHAPED: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 
 class Parts:
-    """given: hangs on the batch and constants alone.  completed: boxes that join what micro-batches make.
+    """completed: boxes that join what micro-batches make.
 
-    hoisted: those of them that can be computed before any micro-batch.  estimated: those that are read before all
-    micro-batches are through.  late: what comes after.
+    hoisted: those of them that are computed before any micro-batch: of the batch and constants alone, and, where
+    micro-batches read them, of parameters and buffers that are the same for all micro-batches.  estimated: the others
+    that are read before all micro-batches are through.  late: what comes after.
     varying: B on ``mb``, but of this micro-batch, for it hangs on what is estimated.
     """
 
     def __init__(self, graph: StepGraph, axis: int) -> None:
         self.axis, self.hierarchy = axis, graph.placement.hierarchy
         self.nodes = [node for node in graph.nodes if node.op != "output"]
-        self.given: set[fx.Node] = set()
-        for node in self.nodes:
-            role = value.role_of(node)
-            held = node.op == "placeholder" and role is not None and role.kind in ("param", "buffer", "state")
-            if not held and all(operand in self.given for operand in node.all_input_nodes):
-                self.given.add(node)
         self.completed = {node for node in self.nodes if self._completes(node)}
-        self.hoisted = self.completed & self.given
+        self.hoisted = self.completed & self._depend_on_none_of(graph.placeholders("param", "buffer", "state"))
         self.estimated: set[fx.Node] = set()
         self.late = self._late()
-        again = self._read_by_each()
-        self.estimated = (self.completed - self.hoisted) & again
+        known, again = self._depend_on_none_of(self._changed(graph)), self.completed & self._read_by_each(self.late)
+        self.hoisted |= again & known
+        self.estimated = again - self.hoisted
         self.late = self._late()
+        self._needed = self._read_by_each(set(self.nodes) - self.late)
         self.varying: set[fx.Node] = set()
         for node in self.nodes:
             if self.is_each(node) and not self.differs(node) and self._varies(node):
@@ -99,26 +96,50 @@ class Parts:
         have, made = self.cut(value.operand(node)), self.cut(node)
         return not have[0].is_broadcast and made != have
 
+    def _depend_on_none_of(self, placeholders: Iterable[fx.Node]) -> set[fx.Node]:
+        others = set(placeholders)
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node not in others and all(operand in found for operand in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _changed(self, graph: StepGraph) -> set[fx.Node]:
+        """Parameters and states that the step updates, and buffers that may be another one's for each micro-batch.
+
+        A buffer whose new value depends on none of these, a running count of labels, is that of the step before for
+        all micro-batches.
+        """
+        names, buffers = {node.name: node for node in graph.placeholders()}, set(graph.placeholders("buffer"))
+        updates = {names[name]: new for name, new in graph.updates.items() if new is not names[name]}
+        found = updates.keys() - buffers
+        while True:
+            known, modules = self._depend_on_none_of(found), {_module(node) for node in found & buffers}
+            more = {
+                node
+                for node, new in updates.items()
+                if new not in known or node in buffers and _module(node) in modules
+            }
+            if more <= found:
+                return found
+            found |= more
+
     def _late(self) -> set[fx.Node]:
         """What reads, at one remove or more, what only all micro-batches together make."""
         found: set[fx.Node] = set()
         for node in self.nodes:
-            if node in self.given or node in self.estimated or node.target in SHAPED:
+            if node in self.hoisted or node in self.estimated or node.target in SHAPED:
                 continue
             if node in self.completed or any(operand in found for operand in node.all_input_nodes):
                 found.add(node)
         return found
 
-    def _read_by_each(self) -> set[fx.Node]:
-        """What comes late, and is read by what a micro-batch computes.  Sets what of the update micro-batches need."""
+    def _read_by_each(self, among: set[fx.Node]) -> set[fx.Node]:
+        """Those that what differs between micro-batches reads, at one remove or more by way of others of them."""
         found: set[fx.Node] = set()
-        self._needed: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            readers = list(self._readers(node))
-            if node in self.late and any(self.differs(one) or one in found for one in readers):
+            if node in among and any(self.differs(one) or one in found for one in self._readers(node)):
                 found.add(node)
-            elif node not in self.late and any(self.differs(one) or one in self._needed for one in readers):
-                self._needed.add(node)
         return found
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -128,3 +149,10 @@ class Parts:
         if node in self.estimated:
             return True
         return node.target not in SHAPED and any(operand in self.varying for operand in node.all_input_nodes)
+
+
+def _module(buffer: fx.Node) -> str:
+    """The path of the module that has a buffer."""
+    role = value.role_of(buffer)
+    assert role is not None
+    return role.of.rpartition(".")[0]

@@ -17,6 +17,7 @@ from graphzero.passes.micro.op_writer import OpWriter
 from graphzero.passes.micro.parts import SHAPED, Parts
 from graphzero.passes.micro.refusals import Refusals
 from graphzero.passes.micro.sizes import EACH, LAST, Sizes
+from graphzero.passes.micro.whole_sums import complete_sums
 from graphzero.passes.place.forward_sweep import HALF
 from graphzero.sbp.placement import MICRO_BATCHES
 
@@ -29,6 +30,7 @@ class Writer:
     def __init__(self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...]) -> None:
         self.graph, self.keep_gathered = graph, keep_gathered
         axis = graph.placement.axis(MICRO_BATCHES)
+        complete_sums(graph, axis)
         self.sizes, self.parts = Sizes(axis, graph.placement.hierarchy[axis]), Parts(graph, axis)
         self.refusals = Refusals(graph.name, graph.placement.names, self.parts, self.sizes)
         self.handed = HandedOn(graph, self.parts, self.sizes, self.refusals, reduces_each)
@@ -76,7 +78,7 @@ class Writer:
                 self.kept[node].meta["phase"] = "forward"
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """``node``, which hangs on the batch and constants alone, before any micro-batch runs."""
+        """``node``, which depends only on what is known before any micro-batch runs."""
         done = self.emit.done["before"]
         if node not in done:
             source = node.args[0] if node.target is ops.box else None
@@ -84,6 +86,7 @@ class Writer:
                 done[node] = self._whole(source)
             else:
                 done[node] = self.emit.copy(node, "before", self._whole)
+                done[node].meta["phase"] = "forward"
         return done[node]
 
     def _kept_param(self, node: fx.Node) -> fx.Node | None:
