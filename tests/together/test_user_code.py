@@ -1,0 +1,60 @@
+"""Small programs in the manner of bug reports train as in plain PyTorch: a sample of what ``bench/user_code.py`` tries.
+
+The command tries every program in every configuration.  It leaves out, as this does not, no program that is known to
+come out wrong.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import user_code
+from user_code_cells import OPTIONS, cells_of
+from user_programs import PROGRAMS
+
+RIGHT = [name for name, source in PROGRAMS.items() if not source.is_open]
+EVERY = 5  # programs: some twenty seconds
+
+
+def faults(programs: list[str], count: int, seed: int) -> list[str]:
+    cells = [cell for name in programs for cell in user_code.drawn(f"^{name}$", count, seed)]
+    return [f"{one.cell}: {one.text}" for one in user_code.outcomes(cells) if one.outcome == "fault"]
+
+
+def test_a_sample_of_programs_computes_what_plain_pytorch_does_or_is_refused():
+    assert faults(RIGHT[::EVERY], 1, 0) == []
+
+
+@pytest.mark.slow
+def test_every_program_computes_what_plain_pytorch_does_or_is_refused():
+    assert faults(RIGHT, 1, 1) == []
+
+
+def test_the_configurations_of_a_program_hold_every_pair_of_options():
+    cells = list(cells_of("batch_norm", 0))
+    pairs = {(a, x, b, y) for a in OPTIONS for x in OPTIONS[a] for b in OPTIONS for y in OPTIONS[b] if a < b}
+    met = {(a, getattr(c, a), b, getattr(c, b)) for c in cells for a in OPTIONS for b in OPTIONS if a < b}
+    assert pairs <= met
+    assert len(cells) < 40
+
+
+def test_a_process_that_dies_is_a_fault_of_the_program_that_ran_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(user_code, "work", dying)
+    cells = user_code.drawn("^(batch_norm|lstm|language_model)$", 2, 0)
+    found = list(user_code.outcomes(cells))
+    assert {one.cell for one in found} == set(cells)
+    assert {one.outcome for one in found} == {"equal", "fault"}
+    assert all((one.outcome == "fault") == (one.cell.program == "lstm") for one in found)
+
+
+def dying(rank, ranks, folder, wanted):
+    """The process that judges cells, which ends at once where one of ``lstm`` comes."""
+
+    def judged(cell, rank, expected):
+        if cell.program == "lstm":
+            os._exit(7)
+        return "equal", ""
+
+    user_code.judged = judged
+    user_code.work(rank, ranks, folder, wanted)
