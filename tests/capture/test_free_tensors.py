@@ -171,3 +171,13 @@ def test_other_data_for_a_buffer_or_a_value_is_refused():
     for build in (buffer, value):
         with pytest.raises(CaptureError, match=r"another tensor in a tensor: x.data = (.|\n)*copy_"):
             Program(Owner(build, model=Aliased()), [], (torch.randn(6, 8),))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda x: x.view(4, 3), lambda x: x.view(3, 4).t(), lambda x: x[2:6].view(4, 1), lambda x: x[:4].expand(4, 4)],
+)
+def test_a_view_of_another_tensor_is_a_constant_as_any_other(look):
+    held, model, x = look(torch.arange(12.0)), nn.Linear(8, 4), torch.randn(6, 8)
+    program = Program(Owner(lambda self, x: self.model(x) @ held, model=model), [], (x,))
+    torch.testing.assert_close(program(x), model(x) @ held)

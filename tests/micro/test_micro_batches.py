@@ -336,6 +336,40 @@ def test_compiled_mixed_precision_is_the_same():
 # ---- what cannot be
 
 
+def test_counts_in_integers_are_those_of_the_batch():
+    """Among them some that are there before, of any sign, which are no multiples of the number of micro-batches."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.tensor([5, -3, 0, 7]))
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Step(gz.Graph):
+        def __init__(self, ranks):
+            super().__init__(gz.placement("cpu", range(ranks), virtual=True))
+            self.model = Counting()
+            self.config.set_gradient_accumulation_steps(4)
+
+        def build(self, x, y):
+            self.model.seen.index_add_(0, y, torch.ones_like(y))
+            table = torch.zeros(4, 4, dtype=torch.long).index_put_((y, self.model(x).argmax(1)), y + 1, accumulate=True)
+            return table, torch.full((4,), -7).scatter_add(0, y, y)
+
+    x, y = torch.randn(16, 4), torch.arange(16) * 7 % 4
+    for ranks in (1, 2):
+        step = Step(ranks)
+        table, sums = step(x, y)
+        wanted = torch.zeros(4, 4, dtype=torch.long)
+        guess = step.model(x).argmax(1)
+        assert torch.equal(table, wanted.index_put_((y, guess), y + 1, accumulate=True))
+        assert torch.equal(sums, torch.full((4,), -7).scatter_add(0, y, y))
+        assert step.model.seen.tolist() == [5 + 4, -3 + 4, 0 + 4, 7 + 4]
+
+
 def test_a_share_that_does_not_divide_is_refused_with_its_numbers():
     graph = Train(Words, tokens, 3)
     with pytest.raises(

@@ -94,7 +94,8 @@ class FreeTensors:
         if shared is not None:
             what = f"build uses a tensor of shape {list(x.shape)} that shares memory with {shared}, but is not it"
             raise problem_here(what, _SHARED_HINT, self.build)
-        fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
+        with _compat.without_modes():  # the fake of a view is made by ops, which are none of build's
+            fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
         self._known[id(x)], self._storages[_compat.storage_id(fake)] = x, fake
 
     def _write(self, x: Tensor, how: str) -> CaptureError:
