@@ -51,6 +51,14 @@ def prefixed(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
+def own_connection(store: Any) -> Any:
+    """The same store for another thread: what one thread waits for there would keep others from it."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):  # stores of users need not have it
+        return store
+
+
 def gloo(store: Any, rank: int, ranks: int, seconds: float) -> Any:
     """A gloo connection of some processes that torch.distributed does not list; each of them makes it.
 

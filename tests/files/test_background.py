@@ -7,6 +7,7 @@ import pytest
 
 from graphzero.runtime.files import background
 from graphzero.runtime.files.background import Saved
+from graphzero.runtime.files.notes import Notes
 
 
 class Thread:
@@ -18,9 +19,14 @@ class Thread:
     def wait(self, seconds):
         self.rested += seconds
 
-    def writes(self, seconds, partial):
+    def writes(self, seconds, notes):
         self.taken += seconds
-        self.saved.rest(partial)
+        self.saved.rest(notes)
+
+
+@pytest.fixture
+def notes(tmp_path):
+    return Notes(tmp_path, 0, 1)
 
 
 @pytest.fixture
@@ -31,30 +37,30 @@ def thread(monkeypatch, tmp_path):
     return made
 
 
-def test_it_takes_a_sixteenth_of_a_core(thread, tmp_path):
+def test_it_takes_a_sixteenth_of_a_core(thread, notes):
     for seconds in (0.004, 0.5, 0.0, 0.02):
-        thread.writes(seconds, tmp_path)
+        thread.writes(seconds, notes)
         assert thread.rested == pytest.approx(15 * thread.taken)
-    assert not [*tmp_path.iterdir()]
+    assert not notes.is_hurried()
 
 
-def test_it_hurries_when_somebody_waits_and_tells_the_other_ranks(thread, tmp_path):
+def test_it_hurries_when_somebody_waits_and_tells_the_other_ranks(thread, notes, tmp_path):
+    thread.saved._over.set()
     thread.saved.join()
-    thread.writes(0.5, tmp_path)
-    assert thread.rested == 0
+    thread.writes(0.5, notes)
+    assert thread.rested == 0 and notes.is_hurried()
     other = Saved(tmp_path / "done", 1, 1000)
-    other.rest(tmp_path)  # all that this thread has taken so far, and no pause: it would be minutes
-    assert [child.name for child in tmp_path.iterdir()] == ["hurry"]
+    other.rest(notes)  # all that this thread has taken so far, and no pause: it would be minutes
 
 
-def test_one_that_rests_wakes_up_when_somebody_waits(tmp_path):
+def test_one_that_rests_wakes_up_when_somebody_waits(notes, tmp_path):
     began, resting = time.perf_counter(), threading.Event()
     saved = Saved(tmp_path / "done", 1, 1000)
 
     def write():
         saved._taken = time.thread_time() - 100  # 1500 seconds of rest
         resting.set()
-        saved.rest(tmp_path)
+        saved.rest(notes)
 
     saved.start(write)
     assert resting.wait(20)
@@ -62,9 +68,9 @@ def test_one_that_rests_wakes_up_when_somebody_waits(tmp_path):
     assert saved.is_done and time.perf_counter() - began < 60
 
 
-def test_one_that_rests_wakes_up_when_another_rank_hurries(tmp_path):
+def test_one_that_rests_wakes_up_when_another_rank_hurries(notes, tmp_path):
     saved = Saved(tmp_path / "done", 1, 1000)
-    (tmp_path / "hurry").touch()
+    notes.hurry()
     saved._taken = time.thread_time() - 100
-    saved.rest(tmp_path)
+    saved.rest(notes)
     assert not saved._hurry.is_set()

@@ -2,10 +2,10 @@
 
 import collections
 import errno
-import hashlib
 import json
 import logging
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent)]
+import altered_index  # noqa: E402
 from file_toys import Train, TrainLora, batch, losses, virtual  # noqa: E402
 
 import graphzero as gz  # noqa: E402
@@ -72,10 +73,8 @@ def altered(checkpoint, change):
     """``change`` what the index holds, and make its hash right again: what somebody would do who means harm."""
     path = checkpoint / "index.json"
     body = json.loads(path.read_text())
-    del body["sha256"]
     change(body)
-    text = json.dumps(body)
-    path.write_text(json.dumps({**body, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    altered_index.write(path, body)
 
 
 def first(body):
@@ -89,6 +88,22 @@ def piece_of(body):
 
 def data(body):
     return body["files"]["rank-00000.safetensors"]
+
+
+def halves(body, dims):
+    """Pieces of a tensor of 2 x 2 x ... in 2 x 2 x ... parts, of which some are left out."""
+    file, start = piece_of(body)[:2]
+    return [[file, start, [int(dim == i) for i in range(dims)], [1] * dims] for dim in range(dims)]
+
+
+def group(body):
+    return body["state"]["optimizers"][0]["param_groups"][0]
+
+
+def state_of(body):
+    return next(
+        x for name, x in body["tensors"].items() if name.startswith("optimizers.") and x.get("shape") == [10, 6]
+    )
 
 
 HARM = {
@@ -118,6 +133,25 @@ HARM = {
     "code": lambda b: b["state"].__setitem__("extra", {"": "os.system", "value": "true"}),
     "step is text": lambda b: b.__setitem__("step", "7"),
     "no tensors": lambda b: b.pop("tensors"),
+    "a tensor of 60 dims": lambda b: first(b)[1].update(
+        shape=[1] * 60, pieces=[[*piece_of(b)[:2], [0] * 60, [1] * 60]]
+    ),
+    "60 dims in halves": lambda b: first(b)[1].update(shape=[2] * 60, pieces=halves(b, 60)),
+    "a dtype of bits": lambda b: first(b)[1].update(dtype="bits8", pieces=[piece_of(b)]),
+    "a dtype that is quantized": lambda b: first(b)[1].__setitem__("dtype", "quint8"),
+    "a rate of 400 digits": lambda b: group(b).__setitem__("lr", 10**400),
+    "one of two rates of 400 digits": lambda b: group(b)["betas"]["items"].__setitem__(0, 10**400),
+    "a first rate that is text": lambda b: group(b).__setitem__("initial_lr", "0.1"),
+    "a count that is not finite": lambda b: b["state"]["schedulers"][0].update(
+        last_epoch={"": "float", "value": "inf"}
+    ),
+    "a method of a scheduler": lambda b: b["state"]["schedulers"][0].update(_initial_step=1),
+    "a seed of 70 bits": lambda b: b["state"]["random"].__setitem__("seed", 2**70),
+    "a version that is text": lambda b: b["state"]["metadata"].__setitem__("model", {"norm": {"version": "2"}}),
+    "metadata that is a number": lambda b: b["state"]["metadata"].__setitem__("model", {"norm": 2}),
+    "a tensor named twice": lambda b: b["state"].__setitem__("extra", {"": "tensor", "name": first(b)[0]}),
+    "a tensor in extra": lambda b: b.__setitem__("extra", {"": "tensor", "name": first(b)[0]}),
+    "a hash for a state": lambda b: state_of(b).update(sha256=[["0" * 64, *state_of(b).pop("pieces")[0][2:]]]),
     "a later version": lambda b: b.__setitem__("version", 3),
 }
 
@@ -126,6 +160,23 @@ HARM = {
 def test_an_index_that_was_not_written_here_is_refused(saved, other, harm):
     altered(saved, HARM[harm])
     refused(other, saved, r"index.json|does not fit|no state dict")
+
+
+def test_an_index_altered_anywhere_is_refused_or_loaded_and_steps_go_on(tmp_path):
+    graph, draw = Train(virtual(2), 2), random.Random(0)
+    losses(graph, 0)
+    where = gz.save(graph, tmp_path, extra={"epoch": (3, [b"x"])}).path
+    body, right, refused = json.loads((where / "index.json").read_text()), graph.full_state_dict(), 0
+    for _ in range(150):
+        _, made = altered_index.altered(body, draw)
+        altered_index.write(where / "index.json", made)
+        try:
+            gz.load(graph, where, strict=draw.random() < 0.7)
+            losses(graph, 0, 1)
+        except gz.CheckpointError:
+            refused += 1
+        graph.load_state_dict(right)
+    assert 75 < refused < 150
 
 
 @pytest.mark.parametrize("text", [

@@ -36,6 +36,14 @@ def test_a_run_goes_on_from_every_stage_and_world(tmp_path):
         start(go_on, (tmp_path, ranks, pairs), ranks)
 
 
+TWO_RANKS = processes.Checks(("failed_save_checks",), 2)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS.names)
+def test_a_save_that_one_rank_cannot_make_is_heard_by_all_and_leaves_nothing(name, tmp_path_factory):
+    TWO_RANKS.assert_passed(name, tmp_path_factory)
+
+
 FOUR_RANKS = processes.Checks(MODULES, 4)
 
 

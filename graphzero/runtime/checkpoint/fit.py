@@ -179,8 +179,8 @@ def _check_group(
     for key, held in fitting.items():
         if key in _HOW:
             problems.value(f"{what}.{key}", bool(have.get(key)), held)
-        elif key != "params" and key in have:
-            problems.value(f"{what}.{key}", have[key], held)
+        elif key != "params":
+            problems.value(f"{what}.{key}", have.get(key, 0.0), held)
     return fitting
 
 
@@ -193,8 +193,9 @@ def _check_scheduler(problems: Problems, what: str, scheduler: Any, given: Mappi
     have = scheduler.state_dict()
     own = {key for key in have if not str(key).startswith("_")}  # the others are torch's own, and come and go
     problems.missing += [f"{what}.{key}" for key in sorted(own, key=str) if key not in given]
-    problems.unexpected += [f"{what}.{key}" for key in given if key not in have and not str(key).startswith("_")]
+    known = {key for key in given if key in have or str(key).startswith("_") and not hasattr(scheduler, str(key))}
+    problems.unexpected += [f"{what}.{key}" for key in given if key not in known]
     for key, held in given.items():
         if key in have:
             problems.value(f"{what}.{key}", have[key], held)
-    return {key: held for key, held in given.items() if key in have or str(key).startswith("_")}
+    return {key: held for key, held in given.items() if key in known}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphzero.errors import CheckpointError
-from graphzero.runtime.checkpoint.problems import SHOWN
+from graphzero.runtime.checkpoint.problems import SHOWN, is_word
 
 
 def check_outline(sd: Any) -> None:
@@ -70,8 +70,8 @@ def _wrong_random(random: Any) -> list[str]:
         return ["random has no seed and step"]
     seed, step = random["seed"], random["step"]
     wrong = []
-    if seed is not None and type(seed) is not int:
-        wrong.append(f"random.seed is {seed!r:.40}, not an int or None")
-    if type(step) is not int or step < 0:
+    if seed is not None and not is_word(seed):
+        wrong.append(f"random.seed is {seed!r:.40}, not an int of 64 bits or None")
+    if not is_word(step) or not 0 <= step < 1 << 63:
         wrong.append(f"random.step is {step!r:.40}, not a number of steps")
     return wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero.errors import CheckpointError, PlacementError
+from graphzero.runtime.files.json_values import NUMBERS
 from graphzero.runtime.state import torn
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.submesh import nd_on
@@ -70,14 +72,17 @@ def _why_unfit(have: Tensor | None, given: Tensor, state: State, replaced: bool,
     if torn.of(given):
         return f"was saved when {torn.of(given)}"
     if have is None:
-        return ""
+        return "" if given.dtype in NUMBERS else f"is {tensor_text(given)} in the state dict, which are no numbers"
     if have.is_meta and not wakes:
         return "is on the meta device here, module.to_empty(...) first"
     if have.shape != given.shape:
         return f"is {list(have.shape)} here, {list(given.shape)} in the state dict"
     if not replaced and any(step == 0 and size > 1 for step, size in zip(have.stride(), have.shape, strict=True)):
         return "is expanded here, so many of its elements are one and cannot be written to: clone() it first"
-    if not (torch.can_cast(given.dtype, have.dtype) or replaced and not given.is_complex()):
+    if have.dtype != given.dtype and not (
+        {have.dtype, given.dtype} <= NUMBERS
+        and (torch.can_cast(given.dtype, have.dtype) or replaced and not given.is_complex())
+    ):
         return f"is {tensor_text(have)} here, {tensor_text(given)} in the state dict"
     if isinstance(given, DTensor) and isinstance(have, DTensor):
         try:
@@ -99,18 +104,33 @@ def fits(have: Any, given: Any) -> bool:
     if isinstance(have, bool):
         return given is None or isinstance(given, bool)
     if _is_number(have):
-        return _is_number(given)
+        is_counted = isinstance(have, int) and isinstance(given, float)
+        return _is_number(given) and not (is_counted and not math.isfinite(given))
     if isinstance(have, Tensor):
         return isinstance(given, Tensor) and given.shape == have.shape and _is_dense(given) and not given.is_meta
     if isinstance(have, (list, tuple)):
         same = isinstance(given, (list, tuple)) and len(have) == len(given)
         return same and all(map(fits, have, given))
     if isinstance(have, Mapping):
-        return isinstance(given, Mapping)
-    return isinstance(given, str) if isinstance(have, str) else True
+        return isinstance(given, Mapping) and all(_fits_entry(have, *entry) for entry in given.items())
+    return not isinstance(have, (str, bytes, torch.dtype, torch.device)) or isinstance(given, type(have))
+
+
+def _fits_entry(have: Mapping[Any, Any], key: Any, given: Any) -> bool:
+    """An entry of the kind of one that is there; any where none is."""
+    if key in have:
+        return fits(have[key], given)
+    return not have or any(type(key) is type(other) and fits(held, given) for other, held in have.items())
 
 
 def _is_number(x: Any) -> bool:
     if isinstance(x, Tensor):  # as a rate may be
         return x.numel() == 1 and not (x.is_meta or x.is_complex() or x.dtype is torch.bool) and _is_dense(x)
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    if isinstance(x, int):
+        return not isinstance(x, bool) and is_word(x)
+    return isinstance(x, float)
+
+
+def is_word(x: Any) -> bool:
+    """Whether it is an int that torch takes: of 64 bits, with a sign or without."""
+    return type(x) is not bool and isinstance(x, int) and -(1 << 63) <= x < 1 << 64

@@ -82,11 +82,15 @@ def plain(outline: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_metadata(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``plain`` was given."""
+    """What ``plain`` was given.  Raises ValueError for metadata that no module writes."""
     modules = {}
     for name, held in given["modules"].items():
         modules[name] = made = OrderedDict(held)
-        made._metadata = OrderedDict(given["metadata"].get(name, {}))  # type: ignore[attr-defined]
+        metadata = OrderedDict(given["metadata"].get(name, {}))
+        for path, one in metadata.items():
+            if not isinstance(one, Mapping) or not isinstance(one.get("version"), (int, type(None))):
+                raise ValueError(f"state.metadata.{name}.{path!s:.80} is {one!r:.80}, not the version of a module")
+        made._metadata = metadata  # type: ignore[attr-defined]
     return {name: held for name, held in given.items() if name != "metadata"} | {"modules": modules}
 
 

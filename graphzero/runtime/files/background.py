@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from graphzero.errors import CheckpointError
 from graphzero.logs import event
-from graphzero.runtime.files import notes
+from graphzero.runtime.files.notes import Notes
 
 _NICE = 19  # what a thread that writes yields to those that compute, where the system has such a thing by thread
 _SHARE = 1 / 16  # of a core, which it takes at the most from those that compute on it
@@ -29,7 +30,8 @@ class Saved:
         self.path, self.step, self.nbytes = path, step, nbytes
         self.seconds: float | None = None
         self._began = time.perf_counter()
-        self._thread: threading.Thread | None = None
+        self._begun = threading.Lock()  # taken once, by who writes it
+        self._over = threading.Event()
         self._hurry = threading.Event()
         self._error: BaseException | None = None
         self._is_told = False
@@ -45,13 +47,23 @@ class Saved:
 
     def run(self, write: Callable[[], None]) -> None:
         """Write it now."""
-        write()
-        self._done()
+        try:
+            write()
+            self._done()
+        finally:
+            self._over.set()
 
     def start(self, write: Callable[[], None]) -> None:
         """Have a thread write it.  The process does not end before that has."""
-        self._thread = threading.Thread(target=self._in_thread, args=(write,), name=f"saving {self.path.name}")
-        self._thread.start()
+        thread = threading.Thread(target=self._in_thread, args=(write,), name=f"saving {self.path.name}")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.path} was not saved: no thread can be started ({error})") from error
+
+    def cancel(self) -> bool:
+        """Whether no thread has begun to write it, and none will any more."""
+        return self._begun.acquire(blocking=False)
 
     def wait(self) -> None:
         """Return when it is complete.  Raises CheckpointError if it could not be."""
@@ -69,20 +81,19 @@ class Saved:
     def join(self) -> None:
         """Return when nobody writes it any more."""
         self._hurry.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._over.wait()
 
-    def rest(self, partial: Path) -> None:
+    def rest(self, notes: Notes) -> None:
         """Called by the thread now and then: it lets those that compute have the core until it has taken no more than
         its share, unless somebody waits for it, on any rank."""
         now = time.thread_time()
         left = (now - self._taken) * (1 / _SHARE - 1)
         self._taken = now
-        while left > 0 and not self._is_waited_for() and not notes.is_hurried(partial):
+        while left > 0 and not self._is_waited_for() and not notes.is_hurried():
             self._hurry.wait(min(left, _LOOK))
             left -= _LOOK
         if self._is_waited_for():
-            notes.hurry(partial)
+            notes.hurry()
 
     def _is_waited_for(self) -> bool:
         return self._hurry.is_set() or not threading.main_thread().is_alive()  # Python waits for threads at its end
@@ -92,6 +103,8 @@ class Saved:
         return self.seconds is not None
 
     def _in_thread(self, write: Callable[[], None]) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         _yield_to_others()
         self._taken = time.thread_time()
         try:
@@ -100,6 +113,8 @@ class Saved:
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits
             self._error = error
             event("checkpoint_failed", str(error), logging.ERROR, path=str(self.path), step=self.step)
+        finally:
+            self._over.set()
 
     def _done(self) -> None:
         self.seconds = time.perf_counter() - self._began

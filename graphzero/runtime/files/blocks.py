@@ -61,6 +61,15 @@ def _write_all(file: Any, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
+def sync(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _begin_to_sync(handle: int, start: int) -> None:
     """Have the system bring a block to the disk while the next ones are written; else all waits for the end.
 

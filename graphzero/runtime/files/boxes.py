@@ -7,7 +7,6 @@ sections.  What many ranks hold alike is cut among them, so that each writes as 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -69,19 +68,40 @@ def whole_box(shape: Sequence[int]) -> Box:
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether each element of a tensor lies in exactly one of the boxes, and nothing else does.
 
-    The function that counts in how many boxes a place lies is known by its steps at their corners: each corner of a box
-    is one, with the sign of its place.  So the boxes cover the tensor once if their steps are its own.
+    So it is where boxes lie within the tensor and apart, and have as many elements as it has.
     """
     if not all(shape):
         return not boxes
-    if any(len(box.sizes) != len(shape) or not all(box.sizes) for box in boxes):
+    whole = whole_box(shape)
+    if any(len(box.sizes) != len(shape) or len(box.start) != len(shape) or box.meet(whole) != box for box in boxes):
         return False
-    steps: dict[tuple[int, ...], int] = defaultdict(int)
-    for box, sign in [(whole_box(shape), -1), *((box, 1) for box in boxes)]:
-        for ends in itertools.product((0, 1), repeat=len(shape)):
-            corner = tuple(at + size * end for at, size, end in zip(box.start, box.sizes, ends, strict=True))
-            steps[corner] += sign * (-1) ** sum(ends)
-    return not any(steps.values())
+    return sum(box.numel for box in boxes) == whole.numel and _are_apart(boxes, 2 * len(shape))
+
+
+def _are_apart(boxes: Sequence[Box], depth: int) -> bool:
+    """Whether planes tell them from each other, in up to ``depth`` dims one after the other.
+
+    They do in what ranks write: their pieces are a grid, and each box is a slice of a piece.
+    """
+    if len(boxes) == 1:
+        return True
+    for dim in range(len(boxes[0].start)):
+        groups = _between_planes(boxes, dim)
+        if len(groups) > 1:
+            return depth > 0 and all(_are_apart(group, depth - 1) for group in groups)
+    return False
+
+
+def _between_planes(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """Boxes by the planes across ``dim`` that cut none of them."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.start[dim]):
+        if box.start[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.start[dim] + box.sizes[dim])
+    return groups
 
 
 def held_at(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> list[Held]:

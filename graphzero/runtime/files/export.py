@@ -38,7 +38,7 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
             _write(path / name, {key: tensors[key] for key in shard}, dtype, where, found, alone)
         if len(shards) > 1:
             _write_index(path, dict(zip(names, shards, strict=True)), total)
-        folder.sync(path)
+        blocks.sync(path)
     return [path / name for name in names]
 
 

@@ -5,10 +5,12 @@ It is one JSON text.  It has the sums of files, so whoever has the index can tel
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import torch
 from graphzero.errors import CheckpointError
 from graphzero.runtime.files.blocks import BLOCK, Summed, sizes_add_up
 from graphzero.runtime.files.boxes import Box, covers
-from graphzero.runtime.files.json_values import DTYPES, ODD, parsed
+from graphzero.runtime.files.json_values import DTYPES, ODD, STORED, parsed, tensor_names
 
 NAME = "index.json"
 FORMAT, VERSION = "graphzero checkpoint", 2
+_MOST = 1 << 63  # bytes and elements
+_MOST_DIMS = 64  # that torch's operations take
+_DIGITS = set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -104,60 +109,109 @@ def read(folder: Path) -> Index:
             f"reads version {VERSION}, in blocks of {BLOCK}"
         )
     hashed = found.pop("sha256", None)
-    if hashed != _hash(found):
-        raise CheckpointError(f"{path} has been altered: it is not what was saved")
     try:
-        made = _from_json(found, hashed)
+        if hashed != _hash(found):
+            raise ValueError("it is not what was saved")
+        return _from_json(found, hashed)
     except ODD as error:
-        raise CheckpointError(f"{path} has been altered: {type(error).__name__}: {error}") from error
-    return made
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise CheckpointError(f"{path} has been altered: {kind}{error}") from error
 
 
 def _from_json(found: Mapping[str, Any], sha256: str) -> Index:
-    """Raises one of ``ODD`` for an index that this module would not have written."""
-    files = {_file_name(name): _summed(held) for name, held in found["files"].items()}
-    tensors = {name: _stored(name, held, found["tensors"], files) for name, held in found["tensors"].items()}
-    return Index(_count(found["step"]), tensors, files, found["state"], found["extra"], found["made by"], sha256)
+    """Raises one of ``ODD``, mostly a ValueError that says where, for an index that this module has not written."""
+    listed = _dict(found["files"], "files")
+    files = {_file_name(name): _summed(held, f"files.{name}") for name, held in listed.items()}
+    everything = _dict(found["tensors"], "tensors")
+    tensors = {name: _stored(f"tensors.{name}", held, everything, files) for name, held in everything.items()}
+    _check_named_once(found["state"], tensors)
+    made_by, step = _dict(found["made by"], "made by"), _count(found["step"], "step")
+    return Index(step, tensors, files, found["state"], found["extra"], made_by, sha256)
 
 
-def _file_name(name: str) -> str:
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise ValueError(f"'{name}' is no file of it")
-    return name
+def _check_named_once(state: Any, tensors: Mapping[str, Stored]) -> None:
+    """Every tensor stands in one place of the state; only those of modules may be there as hashes."""
+    names = collections.Counter(tensor_names(state))
+    for name in names.keys() | tensors.keys():
+        if name not in tensors or names[name] != 1:
+            raise ValueError(f"state names the tensor {name!r:.80} {names[name]} times, tensors {name in tensors:d}")
+        if tensors[name].hashes and not name.startswith("modules."):
+            raise ValueError(f"tensors.{name} has hashes for values, and is no parameter")
 
 
-def _summed(held: Mapping[str, Any]) -> Summed:
-    made = Summed(_count(held["bytes"]), tuple(held["sums"]))
-    if not sizes_add_up(made):
-        raise ValueError(f"{len(made.blocks)} sums of {made.nbytes} bytes")
-    return made
-
-
-def _count(x: Any) -> int:
-    if type(x) is not int or x < 0:
-        raise ValueError(f"{x!r:.40} is no count")
+def _dict(x: Any, where: str) -> dict[str, Any]:
+    if not isinstance(x, dict):
+        raise ValueError(f"{where} is a {type(x).__name__}, not an object")
     return x
 
 
-def _counts(x: Any) -> tuple[int, ...]:
-    return tuple(map(_count, x))
+def _list(x: Any, where: str, length: int | None = None) -> list[Any]:
+    if not isinstance(x, list) or length not in (None, len(x)):
+        raise ValueError(f"{where} is {x!r:.40}, not a list" + ("" if length is None else f" of {length}"))
+    return x
 
 
-def _stored(name: str, held: Mapping[str, Any], everything: Mapping[str, Any], files: Mapping[str, Summed]) -> Stored:
-    same_as = held.get("same as", "")
-    held = everything[same_as] if same_as else held
-    dtype, shape = DTYPES[held["dtype"]], _counts(held["shape"])
+def _count(x: Any, where: str) -> int:
+    if type(x) is not int or not 0 <= x < _MOST:
+        raise ValueError(f"{where} is {x!r:.40}, not a number from 0 to 2^63")
+    return x
+
+
+def _text(x: Any, where: str, digits: int) -> str:
+    if not isinstance(x, str) or len(x) != digits or set(x) - _DIGITS:
+        raise ValueError(f"{where} is {x!r:.80}, not {digits} hexadecimal digits")
+    return x
+
+
+def _counts(x: Any, where: str, length: int | None = None) -> tuple[int, ...]:
+    return tuple(_count(one, where) for one in _list(x, where, length))
+
+
+def _file_name(name: str) -> str:
+    if name in ("", ".", "..", NAME) or set(name) & set("/\\\0"):
+        raise ValueError(f"files.{name!r:.80} is no file of it")
+    return name
+
+
+def _summed(held: Any, where: str) -> Summed:
+    nbytes = _count(_dict(held, where)["bytes"], f"{where}.bytes")
+    blocks = tuple(_text(text, f"{where}.sums", 32) for text in _list(held["sums"], f"{where}.sums"))
+    if not sizes_add_up(Summed(nbytes, blocks)):
+        raise ValueError(f"{where}.sums are {len(blocks)}, of {nbytes} bytes")
+    return Summed(nbytes, blocks)
+
+
+def _stored(where: str, held: Any, everything: Mapping[str, Any], files: Mapping[str, Summed]) -> Stored:
+    same_as = _dict(held, where).get("same as", "")
+    if same_as:
+        held = _dict(everything.get(same_as), f"what {where} is the same as")
+    name, shape = held["dtype"], _counts(held["shape"], f"{where}.shape")
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype not in STORED:
+        raise ValueError(f"{where}.dtype is {name!r:.40}, of which no tensor is saved")
+    if len(shape) > _MOST_DIMS or prod(size or 1 for size in shape) * dtype.itemsize >= _MOST:
+        raise ValueError(f"{where}.shape is {list(shape)!r:.80}, which no tensor can have")
     if "sha256" in held:
-        hashes = tuple((str(text), Box(_counts(begin), _counts(sizes))) for text, begin, sizes in held["sha256"])
-        if not covers(shape, [box for _, box in hashes]):
-            raise ValueError(f"the hashes of '{name}' are not of all of it, once")
+        parts = [_list(one, f"{where}.sha256", 3) for one in _list(held["sha256"], f"{where}.sha256")]
+        hashes = tuple((_text(text, f"{where}.sha256", 64), _box(box, shape, where)) for text, *box in parts)
+        _check_covered(shape, [box for _, box in hashes], f"{where}.sha256")
         return Stored(dtype, shape, (), same_as, hashes)
+    parts = [_list(one, f"{where}.pieces", 4) for one in _list(held["pieces"], f"{where}.pieces")]
     pieces = tuple(
-        Piece(file, _count(start), Box(_counts(begin), _counts(sizes))) for file, start, begin, sizes in held["pieces"]
+        Piece(file, _count(at, f"{where}.pieces"), _box(box, shape, f"{where}.pieces")) for file, at, *box in parts
     )
     for piece in pieces:
-        if piece.start + piece.box.numel * dtype.itemsize > files[piece.file].nbytes:
-            raise ValueError(f"a piece of '{name}' lies outside of {piece.file}")
-    if not covers(shape, [piece.box for piece in pieces]):
-        raise ValueError(f"the pieces of '{name}' are not all of it, once")
+        if piece.file not in files or piece.start + piece.box.numel * dtype.itemsize > files[piece.file].nbytes:
+            raise ValueError(f"{where}.pieces lie outside of {piece.file!r:.80}")
+    _check_covered(shape, [piece.box for piece in pieces], f"{where}.pieces")
     return Stored(dtype, shape, pieces, same_as)
+
+
+def _box(parts: Sequence[Any], shape: tuple[int, ...], where: str) -> Box:
+    start, sizes = (_counts(part, where, len(shape)) for part in parts)
+    return Box(start, sizes)
+
+
+def _check_covered(shape: tuple[int, ...], boxes: list[Box], where: str) -> None:
+    if not covers(shape, boxes):
+        raise ValueError(f"{where} are not all of the tensor, once")

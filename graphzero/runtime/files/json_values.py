@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from graphzero.errors import CheckpointError
 
 MARK = ""
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_NUMBER = re.compile(r"bool|u?int(8|16|32|64)|b?float(8_\w+|16|32|64)|complex\d+")
+NUMBERS = {x for name, x in DTYPES.items() if _NUMBER.fullmatch(name)}  # which torch casts to each other
+STORED = NUMBERS | {x for name, x in DTYPES.items() if name.startswith(("bits", "float"))}  # which it can copy
 ODD = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)  # of values that nobody wrote
 _LONG = 1 << 10  # bits of an int that is written as it is; of longer ones Python reads so many digits only
 _TEXTS: dict[str, Callable[[str], Any]] = {
@@ -90,6 +94,17 @@ def from_json(x: Any, tensor: Callable[[str], Any]) -> Any:
     if kind not in _TEXTS or not isinstance(x["value"], str):
         raise ValueError(f"{kind!r} {x['value']!r:.40} is no value of a checkpoint")
     return _TEXTS[kind](x["value"])
+
+
+def tensor_names(x: Any) -> Iterator[str]:
+    """Of the tensors in what ``to_json`` has made, in order; raises TypeError for a name that is no text."""
+    if isinstance(x, dict) and x.get(MARK) == "tensor":
+        if not isinstance(x.get("name"), str):
+            raise TypeError(f"{x.get('name')!r:.40} is no name of a tensor")
+        yield x["name"]
+    elif isinstance(x, (dict, list)):
+        for held in x.values() if isinstance(x, dict) else x:
+            yield from tensor_names(held)
 
 
 def parsed(text: str | bytes) -> Any:

@@ -18,10 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from graphzero._compat import is_dtensor, storage_id
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import blocks, folder, notes, safetensors
+from graphzero.runtime.files import blocks, folder, safetensors
 from graphzero.runtime.files.boxes import Box, Held, writers
 from graphzero.runtime.files.index import NAME as INDEX
 from graphzero.runtime.files.index import Index, Piece, Stored
+from graphzero.runtime.files.json_values import STORED
+from graphzero.runtime.files.notes import Note
+from graphzero.runtime.files.partial import PartialCheckpoint
 from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
@@ -151,6 +154,8 @@ def check_savable(x: Tensor, name: str) -> None:
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
         raise CheckpointError(f"{name} is no dense tensor ({kind}); a checkpoint holds dense ones")
+    if x.dtype not in STORED:
+        raise CheckpointError(f"{name} is of {x.dtype}, which torch cannot copy; save it in a view of another dtype")
 
 
 def own_boxes(file: Sequence[Written], tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -170,11 +175,9 @@ def nbytes(layout: Layout, position: int) -> int:
 
 
 def write_file(
-    partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], frozen: Sequence[str],
-    rest: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
-    """This rank's file, and the note that says so, with the hashes of what is frozen.  rest: see ``blocks.write``.
-    Raises CheckpointError if it cannot."""
+    partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], rest: Callable[[], None]
+) -> blocks.Summed:  # fmt: skip
+    """This rank's file.  rest: see ``blocks.write``.  Raises CheckpointError if it cannot be written."""
     size = nbytes(layout, position)
     name = file_name(position)
     with folder.explained(f"{partial / name}", size):
@@ -184,8 +187,7 @@ def write_file(
                 f"{partial / name} cannot be written: it takes {size} bytes, {free} are free. Nothing was saved; "
                 "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
             )
-        written = blocks.write(partial / name, _parts(layout.head(position)[0], boxes), rest)
-        notes.leave(partial, position, notes.Note(written, frozen))
+        return blocks.write(partial / name, _parts(layout.head(position)[0], boxes), rest)
 
 
 def _parts(head: bytes, boxes: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -198,18 +200,19 @@ def _parts(head: bytes, boxes: Sequence[Tensor]) -> Iterator[memoryview]:
 # ---- all of them
 
 
-def complete(partial: Path, layout: Layout, make: Callable[..., Index], keep: int | None) -> Path:
+def complete(
+    partial: PartialCheckpoint, layout: Layout, parts: Sequence[Note], make: Callable[..., Index], keep: int | None
+) -> Path:  # fmt: skip
     """Write the index of what all ranks have written, and give the folder its name; earlier ones are removed then."""
-    with folder.explained(f"{partial}"):
-        told = [notes.read(partial, position) for position in range(len(layout.files))]
-        files = {file_name(position): note.file for position, note in enumerate(told)}
-        index = make(tensors=layout.tensors([note.frozen for note in told]), files=files)
-        with open(partial / INDEX, "w", encoding="utf-8") as file:
+    assert partial.path is not None
+    with folder.explained(f"{partial.path}"):
+        files = {file_name(position): note.file for position, note in enumerate(parts)}
+        index = make(tensors=layout.tensors([note.frozen for note in parts]), files=files)
+        with open(partial.path / INDEX, "w", encoding="utf-8") as file:
             file.write(index.text())
             file.flush()
             os.fsync(file.fileno())
-        notes.remove(partial, len(layout.files))
-        done = folder.finish(partial)
+        done = partial.finish()
     if keep is not None:
-        folder.keep_last(done.parent, keep)
+        folder.keep_last(done, keep)
     return done

@@ -166,6 +166,10 @@ class Communicator:
     def _generation_store(self) -> Any:
         return _compat.prefixed(f"generation {self.generation}", self._store)
 
+    def store_of(self, name: str) -> Any:
+        """The job's store for threads of all ranks that have ``name`` in common, and keys of their own."""
+        return _compat.own_connection(_compat.prefixed(name, self._store))
+
     # ---- what ranks tell each other
 
     def all_reduce(self, x: Tensor, what: str) -> None:

@@ -245,6 +245,10 @@ class Ranks:
         flat, talking = self.placement.ranks.ravel().tolist(), self.communicator
         return lambda: [flat.index(rank) for rank in talking.ended]
 
+    def store_of(self, name: str) -> Any:
+        """What threads of all ranks tell each other through; None where ranks do not talk."""
+        return self.communicator.store_of(name) if self.active else None
+
     @property
     def communicator(self) -> Communicator:
         """What they talk through."""

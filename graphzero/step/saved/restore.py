@@ -51,7 +51,7 @@ class Restore:
         self._stand_ins: dict[int, tuple[Tensor, str]] = {}  # by id: for the values of a tensor in the files
         try:
             given = reading.with_metadata(from_json(index.state, self._given_in(index.state)))
-            self.extra = from_json(index.extra, self._whole)
+            self.extra = from_json(index.extra, _no_tensor)
         except ODD as error:
             raise CheckpointError(f"{where / INDEX} has been altered: {type(error).__name__}: {error}") from error
         sd = moved_in(given, state.modules)
@@ -102,6 +102,8 @@ class Restore:
 
     def _whole(self, name: str) -> Tensor:
         stored = self._index.tensors[name]
+        if stored.hashes:
+            raise ValueError(f"tensors.{name} has hashes for values, and is no parameter")
         found = torch.empty(stored.shape, dtype=stored.dtype)
         self._read([Wish(name, stored, found)])
         return found
@@ -188,11 +190,9 @@ class Restore:
                 )
         loading.load_module(module, made, self._state, self._strict)
 
-    def _kept(self, given: Tensor, have: Any, is_own: bool) -> Tensor:
-        """What a module is told to load: itself where it has been read straight to, or is only compared."""
-        if isinstance(have, Tensor) and (is_own or id(given) not in self._stand_ins):
-            return have
-        return self._whole(self._stand_ins[id(given)][1])
+
+def _no_tensor(name: str) -> Tensor:
+    raise ValueError(f"extra names the tensor {name!r:.80}")
 
 
 def _is_given(path: str, modules: Mapping[str, Mapping[str, Any]]) -> bool:
