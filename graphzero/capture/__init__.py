@@ -7,7 +7,7 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 
 from graphzero.capture.assemble import capture
 from graphzero.capture.optimizer.average import baked_of_average
-from graphzero.capture.optimizer.carried import Carry, fixed_of_group, hypers_of_group
+from graphzero.capture.optimizer.carried import Carry, counts_in_states, fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.hyper import baked_of_optimizer
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.optimizer.loss_scale import NAME as LOSS_SCALE
@@ -45,6 +45,7 @@ __all__ = [
     "baked_of_average",
     "baked_of_optimizer",
     "capture",
+    "counts_in_states",
     "fixed_of_group",
     "frozen",
     "hypers_of_group",

@@ -11,7 +11,7 @@ from torch import fx, nn
 from graphzero.capture.guards import all_guards
 from graphzero.capture.join import Join, separable
 from graphzero.capture.optimizer import optimizer as stepping
-from graphzero.capture.optimizer.carried import Carry, counts_parameters, hypers_of_group
+from graphzero.capture.optimizer.carried import Carry, counts_parameters, hypers_of_group, paths_of
 from graphzero.capture.optimizer.hyper import hyper_name
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
@@ -171,7 +171,7 @@ class _Capture:
         if not separable(update) or (counts and len(chosen) < len(members)):
             update = stepping.trace_update(index, spec, members)
         self.environments.append((update.env, {symbol: hyper.role for symbol, hyper in update.symbols.items()}))
-        self.carries += update.carries
+        self.carries += [paths_of(carry, members) for carry in update.carries]
         return update
 
     # ---- placeholders

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from graphzero.capture import OptimizerSpec, baked_of_optimizer, fixed_of_group, hypers_of_group
+from graphzero.capture import OptimizerSpec, baked_of_optimizer, counts_in_states, fixed_of_group, hypers_of_group
 from graphzero.ir.value import Role
 
 _PLAIN = (float, int, bool, str, type(None))
@@ -28,6 +28,7 @@ class _Group:
         self.baked = fixed_of_group(optimizer, spec.optimizer, index)
         self._roles = {hyper.key: hyper.role for hyper in hypers}
         self._changes_in_place = any(not _is_plain(x) for name, x in group.items() if name != "params")
+        self._changes_in_place |= counts_in_states(spec.optimizer, index)
 
     def follows(self, group: dict[str, Any]) -> bool:
         """Take over what ``group`` holds now; False where more than run-time numbers has changed."""

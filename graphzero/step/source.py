@@ -6,7 +6,7 @@ The Graph and the selection of its programs both hold it; it knows neither of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -81,10 +81,11 @@ class Source:
         """Whether any optimizer has a scheduler."""
         return any(scheduler is not None for scheduler in self.schedulers)
 
-    def carry(self, carries: Iterable[Carry], numbers: Mapping[Role, float]) -> None:
-        """Let parameter groups hold the numbers that a step has made of ``numbers``."""
+    def carry(self, carries: Sequence[Carry], numbers: Mapping[Role, float]) -> None:
+        """Let optimizers hold the numbers that a step has made of ``numbers``."""
+        params = {path: entry.tensor for path, entry in self.state().tensors().items()} if carries else {}
         for one, after in [(one, one.after(numbers)) for one in carries]:
-            self.optimizers[one.optimizer].optimizer.param_groups[one.group][one.key] = after
+            one.write(self.optimizers[one.optimizer].optimizer, params, after)
 
     def step_schedulers(self) -> None:
         """Step them all, as behind a training call; warn of one that somebody else steps too."""

@@ -83,6 +83,41 @@ class Functions(Counted):
         return 1e-3 * (small + whole + 2**-t + t**-0.5 + math.fabs(-t))
 
 
+class StateAdam(Plain):
+    """Counts in each parameter's state, as a Python number, with a product beside it and a warm-up."""
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if len(state) == 0:
+            state["step"], state["product"] = 0, 1.0
+            state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        state["product"] *= 0.9
+        state["mean"].mul_(0.9).add_(grad, alpha=1 - 0.9)
+        state["square"].mul_(0.99).addcmul_(grad, grad, value=1 - 0.99)
+        below = (state["square"].sqrt() / math.sqrt(1 - 0.99 ** state["step"])).add_(1e-8)
+        rate = group["lr"] if state["step"] > 2 else group["lr"] * state["step"] / 3
+        p.addcdiv_(state["mean"], below, value=-rate / (1 - state["product"]))
+
+
+class StateOnly(Plain):
+    """No tensor beside the count."""
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.add_(grad, alpha=-group["lr"] / state["step"] ** 0.5)
+
+
+class Remembers(Plain):
+    """Its first step makes a state that no number fills."""
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if len(state) == 0:
+            state["step"], state["start"] = 1, p.clone()
+            return
+        state["step"] += 1
+        p.add_(grad, alpha=-group["lr"]).lerp_(state["start"], 0.1 / state["step"])
+
+
 class ForEach(Counted):
     """Counts its parameters, and steps each by how many came before it."""
 

@@ -15,6 +15,9 @@ from counting_toys import (
     HoldsTensor,
     OfValues,
     Rectified,
+    Remembers,
+    StateAdam,
+    StateOnly,
 )
 from optimizer_reference import Small, Train, batch, distance, eager_step
 
@@ -25,6 +28,10 @@ LIMIT = 1e-13
 
 def numbers(optimizer):
     return [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def kinds(groups):
+    return [{key: type(x) for key, x in group.items()} for group in groups]
 
 
 class Pair:
@@ -40,9 +47,13 @@ class Pair:
         self.graph(*batch(number))
         eager_step(self.other, [self.plain], number)
 
+    @property
+    def both(self):
+        return (self.mine, self.model), (self.plain, self.other)
+
     def check(self):
         mine, wanted = numbers(self.mine), numbers(self.plain)
-        assert mine == wanted and [[*map(type, x.values())] for x in mine] == [[*map(type, x.values())] for x in wanted]
+        assert mine == wanted and kinds(mine) == kinds(wanted)
         assert distance(self.model, [self.mine], self.other, [self.plain]) <= LIMIT
 
 
@@ -56,6 +67,31 @@ def test_numbers_of_groups_go_on_as_in_plain_pytorch_with_a_program_for_each_out
         pair.step(number)
         pair.check()
     assert pair.graph.count <= programs
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("kind", "programs"), [(StateAdam, 2), (StateOnly, 1), (Remembers, 2)])
+def test_numbers_in_states_go_on_as_in_plain_pytorch(kind, programs, stage):
+    pair = Pair(kind, stage)
+    for number in range(6):
+        pair.step(number)
+        pair.check()
+        held, wanted = ([{k: type(x) for k, x in o.state[p].items()} for p in m.parameters()] for o, m in pair.both)
+        assert held == wanted
+    assert pair.graph.count == programs
+
+
+def test_numbers_in_states_are_saved_and_loaded():
+    pair = Pair(StateAdam, 3)
+    for number in range(3):
+        pair.step(number)
+    later = Pair(StateAdam, 2)
+    later.graph.load_state_dict(pair.graph.state_dict())
+    later.other.load_state_dict(pair.other.state_dict())
+    later.plain.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
+    for number in range(3, 6):
+        later.step(number)
+        later.check()
 
 
 def test_the_user_and_a_scheduler_may_change_numbers_between_calls():

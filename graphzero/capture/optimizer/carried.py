@@ -1,4 +1,6 @@
-"""Numbers of parameter groups that ``step`` changes: ``group["step"] += 1``, a running maximum of rates.
+"""Python numbers that ``step`` changes: ``group["step"] += 1``, ``state["step"] += 1``, a running maximum of rates.
+
+Those of parameters' states are one number for all parameters of a group.
 
 Which they are is learnt from a step of a twin (``initial_state.py``).  A program reads them anew in every call, as it
 does any hyperparameter; what they are behind it follows from the numbers of groups alone and is computed on the host,
@@ -7,16 +9,17 @@ by the operations that ``step`` did, so that it is plain PyTorch's to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from graphzero.capture.optimizer.hyper import Carried, Hyper, baked_of_group, is_number, of_group
+from graphzero.capture.optimizer.hyper import OF_STATE, Carried, Hyper, baked_of_group, is_number, of_group
 from graphzero.capture.optimizer.initial_state import changed_numbers
+from graphzero.capture.optimizer.member import Member
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.value import Role
@@ -26,9 +29,9 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, b
 
 @dataclass(frozen=True)
 class Carry:
-    """A number of a group behind a step.
+    """A number of a group, or of the states of its parameters, behind a step.
 
-    compute: of the numbers of ``roles``, as they are before it.
+    compute: of the numbers of ``roles``, as they are before it.  paths: of the parameters whose states hold it.
     """
 
     optimizer: int
@@ -36,9 +39,21 @@ class Carry:
     key: str
     roles: tuple[Role, ...]
     compute: Callable[..., Any]
+    paths: tuple[str, ...] = ()
+
+    @property
+    def key_of_state(self) -> str:
+        return self.key.removeprefix(OF_STATE)
 
     def after(self, numbers: Mapping[Role, float]) -> Any:
         return self.compute(*(numbers[role] for role in self.roles))
+
+    def write(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], number: Any) -> None:
+        """Put ``number`` where the optimizer holds it.  params: by path."""
+        for path in self.paths:
+            optimizer.state[params[path]][self.key_of_state] = number
+        if not self.key.startswith(OF_STATE):
+            optimizer.param_groups[self.group][self.key] = number
 
 
 def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
@@ -59,6 +74,11 @@ def counts_parameters(optimizer: torch.optim.Optimizer, group: int) -> bool:
     return not _known[optimizer][group][2]
 
 
+def counts_in_states(optimizer: torch.optim.Optimizer, group: int) -> bool:
+    """Whether states of a group's parameters hold Python numbers, or will."""
+    return any(key.startswith(OF_STATE) for key in carried(optimizer, group))
+
+
 def _signature(group: Mapping[str, Any], ndims: tuple[int, ...]) -> Any:
     return ndims, {key: x for key, x in group.items() if is_number(x)}
 
@@ -66,17 +86,43 @@ def _signature(group: Mapping[str, Any], ndims: tuple[int, ...]) -> Any:
 def _holds(known: tuple[Any, Carried, bool], group: Mapping[str, Any], ndims: tuple[int, ...]) -> bool:
     """While the group lacks a number, what stands for it may follow from the others."""
     (of, numbers), found, _ = known
-    return of == ndims and (all(key in group for key in found) or _signature(group, ndims)[1] == numbers)
+    has_all = all(key in group or key.startswith(OF_STATE) for key in found)
+    return of == ndims and (has_all or _signature(group, ndims)[1] == numbers)
 
 
 def hypers_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> list[Hyper]:
     """The run-time numbers of one parameter group of the optimizer that is number ``index``."""
-    return list(of_group(index, group, optimizer.param_groups[group], carried(optimizer, group)))
+    known = carried(optimizer, group)
+    found = list(of_group(index, group, optimizer.param_groups[group], known))
+    if known and (held := numbers_of_states(optimizer, group)):
+        found = [h for h in found if h.key not in held]
+        found += [Hyper(index, group, key, x, carried=True) for key, x in held.items()]
+    return found
+
+
+def numbers_of_states(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
+    """The Python numbers that the states of a group's parameters hold.  Raises CaptureError where they differ."""
+    found: dict[str, Any] = {}
+    keys = [key for key in carried(optimizer, group) if key.startswith(OF_STATE)]
+    for param in optimizer.param_groups[group]["params"] if keys else ():
+        held = optimizer.state.get(param) or {}
+        for key in keys:
+            x = held.get(key[len(OF_STATE) :])
+            if is_number(x) and found.setdefault(key, x) != x:
+                raise problem(
+                    f"state[{key[len(OF_STATE) :]!r}] of {type(optimizer).__name__} is a Python number that differs "
+                    f"among the parameters of group {group}: {found[key]} and {x}",
+                    "give parameters with other counts a parameter group of their own, or count in 0-d tensors",
+                )
+    return found
 
 
 def fixed_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> tuple[Any, ...]:
     """See ``baked_of_group``."""
-    return baked_of_group(index, group, optimizer.param_groups[group], carried(optimizer, group))
+    known = carried(optimizer, group)
+    if known and (held := numbers_of_states(optimizer, group)):
+        known = {**known, **held}
+    return baked_of_group(index, group, optimizer.param_groups[group], known)
 
 
 def changed_of_group(
@@ -109,6 +155,19 @@ def _is_same(old: Any, new: Any) -> bool:
     return False
 
 
+def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable[Any]) -> Any:
+    """What a traced step has made of a Python number in the states of the parameters of one group, alike in each."""
+    first, *others = found
+    texts = {str(x.node.expr) if isinstance(x, (torch.SymInt, torch.SymFloat)) else str(x) for x in (first, *others)}
+    if len(texts) > 1 or not (is_number(first) or isinstance(first, (torch.SymInt, torch.SymFloat))):
+        raise problem(
+            f"{type(optimizer).__name__}.step() changes the Python number state[{key!r}] differently among the "
+            "parameters of one group, or to what is no number",
+            f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
+        )
+    return first
+
+
 def carry_of(
     optimizer: torch.optim.Optimizer, index: int, group: int, key: str, made: Any, inputs: Mapping[fx.Node, Any]
 ) -> Carry:  # fmt: skip
@@ -127,7 +186,7 @@ def carry_of(
             roles.append(inputs[node][1].role)
         elif node.op == "placeholder" or isinstance(node.meta.get("val"), Tensor):
             raise problem(
-                f"{type(optimizer).__name__}.step() computes the Python number param_groups[...][{key!r}] from values "
+                f"{type(optimizer).__name__}.step() computes the Python number {_place(key)} from values "
                 "of tensors (.item(), float(t))",
                 "keep it in optimizer.state as a 0-d tensor and change it in place",
             )
@@ -145,6 +204,18 @@ def fixed_number(optimizer: torch.optim.Optimizer) -> CaptureError:
         "compute with the number itself and compare it (if step % 5 == 0), or keep it in a 0-d tensor of "
         "optimizer.state",
     )
+
+
+def paths_of(carry: Carry, members: Iterable[Member]) -> Carry:
+    """``carry`` with the paths of those of ``members`` whose states hold it."""
+    key = carry.key_of_state
+    is_held = carry.key.startswith(OF_STATE)
+    paths = [m.path for m in members if is_held and m.group == carry.group and key in m.numbers]
+    return replace(carry, paths=tuple(paths))
+
+
+def _place(key: str) -> str:
+    return f"state[{key[len(OF_STATE) :]!r}]" if key.startswith(OF_STATE) else f"param_groups[...][{key!r}]"
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

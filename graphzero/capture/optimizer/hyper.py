@@ -19,6 +19,8 @@ FLAGS = {"capturable": True, "foreach": False, "fused": False, "differentiable":
 _PLAIN = (bool, int, float, complex, str, type(None))
 _OF_TORCH = frozenset({"_zero_grad_profile_name", "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count"})
 
+OF_STATE = "state."  # before the key of a number that stands in the state of each parameter of a group
+
 # Key of a number that ``step`` changes -> what it is where the group lacks it, None where nothing stands for it.
 Carried = Mapping[str, "int | float | None"]
 
@@ -35,6 +37,15 @@ class Hyper:
     key: str
     value: float
     carried: bool = False
+
+    @property
+    def is_of_states(self) -> bool:
+        """Whether it stands in the states of the group's parameters."""
+        return self.key.startswith(OF_STATE)
+
+    @property
+    def key_of_state(self) -> str:
+        return self.key.removeprefix(OF_STATE)
 
     @property
     def role(self) -> Role:
@@ -102,7 +113,8 @@ def baked_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``group`` with the hyperparameters in ``numbers`` in place and torch's flags set for tracing."""
-    made: dict[str, Any] = {key: x for key, x in numbers.items() if key.partition(".")[0] not in group}
+    lacked = {key: x for key, x in numbers.items() if key.partition(".")[0] not in group}
+    made: dict[str, Any] = {key: x for key, x in lacked.items() if not key.startswith(OF_STATE)}
     for key, entry in group.items():
         if key in FLAGS:
             made[key] = FLAGS[key]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.hyper import is_number, with_numbers
+from graphzero.capture.optimizer.hyper import OF_STATE, is_number, with_numbers
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
 
@@ -49,12 +49,16 @@ def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dic
     None where no numbers give torch's first step, or the twin cannot step.
     """
     try:
-        return _fill_of_twin(optimizer, group, ndim)
+        found = _fill_of_twin(optimizer, group, ndim)
     except Exception:  # noqa: BLE001 - whatever a tiny parameter alone breaks; the step itself is traced elsewhere
         return None
+    return None if found is None else found[0]
 
 
-def _fill_of_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
+def _fill_of_twin(
+    optimizer: torch.optim.Optimizer, group: int, ndim: int
+) -> tuple[dict[str, float], dict[str, Any]] | None:
+    """What fills its tensors, and the Python numbers among its state."""
     first = _run(optimizer, group, ndim, seed=0)
     other = _run(optimizer, group, ndim, seed=1)
     fills = {
@@ -62,9 +66,15 @@ def _fill_of_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> di
         for key, entry in first.recorded.items()
         if isinstance(entry, Tensor)
     }
-    again = _run(optimizer, group, ndim, seed=0, fills=fills, like=first)
-    wrong = [key for key, entry in first.state.items() if _differ(entry, again.state.get(key))]
-    return None if wrong or _differ(first.param, again.param) else fills
+    for numbers in _candidates({key: x for key, x in first.recorded.items() if is_number(x)}):
+        if not first.differs(_run(optimizer, group, ndim, seed=0, fills={**fills, **numbers}, like=first)):
+            return fills, numbers
+    return None
+
+
+def _candidates(recorded: dict[str, Any]) -> list[dict[str, Any]]:
+    """What numbers may be before the first step: what is put there first, or zeros, of which that is made."""
+    return [recorded, {key: type(x)(0) for key, x in recorded.items()}] if recorded else [{}]
 
 
 class _Outcome:
@@ -74,6 +84,13 @@ class _Outcome:
         self.param, self.recorded, self.state = param, recorder.first, dict(recorder)
         self.group = {key: x for key, x in group.items() if is_number(x)}
         self.began = {key: group.first[key] for key in self.group}
+        counts = {key: x for key, x in recorder.items() if is_number(x)}
+        self.group |= {OF_STATE + key: x for key, x in counts.items()}
+        self.began |= {OF_STATE + key: recorder.first[key] for key in counts}
+
+    def differs(self, other: _Outcome) -> bool:
+        states = any(_differ(x, other.state.get(key)) for key, x in self.state.items())
+        return states or self.group != other.group or _differ(self.param, other.param)
 
 
 def _run(
@@ -89,7 +106,7 @@ def _run(
     twin, start = _twin(optimizer, group, param)
     if fills is not None and like is not None:
         start = {
-            key: torch.full_like(x, fills[key]) if isinstance(x, Tensor) else like.recorded.get(key, x)
+            key: torch.full_like(x, fills[key]) if isinstance(x, Tensor) else fills.get(key, like.recorded.get(key, x))
             for key, x in like.state.items()
         }
     recorder, held = _Recorder(start), _Recorder({**twin.param_groups[0], **(numbers or {})})
@@ -128,15 +145,17 @@ def _changed_by_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) ->
     first = _run(optimizer, group, ndim, seed=0)
     held = optimizer.param_groups[group]
     changed = {key: x for key, x in first.began.items() if key not in held or first.group[key] != x}
-    lacked = {key: x for key, x in changed.items() if key not in held}
-    if lacked:
-        again = _run(optimizer, group, ndim, seed=0, numbers=lacked)
-        states = first.state.items()
-        if _differ(first.param, again.param) or first.group != again.group:
-            lacked = {}
-        lacked = {} if any(_differ(x, again.state.get(key)) for key, x in states) else lacked
+    begin = dict.fromkeys(changed)
+    if any(key.startswith(OF_STATE) for key in changed):
+        found = _fill_of_twin(optimizer, group, ndim)
+        begin |= {OF_STATE + key: x for key, x in (found or ((), {}))[1].items()}
+    lacked = {key: x for key, x in changed.items() if key not in held and not key.startswith(OF_STATE)}
+    for numbers in _candidates(lacked) if lacked else ():
+        if not first.differs(_run(optimizer, group, ndim, seed=0, numbers=numbers)):
+            begin |= numbers
+            break
     alike = not changed or _run(optimizer, group, ndim, seed=0, more=1).group == first.group
-    return {key: lacked.get(key) for key in changed}, alike
+    return begin, alike
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:

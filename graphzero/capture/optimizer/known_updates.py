@@ -75,7 +75,7 @@ def _code_of(cls: type) -> tuple[Any, ...] | None:
 def _described(member: Member) -> tuple[Any, ...]:
     param = member.param
     marks = tuple((k, repr(v)) for k, v in vars(param).items() if not isinstance(v, torch.Tensor))
-    states = tuple(member.states.items()), tuple(sorted(member.counters)), member.first
+    states = tuple(member.states.items()), tuple(sorted(member.counters)), tuple(sorted(member.numbers)), member.first
     return member.path, member.group, tuple(param.shape), param.dtype, member.rounded, marks, states
 
 

@@ -16,6 +16,7 @@ class Member:
     """A parameter that an optimizer updates.
 
     states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.
+    numbers: the keys that hold a Python number.
     first: it has no state yet, and the step is the one that makes it.
     rounded: whether it steps in float32, it and those of its states that are bfloat16, and is rounded behind that.
     """
@@ -26,6 +27,7 @@ class Member:
     kind: Any = None
     states: dict[str, tuple[torch.dtype, Shape] | None] = field(default_factory=dict)
     counters: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
     first: bool = False
     rounded: bool = False
 

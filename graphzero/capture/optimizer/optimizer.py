@@ -19,14 +19,23 @@ from torch import Tensor, fx, nn
 from graphzero import _compat
 from graphzero.capture.objects.contents import DictContents, is_other_number
 from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.carried import Carry, carry_of, changed_of_group, fixed_number, hypers_of_group
+from graphzero.capture.optimizer.carried import (
+    Carry,
+    carried,
+    carry_of,
+    changed_of_group,
+    fixed_number,
+    hypers_of_group,
+    number_of_states,
+)
 from graphzero.capture.optimizer.fused_steps import FusedSteps, is_fused
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
-from graphzero.capture.optimizer.hyper import Hyper, with_numbers
+from graphzero.capture.optimizer.hyper import OF_STATE, Hyper, is_number, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
 from graphzero.capture.optimizer.known_updates import key_of, known
 from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.plain_module import plain_module
 from graphzero.capture.problems import problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
@@ -37,6 +46,7 @@ Shape = tuple[int, ...]
 # 0-d states are float32, but eager optimizers compute with them as Python numbers: 1 - 0.999**step in float32 would be
 # off by 3e-5.  So a step reads them in float64.
 _COUNTER = (torch.float32, ())
+_NUMBER = (torch.float64, (-1,))  # a Python number, which is a number of the group: see ``carried.py``
 
 
 class _Making(Entries):
@@ -103,15 +113,16 @@ def state_kinds(optimizer: torch.optim.Optimizer, members: list[Member]) -> None
     found = _states_by_step(optimizer, list(first.values()))
     for member in members:
         real = optimizer.state.get(member.param, {})
-        known = {key: _described(optimizer, key, entry) for key, entry in real.items()}
+        known = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
         made = found.get(member.kind)
         if made is None and not known:
             raise cannot_step(optimizer, KeyError("it reads state that no first step makes"))
         states = {**known, **(made or {})}
-        member.states = states
+        member.numbers = frozenset(key for key, entry in states.items() if entry == _NUMBER)
+        member.states = {key: entry for key, entry in states.items() if entry != _NUMBER}
         like = member.states if member.param.dim() else _states_of_a_vector(optimizer, member)
         member.counters = frozenset(key for key in member.states if like.get(key) == _COUNTER)
-        member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in member.states.items())))
+        member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in states.items())))
 
 
 def _states_of_a_vector(optimizer: torch.optim.Optimizer, member: Member) -> dict[str, Any]:
@@ -122,9 +133,11 @@ def _states_of_a_vector(optimizer: torch.optim.Optimizer, member: Member) -> dic
     return _states_by_step(optimizer, [stand_in]).get(stand_in.kind, {})
 
 
-def _described(optimizer: torch.optim.Optimizer, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:
+def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:
     if entry is None:
         return None
+    if is_number(entry) and OF_STATE + key in carried(optimizer, group):
+        return _NUMBER
     if not isinstance(entry, Tensor):
         raise problem(
             f"{type(optimizer).__name__} keeps {entry!r} in state[{key!r}], which is no tensor; a graph would hold it "
@@ -157,7 +170,7 @@ def _stepped_states(optimizer: torch.optim.Optimizer, members: list[Member]) -> 
         except Exception as error:
             raise cannot_step(optimizer, error) from error
     return {
-        member.kind: {key: _described(optimizer, key, entry) for key, entry in state[param].items()}
+        member.kind: {key: _described(optimizer, member.group, key, entry) for key, entry in state[param].items()}
         for member, param in zip(members, params, strict=True)
     }
 
@@ -269,6 +282,8 @@ def _step(
         state[param] = _Making(member.counters)
         for key, entry in member.entering.items():
             state[param][key] = None if entry is None else named["state", member.path, key]
+        given = {key: numbers[member.group].get(OF_STATE + key) for key in member.numbers if not member.first}
+        state[param].update({key: x for key, x in given.items() if x is not None})
         params.append(param)
     groups = _groups(optimizer, members, params, numbers)
     before = [dict(group) for group in groups]
@@ -284,8 +299,12 @@ def _step(
         for key in changed_of_group(optimizer, old, new):
             results.append(("number", g, key))
             out.append(new[key])
+    for g, key in sorted({(member.group, key) for member in members for key in member.numbers}):
+        held = [state[p][key] for m, p in zip(members, params, strict=True) if m.group == g and key in m.numbers]
+        results.append(("number", g, OF_STATE + key))
+        out.append(number_of_states(optimizer, key, held))
     for member, param in zip(members, params, strict=True):
-        if extra := ", ".join(sorted(set(state[param]) - set(member.states))):
+        if extra := ", ".join(sorted(set(state[param]) - set(member.states) - member.numbers)):
             raise problem(
                 f"{type(optimizer).__name__} makes more state after its first step: {extra}",
                 "make all state in the first step",
@@ -313,31 +332,3 @@ def _read(
         elif kind == "state":
             update.states[path, key] = node
     return update
-
-
-def plain_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Without writes into inputs, which are results too, and without tensors that it holds."""
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.copy_.default and not node.users:
-            module.graph.erase_node(node)
-        elif node.op == "get_attr":
-            _write_out(module, node)
-    return module
-
-
-def _write_out(module: fx.GraphModule, node: fx.Node) -> None:
-    """A tensor that step makes of Python numbers, as torch.tensor(0.0), becomes an op that makes it."""
-    made: Any = getattr(module, str(node.target))
-    tensor = made.constant if isinstance(made, _compat.FakeTensor) else made
-    if tensor is None or tensor.numel() != 1:
-        raise problem(
-            f"an optimizer's step reads a tensor of shape {list(made.shape)} that is neither its state nor a parameter",
-            "keep it in optimizer.state, or write it as numbers",
-        )
-    with module.graph.inserting_before(node):
-        full = module.graph.call_function(
-            torch.ops.aten.full.default, (list(made.shape), tensor.item()), {"dtype": made.dtype}
-        )
-    full.meta = dict(node.meta, val=made)
-    node.replace_all_uses_with(full)
-    module.graph.erase_node(node)

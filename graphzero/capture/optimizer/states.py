@@ -75,6 +75,8 @@ def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Entry:
     present: set[tuple[int, str]] = set()
     filled: set[tuple[int, str]] = set()
     for member in members:
+        if member.numbers and not any(member.states.values()) and fills.all_of(member) is None:
+            raise missing(fills.optimizer, member.path, min(member.numbers))
         if any(member.states.values()):
             if fills.all_of(member) is not None:
                 where = filled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from graphzero.capture import OptimizerSpec, initial_fill
+from graphzero.capture import OptimizerSpec, hypers_of_group, initial_fill
 from graphzero.runtime.state.state import State
 from graphzero.step.program import Program
 
@@ -18,6 +18,9 @@ class StatesToCome:
         self._of_twins: dict[tuple[int, int, int], Collection[str]] = {}
         for spec in () if program is None else program.captured.states:
             self._known.setdefault((spec.optimizer, spec.param), set()).add(spec.key)
+        for carry in () if program is None else program.captured.carries:
+            for path in carry.paths:
+                self._known.setdefault((carry.optimizer, path), set()).add(carry.key_of_state)
 
     def __call__(self, optimizer: int, path: str) -> Collection[str]:
         """Names of the states of the parameter ``path``; none where nobody knows."""
@@ -27,5 +30,6 @@ class StatesToCome:
         group = next(j for j, held in enumerate(own.param_groups) if any(p is param for p in held["params"]))
         kind = optimizer, group, param.dim()
         if kind not in self._of_twins:
-            self._of_twins[kind] = (initial_fill(own, group, param.dim()) or {}).keys()
+            numbers = {h.key_of_state for h in hypers_of_group(optimizer, own, group) if h.is_of_states}
+            self._of_twins[kind] = {*(initial_fill(own, group, param.dim()) or {}), *numbers}
         return self._of_twins[kind]

@@ -1,0 +1,39 @@
+"""A traced step as ops alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero import _compat
+from graphzero.capture.problems import problem
+
+
+def plain_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Without writes into inputs, which are results too, and without tensors that it holds."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            module.graph.erase_node(node)
+        elif node.op == "get_attr":
+            _write_out(module, node)
+    return module
+
+
+def _write_out(module: fx.GraphModule, node: fx.Node) -> None:
+    """A tensor that step makes of Python numbers, as torch.tensor(0.0), becomes an op that makes it."""
+    made: Any = getattr(module, str(node.target))
+    tensor = made.constant if isinstance(made, _compat.FakeTensor) else made
+    if tensor is None or tensor.numel() != 1:
+        raise problem(
+            f"an optimizer's step reads a tensor of shape {list(made.shape)} that is neither its state nor a parameter",
+            "keep it in optimizer.state, or write it as numbers",
+        )
+    with module.graph.inserting_before(node):
+        full = module.graph.call_function(
+            torch.ops.aten.full.default, (list(made.shape), tensor.item()), {"dtype": made.dtype}
+        )
+    full.meta = dict(node.meta, val=made)
+    node.replace_all_uses_with(full)
+    module.graph.erase_node(node)
