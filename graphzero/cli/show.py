@@ -21,7 +21,6 @@ from graphzero.page.lines import Pool
 from graphzero.page.output import check_output, write_output
 from graphzero.page.timeline import read_measured
 from graphzero.plan.device import Device, names
-from graphzero.plan.timeline import timeline
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.step.program import Program
 
@@ -177,9 +176,7 @@ def write_page(options: argparse.Namespace) -> str:
     measured = read_measured(options.measured) if options.measured else None
     for one in (options, *([beside(options)] if options.beside is not None else [])):
         with compiled(one) as program:
-            device = _device(one)
-            planned = timeline(program.graph, device) if device is not None else None
-            plans.append(plan_data(program, title(one, program), pool, planned, measured if not plans else None))
+            plans.append(plan_data(program, title(one, program), pool, _device(one), None if plans else measured))
     text = render(plans, pool)
     write_output("--html", options.html, text)
     return f"wrote {options.html}, {len(text.encode()) / 1e6:.1f} MB; it opens from disk in any browser"

@@ -11,7 +11,7 @@ from graphzero.page.memory import memory_data
 from graphzero.page.parameters import parameters_data
 from graphzero.page.timeline import planned_data, rows_of
 from graphzero.plan import Plan
-from graphzero.plan.timeline import Timeline
+from graphzero.plan.device import Device
 from graphzero.step.program import Program
 
 
@@ -19,16 +19,17 @@ def plan_data(
     program: Program,
     title: str,
     pool: Pool,
-    planned: Timeline | None = None,
+    device: Device | None = None,
     measured: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One plan for the page: see the parts for what they hold.
 
-    title: what tells it from another plan.  measured: the events of a step, see ``page.timeline``.
+    title: what tells it from another plan.  device: by whose numbers its timeline is planned.
+    measured: the events of a step, see ``page.timeline``.
     """
     graph, plan = program.graph, program.plan
     found = snapshots(program.history)
-    timelines = {"planned": planned_data(planned, pool)} if planned is not None else {}
+    timelines = {"planned": planned_data(graph, device, pool)} if device is not None else {}
     if measured is not None:
         timelines["measured"] = {"rows": rows_of(measured, pool)}
     return {

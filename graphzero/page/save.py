@@ -11,7 +11,6 @@ from graphzero.page.lines import Pool
 from graphzero.page.output import check_output, write_output
 from graphzero.page.render import render
 from graphzero.plan.device import Device
-from graphzero.plan.timeline import timeline
 
 
 def save_page(graph: Graph, path: str | os.PathLike[str], *, device: str | None = None) -> None:
@@ -24,7 +23,6 @@ def save_page(graph: Graph, path: str | os.PathLike[str], *, device: str | None 
     where, program = os.fspath(path), graph.compiled_program("page")
     check_output("save_page", where)
     machine = Device.named(device) if device is not None else None
-    planned = timeline(program.graph, machine) if machine is not None else None
     words = [f"stage {program.plan.stage}", program.plan.placement, *([Path(device).stem] if device else [])]
     pool = Pool()
-    write_output("save_page", where, render([plan_data(program, ", ".join(words), pool, planned)], pool))
+    write_output("save_page", where, render([plan_data(program, ", ".join(words), pool, machine)], pool))

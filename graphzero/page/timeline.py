@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from graphzero.errors import ConfigError
+from graphzero.ir.graph import StepGraph
 from graphzero.page.lines import Pool
-from graphzero.plan.timeline import Timeline
+from graphzero.plan.device import Device
+from graphzero.plan.timeline import timeline
 from graphzero.runtime.files.json_file import read_json
 from graphzero.sbp.links import is_finite
 
@@ -16,11 +18,18 @@ NUMBERS = ("begin", "end", "nbytes", "flops")
 DIGITS = 9  # of seconds: nanoseconds
 
 
-def planned_data(found: Timeline, pool: Pool) -> dict[str, Any]:
-    """A planned step: its seconds, and ``rows`` of events; see ``rows_of``."""
+def planned_data(graph: StepGraph, device: Device, pool: Pool) -> dict[str, Any]:
+    """A planned step: its seconds, ``rows`` of events (see ``rows_of``), and where the device's numbers are from."""
+    found = timeline(graph, device)
     parts = ("seconds", "compute", "communication", "exposed", "host")
+    events = [event._asdict() for event in found.events]
+    end = max((event.end for event in found.events), default=0.0)
+    if found.seconds > end:  # what stands around the ops
+        around = {"name": "", "stream": "host", "kind": "around the program", "phase": "end"}
+        events.append(around | {"begin": end, "end": found.seconds})
     return {part: getattr(found, part) for part in parts} | {
-        "rows": rows_of((event._asdict() for event in found.events), pool)
+        "sources": dict(device.sources),
+        "rows": rows_of(events, pool),
     }
 
 

@@ -208,7 +208,9 @@ def test_times_are_planned_and_measured_with_a_lane_for_each_stream_of_each_stag
     over.click(position={"x": at, "y": height * 7 / 10})
     assert page.locator("#value h3").inner_text() == "mm"
     figures = " ".join(page.locator("#figures").inner_text().split())
-    assert "measured: compute 60.0 µs measured: communication 40.0 µs measured: of it exposed 20.0 µs" in figures
+    assert "links: assumed, not measured" in figures
+    of_measured = ("a step takes 100.0", "compute 60.0", "communication 40.0", "of it exposed 20.0")
+    assert " ".join(f"measured: {one} µs" for one in of_measured) in figures
 
     page.locator("#memory-axis [data-axis=time]").click()
     page.keyboard.press("p")
@@ -216,6 +218,32 @@ def test_times_are_planned_and_measured_with_a_lane_for_each_stream_of_each_stag
     page.keyboard.press("Home")
     page.keyboard.press("+")
     assert not page.locator("#memory-plot .tip").inner_text().startswith("peak: ")
+
+
+def test_a_peak_that_is_narrower_than_a_pixel_is_drawn(page: Any) -> None:
+    """And where one zooms in, each moment is."""
+    across, totals = list(range(5000)), [1] * 5000
+    totals[2503] = 9
+    drawn = page.evaluate("([across, totals]) => columns(across, totals, 0, 4999, 400)", [across, totals])
+    assert 2503 in drawn and drawn[0] == 0 and drawn[-1] == 4999 and len(drawn) < 420
+    close = page.evaluate("([across, totals]) => columns(across, totals, 2500, 2520, 400)", [across, totals])
+    assert close == across
+    highest = page.evaluate("Math.max(...memory.plot.data[1])")
+    assert highest == page.evaluate("page.plan.total[page.plan.memory.peak]")
+    before = page.evaluate("memory.plot.scales.x.max - memory.plot.scales.x.min")
+    page.locator("#memory-plot").focus()
+    page.keyboard.press("+")
+    assert page.evaluate("memory.plot.scales.x.max - memory.plot.scales.x.min") < before
+    page.keyboard.press("0")
+
+
+def test_activations_have_a_shade_for_each_layer_in_turn(page: Any) -> None:
+    bands = page.evaluate("page.plan.bands.map((band) => band.category)")
+    assert bands.count("activations") + bands.count("activations_2") >= 3
+    assert "activations, layer by layer" in page.locator("#memory-legend").inner_text()
+    assert page.evaluate(
+        "page.plan.bands.reduce((sum, band) => sum + band.bytes[page.plan.memory.peak], 0)"
+    ) == page.evaluate("page.plan.total[page.plan.memory.peak]")
 
 
 def test_two_plans_stand_side_by_side(page: Any, seen: Any) -> None:
@@ -270,6 +298,10 @@ def test_it_fits_a_phone(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator("#memory-plot .u-over").click(position={"x": 8, "y": 60})
     assert "peak" not in page.locator("#memory-plot .tip").inner_text()
+    table = page.locator("#compare-table").bounding_box()
+    for cell in page.locator("#compare-table tbody tr").first.locator("td").all():
+        box = cell.bounding_box()
+        assert table["x"] < box["x"] and box["x"] + box["width"] <= 390  # numbers are in sight
 
 
 def test_a_name_is_text_whatever_it_holds(seen: Any) -> None:

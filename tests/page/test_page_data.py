@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,15 @@ def test_parameters_are_counted_on_the_ranks_that_hold_them(tmp_path: Path, stag
 def test_timelines_are_rows_of_the_events_they_are_given(tmp_path: Path) -> None:
     measured = [{"name": "addmm", "stream": "compute", "kind": "addmm", "phase": "forward", "begin": 0, "end": 0.5}]
     with program_of(tmp_path, "make") as program:
-        planned = timeline(program.graph, Device.named("h100"))
-        data, texts = given(program, planned=planned, measured=measured)
-    rows = data["timeline"]["planned"]["rows"]
+        device = replace(Device.named("h100"), step=0.25)
+        planned = timeline(program.graph, device)
+        data, texts = given(program, device=device, measured=measured)
+    *rows, around = data["timeline"]["planned"]["rows"]
     assert [texts[row[0]] for row in rows] == [event.name for event in planned.events]
     assert [row[5] for row in rows] == pytest.approx([event.end for event in planned.events], abs=1e-9)
+    assert (texts[around[2]], around[5]) == ("around the program", pytest.approx(planned.seconds, abs=1e-9))
     assert data["timeline"]["planned"]["exposed"] == planned.exposed
+    assert "assumed" in data["timeline"]["planned"]["sources"]["links"]
     assert [texts[i] for i in data["timeline"]["measured"]["rows"][0][:4]] == ["addmm", "compute", "addmm", "forward"]
 
 

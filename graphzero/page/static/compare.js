@@ -13,7 +13,7 @@ const compare = {
     $("compare-plots").replaceChildren(...halves);
     this.plots = plans.map((plan, i) => small(plan, halves[i].lastChild, high));
     $("compare-table").replaceChildren(
-      el("thead", {}, el("tr", {}, el("th", {}, ""), ...plans.map((plan) => el("th", { class: "number" }, `${plan.letter}: ${plan.title}`)), el("th", { class: "number" }, "B − A"), el("th", { class: "number" }, "B / A"))),
+      el("thead", {}, el("tr", {}, el("th", {}, ""), ...plans.map((plan) => el("th", { class: "number", title: plan.title }, plan.letter)), el("th", { class: "number" }, "B − A"), el("th", { class: "number" }, "B / A"))),
       el("tbody", {}, comparedRows().map(([name, text, a, b]) => el("tr", {}, el("th", { scope: "row" }, name),
         el("td", { class: "number" }, text(a)), el("td", { class: "number" }, text(b)),
         el("td", { class: "number" }, `${b > a ? "+" : b < a ? "−" : ""}${text(Math.abs(b - a))}`), el("td", { class: "number" }, a ? (b / a).toFixed(2) : "")))),
@@ -43,12 +43,13 @@ function comparedRows() {
 }
 
 function small(plan, box, high) {
-  const positions = plan.running;
+  const positions = plan.running, bands = [...plan.series].map(([category, bytes]) => ({ category, bytes }));
+  const drawn = drawnBy(positions, positions.map((position) => plan.total[position]), stacked(bands, positions).reverse());
   return new uPlot({
     ...frame(box, 220),
     scales: { x: { time: false }, y: { range: [0, high * 1.05] } },
     axes: [{ ...axisStyle(), values: (u, ticks) => ticks.map(countText) }, { ...axisStyle(), size: 76, values: (u, ticks) => ticks.map(tickText) }],
-    series: [{}, ...[...plan.series.keys()].map(area).reverse()],
-    hooks: { draw: [(u) => mark(u, plan.memory.peak, colour("peak"), [5, 4])] },
-  }, [positions, ...stacked(plan, positions).reverse()], box);
+    series: [{}, ...bands.map((band) => area(band.category)).reverse()],
+    hooks: { draw: [(u) => mark(u, plan.memory.peak, colour("peak"), [5, 4])], setScale: [drawn.follow] },
+  }, drawn.all(box), box);
 }

@@ -11,8 +11,10 @@ const memory = {
     this.axis = plan.moments.length ? this.axis : "op";
     $("memory-axis").hidden = !plan.moments.length;
     press($("memory-axis"), "axis", this.axis);
+    const layered = plan.bands.some((band) => band.category === "activations_2");
     $("memory-legend").replaceChildren(...[...plan.series.keys()].reverse().map((category) =>
-      el("span", { class: "entry" }, swatch(category), plain(category))));
+      el("span", { class: "entry" }, swatch(category), layered && category === "activations" ? swatch("activations_2") : "",
+        layered && category === "activations" ? "activations, layer by layer" : plain(category))));
     this.draw();
     this.moveTo(plan.memory.peak, true);
   },
@@ -30,9 +32,9 @@ const memory = {
   draw() {
     if (this.plot) this.plot.destroy();
     const box = $("memory-plot"), points = this.points();
-    const categories = [...this.plan.series.keys()];
-    const sums = stacked(this.plan, points.positions);
+    const bands = this.plan.bands, sums = stacked(bands, points.positions).reverse();
     Object.assign(this, points);
+    const drawn = drawnBy(points.across, points.positions.map((position) => this.plan.total[position]), sums);
     this.plot = new uPlot({
       ...frame(box, 380),
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.08 || 1] } },
@@ -40,13 +42,14 @@ const memory = {
         { ...axisStyle(), space: 76, values: (u, ticks) => ticks.map(this.axis === "op" ? countText : secondsText) },
         { ...axisStyle(), size: 76, values: (u, ticks) => ticks.map(tickText) },
       ],
-      series: [{}, ...categories.map((category) => area(category)).reverse()],
+      series: [{}, ...bands.map((band) => area(band.category)).reverse()],
       hooks: {
         drawClear: [(u) => this.drawPhases(u)],
         draw: [(u) => this.drawMarks(u)],
+        setScale: [drawn.follow],
         setCursor: [(u) => { if (u.cursor.left >= 0) this.look(this.positionAt(u.cursor.left)); }],
       },
-    }, [points.across, ...sums.reverse()], box);
+    }, drawn.all(box), box);
     this.tip = el("div", { class: "tip", role: "status" });
     this.plot.over.append(this.tip);
     this.listen(this.plot.over);
@@ -149,12 +152,45 @@ const memory = {
   },
 };
 
-function stacked(plan, positions) {
+function stacked(bands, positions) {
   const sum = new Float64Array(positions.length);
-  return [...plan.series.values()].map((bytes) => {
+  return bands.map(({ bytes }) => {
     positions.forEach((position, i) => (sum[i] += bytes[position]));
     return Array.from(sum);
   });
+}
+
+// What uPlot draws: in each column of pixels the moment with the most bytes, so that no peak is too narrow to be seen.
+function drawnBy(across, totals, sums) {
+  const shown = (from, to, pixels) => {
+    const chosen = columns(across, totals, from, to, pixels);
+    return [across, ...sums].map((row) => chosen.map((i) => row[i]));
+  };
+  let last = "";
+  return {
+    all: (box) => shown(across[0], across[across.length - 1], Math.max(260, box.clientWidth)),
+    follow: (u, key) => {
+      const { min, max } = u.scales.x, range = `${min} ${max} ${u.over.clientWidth}`;
+      if (key !== "x" || min === null || range === last) return;
+      last = range;
+      u.setData(shown(min, max, u.over.clientWidth || 260), false);
+    },
+  };
+}
+
+// Of the points in each column, which is a pixel wide, the one with the highest total; the first and the last as well.
+function columns(across, totals, from, to, pixels) {
+  const width = (to - from) / pixels || 1, chosen = [0], end = across.length - 1;
+  let column = null, best = 0;
+  for (let i = 1; i < end; i++) {
+    const here = Math.floor((across[i] - from) / width);
+    if (here !== column && column !== null) chosen.push(best);
+    if (here !== column || totals[i] > totals[best]) best = i;
+    column = here;
+  }
+  if (column !== null) chosen.push(best);
+  if (end > 0) chosen.push(end);
+  return chosen;
 }
 
 // Each area reaches down to 0, and those below are painted over it.

@@ -60,6 +60,26 @@ class Plan {
     return this._series;
   }
 
+  // What is stacked in the plot of memory: the series, that of activations with a band for each layer of the model.
+  get bands() {
+    this._bands ??= [...this.series].flatMap(([category, bytes]) =>
+      category === "activations" ? this.layers(bytes) : [{ category, bytes }]);
+    return this._bands;
+  }
+
+  layers(whole) {
+    const layers = new Map(), rest = Float64Array.from(whole);
+    for (const [value, first, last, bytes, category] of this.memory.lives) {
+      if (this.memory.categories[category] !== "activations") continue;
+      const layer = (/^.*?\.\d+(?=\.|$)/.exec(this.values[value].module) || [""])[0];
+      if (!layers.has(layer)) layers.set(layer, new Float64Array(this.positions));
+      const band = layers.get(layer);
+      for (let at = Math.max(first, 0); at <= last; at++) { band[at] += bytes; rest[at] -= bytes; }
+    }
+    if (rest.some((bytes) => bytes > 0.5)) layers.set("others", rest);
+    return [...layers.values()].map((bytes, i) => ({ category: i % 2 ? "activations_2" : "activations", bytes }));
+  }
+
   get total() {
     if (!this._total) {
       this._total = new Float64Array(this.positions);

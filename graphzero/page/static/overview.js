@@ -55,11 +55,13 @@ function timeFigure(plan) {
   const [source, first] = rows[0];
   const list = rows.flatMap(([name, one]) => {
     const lead = rows.length > 1 ? `${name}: ` : "";
-    const parts = [["compute", one.compute], ["communication", one.communication], ["of it exposed", one.exposed], ["waits for the host", one.host]];
+    const parts = [...(name === source ? [] : [["a step takes", one.seconds]]), ["compute", one.compute], ["communication", one.communication], ["of it exposed", one.exposed], ["waits for the host", one.host]];
     return parts.filter(([, seconds]) => seconds !== undefined).map(([what, seconds]) =>
       el("li", {}, `${lead}${what} `, el("span", { class: "number" }, secondsText(seconds))));
   });
-  return figure(`A step takes, as ${source}`, secondsText(first.seconds), el("ul", { class: "parts" }, list));
+  const links = (plan.timeline.planned && plan.timeline.planned.sources.links) || "";
+  return figure(`A step takes, as ${source}`, secondsText(first.seconds), el("ul", { class: "parts" }, list),
+    links ? el("p", { class: "dim", title: links }, `links: ${links.split(/[:;]/)[0]}`) : null);
 }
 
 function workFigure(plan) {

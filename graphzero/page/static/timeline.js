@@ -109,12 +109,13 @@ function lanesOf(sources) {
   return [...lanes.values()].sort((a, b) => (a.source < b.source ? 1 : a.source > b.source ? -1 : a.stage - b.stage || b.compute - a.compute));
 }
 
+const isOutside = (event) => event.stream === "host"; // around the program
 const isCompute = (event) => event.stream.startsWith("compute");
 const isWaiting = (event) => isCompute(event) && ["launch", "await"].includes(event.kind); // of a measured step
-const eventColour = (event) => (isWaiting(event) ? "e-waiting" : isCompute(event) ? `e-${PHASES.includes(event.phase) ? event.phase : "forward"}` : "e-communication");
+const eventColour = (event) => (isWaiting(event) || isOutside(event) ? "e-waiting" : isCompute(event) ? `e-${PHASES.includes(event.phase) ? event.phase : "forward"}` : "e-communication");
 
 function kindsOf(events) {
   const found = new Map();
-  for (const event of events) found.set(eventColour(event), isWaiting(event) ? "begins or awaits" : isCompute(event) ? event.phase : "communication");
+  for (const event of events) found.set(eventColour(event), isOutside(event) ? "around the program" : isWaiting(event) ? "begins or awaits" : isCompute(event) ? event.phase : "communication");
   return [...found].map(([colour_, name]) => ({ colour: colour_, name }));
 }
