@@ -13,7 +13,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -156,6 +156,7 @@ class Graph:
             with torch.no_grad():
                 self._steps.bind(call)
                 result = self._steps.run(call)
+            self._selection.is_settled = True
             if began:
                 self._steps.tell(time.perf_counter() - began)
             return result
@@ -173,7 +174,7 @@ class Graph:
         with self.prepared_call(f"compile() of {self.name}", args, kwargs):
             return self
 
-    @contextmanager
+    @_compat.contextmanager
     def prepared_call(
         self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False, verifies: bool = True
     ) -> Iterator[Prepared]:
@@ -282,8 +283,7 @@ class Graph:
         self._check_apart("loaded")
         self._checkpoints.load_state_dict(sd, strict)
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """Within it modules hold whole plain tensors, on the rank's device, for eager code: ``generate`` of
         transformers, a plain loop over the validation set.
 
@@ -308,14 +308,7 @@ class Graph:
         """
         self._check_apart("opened once more")
         last = self._selection.last
-        block = FullParameters(self._source, None if last is None else last.plan)
-        block.begin()
-        try:
-            yield
-        except BaseException as error:
-            block.end(error)
-            raise
-        block.end(None)
+        return FullParameters(self._source, None if last is None else last.plan)
 
     def checkpoints(self, doing: str) -> Checkpoints:
         """For the rest of graphzero: what saves and loads it.  doing: "saved"."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphzero._compat.interrupts import contextmanager
 from graphzero._compat.modes import without_modes
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
@@ -69,8 +70,8 @@ def has_tiles() -> bool:
 def without_mkldnn() -> Iterator[None]:
     """CPU tensors are computed without oneDNN; ``torch.backends.mkldnn`` cannot be set once its flags are frozen."""
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
     try:
+        torch._C._set_mkldnn_enabled(False)
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
@@ -118,8 +119,8 @@ def below_autocast() -> Any:
 def spare_autocast() -> Iterator[None]:
     """The spare device's autocast, as ``add_autocast`` was given it, counts for all tensors."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(_SPARE)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_SPARE, False)
     try:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_SPARE, False)
         with torch._C._IncludeDispatchKeyGuard(_SPARE):
             yield
     finally:

@@ -6,12 +6,13 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphzero._compat.interrupts import contextmanager
 from graphzero._compat.modes import without_modes
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
@@ -52,8 +53,8 @@ def _compiled_for_this_cpu() -> Iterator[None]:
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     folder = cache_dir()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_folder()
     try:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor_folder()
         yield
     finally:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,23 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphzero._compat.tracing import P, R
+from graphzero._compat.interrupts import contextmanager
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
     pass
-
-
-def cpu_by_default(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` makes tensors on the CPU where it names no device, whatever the user's default device is."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu":
-            with torch.device("cpu"):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return called
 
 
 def dynamo_runs() -> bool:
@@ -47,7 +33,7 @@ def modes_are_on() -> bool:
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """Tensors are made as they are outside of torch.inference_mode; entering that for nothing costs a microsecond."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+    return torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 _AS_IT_IS = nullcontext()
@@ -57,8 +43,8 @@ _AS_IT_IS = nullcontext()
 def is_compiling() -> Iterator[None]:
     """torch's own "a graph is being traced" flag, on which optimizers drop their host reads."""
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
     try:
+        torch.compiler._is_compiling_flag = True
         yield
     finally:
         torch.compiler._is_compiling_flag = before
@@ -76,7 +62,7 @@ def answers_whether_traced(answer: Callable[[FrameType], bool]) -> Iterator[None
     ``torch._subclasses.FakeTensor``.  A module that is imported meanwhile gets the class itself.
     """
     thread, compiler, fakes = get_ident(), torch.compiler, torch._subclasses
-    original = compiler.is_compiling
+    original, names = compiler.is_compiling, vars(fakes)
 
     def is_compiling() -> bool:
         asker: FrameType | None = sys._getframe(1)
@@ -92,14 +78,15 @@ def answers_whether_traced(answer: Callable[[FrameType], bool]) -> Iterator[None
             return FakeTensor
         return _NoFake
 
-    compiler.is_compiling = is_compiling
-    vars(fakes)["__getattr__"] = attribute
-    del vars(fakes)["FakeTensor"]
     try:
+        compiler.is_compiling = is_compiling
+        names["__getattr__"] = attribute
+        del names["FakeTensor"]
         yield
-    finally:
-        vars(fakes)["FakeTensor"] = FakeTensor
-        del vars(fakes)["__getattr__"]
+    finally:  # assignments, between which nothing interrupts
+        names["FakeTensor"] = FakeTensor
+        names["__getattr__"] = None
+        del names["__getattr__"]
         compiler.is_compiling = original
 
 
@@ -117,8 +104,8 @@ def compiled_functions_inline() -> Iterator[None]:
     """
     config: Any = torch._dynamo.config
     before = config.error_on_nested_fx_trace
-    config.error_on_nested_fx_trace = False
     try:
+        config.error_on_nested_fx_trace = False
         yield
     finally:
         config.error_on_nested_fx_trace = before
@@ -159,8 +146,8 @@ def autograd_under(mode: TorchFunctionMode) -> Iterator[None]:
         with mode if get_ident() == thread else nullcontext():
             return original(*args, **kwargs)
 
-    autograd._engine_run_backward = run
     try:
+        autograd._engine_run_backward = run
         yield
     finally:
         autograd._engine_run_backward = original

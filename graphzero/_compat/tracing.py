@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -20,6 +19,8 @@ from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import stateless
+
+from graphzero._compat.interrupts import contextmanager, undoing
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -143,13 +144,13 @@ def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]
 
         return guard
 
-    for name in before:
-        setattr(SymNode, name, asked(name))
-    try:
+    def put(guards: Mapping[str, Any]) -> None:
+        for name, function in guards.items():
+            setattr(SymNode, name, function)
+
+    with undoing(lambda: put(before)):
+        put({name: asked(name) for name in before})
         yield
-    finally:
-        for name, held in before.items():
-            setattr(SymNode, name, held)
 
 
 def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
@@ -174,8 +175,8 @@ def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], s
 def small_constants(most: int) -> Iterator[None]:
     """Fakes that follow from Python's numbers alone keep their values, up to ``most`` elements."""
     before = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = most
     try:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = most
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
@@ -196,9 +197,9 @@ def constant_of(x: Any) -> Tensor | None:
 def unknown(tensors: Sequence[Any]) -> Iterator[None]:
     """The values of these fakes are not known; nothing may write to them meanwhile."""
     held = [x.constant for x in tensors]
-    for x in tensors:
-        x.constant = None
     try:
+        for x in tensors:
+            x.constant = None
         yield
     finally:
         for x, constant in zip(tensors, held, strict=True):
@@ -223,8 +224,8 @@ def checks_given_to(taken: Callable[[type[Exception], Any, Any], bool]) -> Itera
         if not taken(error_type, cond, message):
             original(error_type, cond, message)
 
-    torch._check_with = check
     try:
+        torch._check_with = check
         yield
     finally:
         torch._check_with = original
@@ -239,8 +240,9 @@ def functions() -> Any:
 def inferring() -> Iterator[None]:
     """Tensors made here have shapes and no data; an op that cannot work so raises, and torch's log stays silent."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    before = log.disabled
     try:
+        log.disabled = True
         with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
             yield
     finally:

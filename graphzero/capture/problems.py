@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -51,16 +50,13 @@ def stand(made: CaptureError) -> CaptureError:
     return made
 
 
-@contextmanager
+@_compat.contextmanager
 def none_swallowed() -> Iterator[None]:
     """A problem that is met inside and caught there by somebody else (``except Exception``, a logger) is raised at
     the end: what was traced instead is another step than the one that plain PyTorch takes."""
     met: list[CaptureError] = []
-    token = _met.set(met)
-    try:
+    with _compat.assigned(_met, met):
         yield
-    finally:
-        _met.reset(token)
     if met:
         raise met[0]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem_here
 from graphzero.ops import UNIFORM_LIKE
@@ -51,7 +52,7 @@ class Draws:
         radius = torch.sqrt(-2.0 * torch.log(self.uniform(like) + _LEAST))
         return radius * torch.cos((2 * math.pi) * self.uniform(like))
 
-    @contextmanager
+    @_compat.contextmanager
     def as_generator(self) -> Iterator[None]:
         """Let torch.get_rng_state and set_rng_state read and set the counter."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _casts(start: Start, params: dict[str, nn.Parameter]) -> Casts:
     return Casts(precision.dtype if precision is not None else None, params.values())
 
 
-@contextmanager
+@_compat.contextmanager
 def _precise(start: Start) -> Iterator[None]:
     precision = start.step.precision
     if precision is None or start.is_wide:
@@ -169,7 +169,7 @@ class _StandIns(TorchFunctionMode):
         return self.casts.call(func, args, kwargs)
 
 
-@contextmanager
+@_compat.contextmanager
 def _numbers(start: Start) -> Iterator[None]:
     """In float64 if asked; with the program's random draws if it makes any."""
     default = torch.get_default_dtype()

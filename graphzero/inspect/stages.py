@@ -8,13 +8,14 @@ still to come.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphzero import _compat
 from graphzero.inspect.simulate import Held, lowered, run
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
@@ -94,7 +95,7 @@ def walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> d
     return env
 
 
-@contextmanager
+@_compat.contextmanager
 def _plain_numbers(device: torch.device) -> Iterator[None]:
     """No autograd and no autocast: a graph holds its casts."""
     with ExitStack() as stack:

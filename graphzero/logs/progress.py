@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
+from graphzero import _compat
 from graphzero.logs.records import LOG, OPTIONS
 
 QUIET = 2.0  # seconds before anything is said
@@ -111,27 +111,29 @@ class Ticker(threading.Thread):
 _current: Work | None = None
 
 
-@contextmanager
+@_compat.contextmanager
 def working(what: str, speaks: bool | None = None) -> Iterator[Work]:
     """Within it something long is done.  speaks: whether this process says so; by default, if it is rank 0."""
     global _current
     outer, work = _current, Work(what)
     speaks = OPTIONS.rank == 0 if speaks is None else speaks
     ticker = Ticker(work) if outer is None and speaks and _is_wanted() else None
-    _current = work
-    if ticker is not None:
-        ticker.start()
     try:
+        _current = work
+        if ticker is not None:
+            with contextlib.suppress(RuntimeError):  # the system gives no thread: nothing is shown
+                ticker.start()
         yield work
     finally:
         _current = outer
         if ticker is not None:
             ticker.over.set()
-            ticker.join()
+            if ticker.is_alive():
+                ticker.join()
             work.close()
 
 
-@contextmanager
+@_compat.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Within it a part of what this thread is working at is done; nothing happens where it is at no such work."""
     work = _current

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
+from graphzero import _compat
 from graphzero.errors import ConfigError
 
 # mallopt's parameters, and the largest block that glibc lets a heap serve on 64 bits
@@ -37,19 +37,18 @@ def keep_freed_memory() -> None:
         )
 
 
-@contextmanager
+@_compat.contextmanager
 def freed_at_once() -> Iterator[None]:
     """Within it large blocks go back to the kernel when they are freed, and leave no holes among small ones.
 
     glibc serves a block from its heap once it has seen one of that size freed.  Afterwards it is as after many such;
     a C library without such a setting does as it does.
     """
-    is_set = _set(_SMALLEST, _SMALLEST)
     try:
+        _set(_SMALLEST, _SMALLEST)
         yield
     finally:
-        if is_set:
-            _set(_LARGEST, _NEVER if keep_freed_memory.cache_info().currsize else 2 * _LARGEST)
+        _set(_LARGEST, _NEVER if keep_freed_memory.cache_info().currsize else 2 * _LARGEST)
 
 
 def _set(mapped_from: int, trimmed_from: int) -> bool:

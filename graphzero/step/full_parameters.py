@@ -6,6 +6,8 @@ Ranks meet at both ends of the block and nowhere in it.  How tensors are exchang
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -34,20 +36,53 @@ _WRITTEN = Matter(
 
 
 class FullParameters:
-    """One block.  ``begin`` and ``end`` are called by every rank, and ``end`` once if ``begin`` has not raised."""
+    """One block, a context manager that every rank enters and leaves.
+
+    Where an interrupt keeps ``with`` from leaving it, it ends with the last that refers to it.
+    """
+
+    _is_open = False
 
     def __init__(self, source: Source, plan: Plan | None) -> None:
         """``plan``: of the program used last."""
         self._source, self._plan, self._state = source, plan, source.state()
+        self._shown: Sequence[Shown] = ()
+
+    def __enter__(self) -> None:
+        self._begin()  # behind which nothing interrupts before the block
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self._end(error)
+        except BaseException:
+            if self._is_open:  # interrupted before it began
+                self._put_back()
+            raise
+
+    def __del__(self) -> None:
+        if self._is_open:
+            with suppress(BaseException):
+                self._end(KeyboardInterrupt("as the block ended"))
 
     @_compat.cpu_by_default
-    def begin(self) -> None:
+    def _begin(self) -> None:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
             found = ranks.agree_on(_BEGIN, self._found, lambda found: whole.facts(state, found))
             state.meet()
-            self._shown: Sequence[Shown] = whole.show(state, found)
-        self._modules = whole.mark(self._shown, source.name)
+            self._shown = whole.gather(state, found)
+        _compat.note_change(self._put_back)
+        self._is_open = True
+        whole.mark(self._shown, source.name)
+        whole.show(self._shown)
+        _compat.forget_change(self._put_back)
+
+    def _put_back(self) -> None:
+        """What stood in the modules stands there again."""
+        whole.put_back(self._shown)
+        whole.unmark(self._shown)
+        whole.let_go(self._shown)
+        self._is_open = False
 
     def _found(self) -> dict[str, Found]:
         """What will be shown.
@@ -76,10 +111,11 @@ class FullParameters:
         return found
 
     @_compat.cpu_by_default
-    def end(self, error: BaseException | None) -> None:
-        """``error``: what the block has raised on this rank, which this raises too."""
-        whole.unmark(self._modules)
+    def _end(self, error: BaseException | None) -> None:
+        """``error``: what the block has raised on this rank, which this raises too, if not all do."""
+        _compat.note_change(self._put_back)
         left, lost = whole.put_back(self._shown)
+        whole.unmark(self._shown)
         try:
             doing = f"the end of full_parameters() of {self._source.name}"
             with self._source.ranks.together(doing), _compat.outside_inference_mode(), torch.no_grad():
@@ -90,7 +126,9 @@ class FullParameters:
                 if failure is not None:
                     raise failure
         finally:
+            self._is_open = False
             whole.let_go(self._shown)
+            _compat.forget_change(self._put_back)
 
     def _met(self, error: Exception | None, lost: Sequence[str]) -> Exception | None:
         """What all ranks are to raise, when all have come."""
@@ -122,8 +160,15 @@ class FullParameters:
             ranks.agree_on(_WRITTEN, lambda: values, lambda values: values)
         except CaptureError as error:
             failure, differing = error, _differing(ranks.collect(values))
-        for path in by_path.keys() - differing:
-            by_path[path].take()
+        taken = [by_path[path] for path in by_path.keys() - differing]
+        try:
+            for one in taken:
+                one.take()
+        except BaseException as error:
+            why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
+            hint = "load a checkpoint, graph.load_state_dict(...), or make modules and optimizer anew"
+            torn.mark((one.of.entry.tensor for one in taken), f"{why} ({type(error).__name__}: {error}); {hint}")
+            raise
         if failure is not None:
             torn.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
             raise failure

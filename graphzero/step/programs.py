@@ -46,6 +46,14 @@ class Programs:
         self._made = 0
         self._seen: dict[str, set[Any]] = {}  # what the first programs were made for, until the warning
 
+    def settle(self, attributes: Attributes) -> None:
+        """An interrupted call may have left a program in one of the tables alone.  attributes: those of the Graph."""
+        self.attributes = attributes
+        for captured in (captured for captures in self.captures.values() for captured in captures):
+            attributes.watch(captured)
+        found = [program for known in self._known.values() for program in known.programs]
+        self._used = {**self._used, **{id(program): program for program in found if id(program) not in self._used}}
+
     @property
     def all(self) -> list[Program]:
         """The one used last at the end."""
@@ -71,7 +79,8 @@ class Programs:
         for program in candidates:
             sure = program is bound and not program.captured.entry.absent
             if self._holds(program.captured, call.numbers, None if sure else has_state):
-                self._used[id(program)] = self._used.pop(id(program))
+                self._used.pop(id(program), None)  # an interrupted call may have left it out
+                self._used[id(program)] = program
                 return program
         return None
 
@@ -137,5 +146,5 @@ class Programs:
             f"{self.source.name} has compiled {self._made} programs{kept}; what keeps changing: {', '.join(changing)}. "
             "Pad inputs to few shapes (config.set_shapes), pass numbers that change as floats or 0-d tensors, keep "
             "modules in the same mode",
-            stacklevel=7,
+            stacklevel=8,
         )

@@ -45,16 +45,28 @@ class Selection:
     """Selects among the programs of one Graph, and makes those that are not there yet.
 
     last: the program used or compiled last.
+    is_settled: whether the last call has come to its end, so that what is kept of what it read may be used again.
     """
 
     def __init__(self, source: Source) -> None:
         self.source, self.progress = source, Progress()
         self.last: Program | None = None
+        self.is_settled = True
         self._last_key: Key | None = None
         attributes = Attributes(source.owner)
         self.programs = Programs(source, attributes)
         self._calls = Calls(source, attributes)
         self._facts = Facts(source, attributes, self.progress)
+
+    def settle(self) -> None:
+        """Read all anew, if the last call may have been interrupted as it wrote down what it had read."""
+        if not self.is_settled:
+            attributes = Attributes(self.source.owner)
+            self.programs.settle(attributes)
+            self._calls = Calls(self.source, attributes)
+            self._facts = Facts(self.source, attributes, self.progress)
+            self.source.state().forget()
+        self.is_settled = False
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool, verifies: bool = True) -> Prepared:
         """The program for these arguments, agreed on by all ranks.
@@ -63,6 +75,7 @@ class Selection:
         """
         source, state = self.source, self.source.state()
         ranks, talks = source.ranks, source.ranks.active
+        self.settle()
         call: Call | None = None
         known: Known | None = None
         failure: Exception | None = None
@@ -105,6 +118,7 @@ class Selection:
             if not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
                 ranks.agree(PROGRAM, program.hash, program.lines)
         self.last, self._last_key = program, call.key
+        self.is_settled = not running
         return Prepared(source, call, program)
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:

@@ -10,9 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from graphzero.logs import event, is_on, phase, working
+from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.state import preflight
 from graphzero.runtime.state.binding import bind
 from graphzero.runtime.world.agree import BIND
+from graphzero.step.call import Call
+from graphzero.step.program import Program
 from graphzero.step.selection import Prepared, Selection
 from graphzero.step.source import Source
 
@@ -56,32 +59,38 @@ class Steps:
         if program.uses_seed:
             state.random.begin(self.source.ranks.share)
         arguments = program.arguments(call, world)
+        is_taken = False
         try:
             state.before()
             results = executor.run(arguments)
             state.after(training, program.uses_seed)
             is_step = executor.program.first_write >= 0 or program.uses_seed
             progress.taken += is_step
+            is_taken = True
+            if training:
+                self._follow(program, call, results)
+            progress.completed += is_step
             executor.finish()
         except BaseException as error:
-            if executor.has_written:
+            is_schedulers_own = is_taken and isinstance(error, Exception)
+            if executor.has_written and not is_schedulers_own:
                 written = program.graph.updates
                 held = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
                 state.tear(self._why_torn(error), {node.meta["role"].of for node in held})
             raise
-        if training:
-            norms = {name: held[0] for name, held in results.aux.items() if name.startswith("grad_norm")}
-            norms = {name: norm.detach().clone() for name, norm in norms.items()}
-            self._grad_norms = norms
-            self._skips = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
-            if self._skips and is_on() and self.skipped:
-                self._tell_skipped()
-            carries = program.captured.carries
-            if not ((carries or self.source.has_schedule) and self.skipped):
-                self.source.carry(carries, call.numbers)
-                self.source.step_schedulers()
-        progress.completed += is_step
         return program.outputs(call, results, world)
+
+    def _follow(self, program: Program, call: Call, results: Results) -> None:
+        """What a training step says beside its outputs is kept; numbers of groups go on, and schedulers step."""
+        norms = {name: held[0] for name, held in results.aux.items() if name.startswith("grad_norm")}
+        self._grad_norms = {name: norm.detach().clone() for name, norm in norms.items()}
+        self._skips = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
+        if self._skips and is_on() and self.skipped:
+            self._tell_skipped()
+        carries = program.captured.carries
+        if not ((carries or self.source.has_schedule) and self.skipped):
+            self.source.carry(carries, call.numbers)
+            self.source.step_schedulers()
 
     def tell(self, seconds: float) -> None:
         """An event of the log."""
@@ -98,8 +107,8 @@ class Steps:
     def _why_torn(self, error: BaseException) -> str:
         return (
             f"a call of {self.source.name} ended in the middle of its update ({type(error).__name__}: {error}), so "
-            "parameters and optimizer states are partly those of before it and partly those of after it; load a "
-            "checkpoint of all of them, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
+            "parameters, optimizer states and schedulers are partly those of before it and partly those of after it; "
+            "load a checkpoint of all of them, graph.load_state_dict(...), or make modules, optimizer and Graph anew"
         )
 
     # ---- reading

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -228,7 +228,7 @@ class Looks:
                 bad = self._so_far(ok.detach().reshape(()).bool().logical_not())
                 self.checks.append(CHECK(bad.logical_not(), message or "a check"))
 
-    @contextmanager
+    @_compat.contextmanager
     def watching(self) -> Iterator[None]:
         """While this is open, ``torch._check`` and its kind take conditions that are not known yet."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType, MemberDescriptorType
 from typing import Any
 
@@ -52,6 +52,11 @@ class Contents:
     def put_back(self) -> None:
         if self.differs():
             self.write()
+
+
+def put_all_back(kept: Iterable[Contents]) -> None:
+    for contents in kept:
+        contents.put_back()
 
 
 class DictContents(Contents):

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import Any
 
+from graphzero import _compat
+
 _MISSING: Any = object()
 
 
-@contextmanager
+@_compat.contextmanager
 def patched(holder: Any, name: str, made: Any, everywhere: bool = False) -> Iterator[None]:
     """``holder.name`` is ``made``; if that is a function, then for this thread alone, unless it is for all."""
     before = vars(holder).get(name, _MISSING)
     if isinstance(made, FunctionType) and not everywhere:
         made = _here(made, getattr(holder, name, _MISSING))
-    setattr(holder, name, made)
     try:
+        setattr(holder, name, made)
         yield
     finally:
-        if before is _MISSING:
-            delattr(holder, name)
-        else:
+        if before is not _MISSING:
             setattr(holder, name, before)
+        elif name in vars(holder):
+            delattr(holder, name)
 
 
 def _here(made: Any, before: Any) -> Any:

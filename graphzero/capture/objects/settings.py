@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from graphzero import _compat
 from graphzero.sbp.placement import DEVICE_TYPES
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -20,6 +20,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in DEVICE_TYPES),
     *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in DEVICE_TYPES),
 )
@@ -54,14 +56,16 @@ def _of_numpy() -> Any:
     return None if numpy is None else numpy.get_state()
 
 
-@contextmanager
+@_compat.contextmanager
 def same_settings() -> Iterator[Streams]:
     """Settings and streams are put back in the end."""
     before, streams = [read() for read, _ in _SETTINGS], Streams()
-    try:
-        yield streams
-    finally:
+
+    def put_back() -> None:
         for (read, write), value in zip(_SETTINGS, before, strict=True):
             if read() != value:
                 write(value)
         streams.put_back()
+
+    with _compat.undoing(put_back):
+        yield streams

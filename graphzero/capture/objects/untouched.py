@@ -13,14 +13,21 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphzero.capture.objects.contents import Contents, DictContents, TensorContents, contents_of, is_other_number
+from graphzero import _compat
+from graphzero.capture.objects.contents import (
+    Contents,
+    DictContents,
+    TensorContents,
+    contents_of,
+    is_other_number,
+    put_all_back,
+)
 from graphzero.capture.objects.reachable import FUNCTIONS, METHODS, Reached
 from graphzero.capture.objects.settings import Streams, same_settings
 from graphzero.capture.spec import Step
@@ -96,21 +103,17 @@ def _is_of_threads(x: Any) -> bool:
     return type(x).__module__ in _OF_THREADS
 
 
-@contextmanager
+@_compat.contextmanager
 def untouched(step: Step, root: nn.Module) -> Iterator[None]:
     """Put back, whatever build does: see above."""
     owner, reached = getattr(step.build, "__self__", None), Reached()
     objects = [*root.modules(), owner]
     shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
     kept = [*everything_in([*objects, step.build, *shared], reached), *reached.kept]
-    with same_settings() as streams:
-        try:
-            yield
-            _warn_of_writes(kept)
-            _warn_of_draws(streams)
-        finally:
-            for contents in kept:
-                contents.put_back()
+    with same_settings() as streams, _compat.undoing(lambda: put_all_back(kept)):
+        yield
+        _warn_of_writes(kept)
+        _warn_of_draws(streams)
 
 
 def _warn_of_writes(kept: list[Contents]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.ir.known_ops import ARITHMETIC
 
@@ -53,7 +54,7 @@ FUNCTIONS = {name: _either(name) for name in _WRITTEN}
 _NAME_OF = {id(getattr(math, name)): name for name in _WRITTEN}
 
 
-@contextmanager
+@_compat.contextmanager
 def symbolic_math(cls: type) -> Iterator[None]:
     """``math``, and what modules that define ``cls`` and its bases have imported of it, take symbolic numbers."""
     with ExitStack() as stack:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,13 +187,13 @@ def _groups(
     return made
 
 
-@contextmanager
+@_compat.contextmanager
 def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
     """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
     before, kept = dict(vars(optimizer)), DictContents(vars(optimizer))
-    optimizer.param_groups, optimizer.state = groups, state
-    optimizer.defaults = {**optimizer.defaults, "differentiable": False}
-    try:
+    with _compat.undoing(kept.put_back):
+        optimizer.param_groups, optimizer.state = groups, state
+        optimizer.defaults = {**optimizer.defaults, "differentiable": False}
         with torch.no_grad(), _compat.is_compiling(), symbolic_math(type(optimizer)), HostNumbers(), FusedSteps():
             yield
         changed = [f"self.{k}" for k, v in vars(optimizer).items() if is_other_number(before.get(k), v)]
@@ -203,8 +202,6 @@ def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], st
                 f"{type(optimizer).__name__}.step() changes the Python number {changed[0]}, which a graph holds fixed",
                 "keep it in optimizer.state as a 0-d tensor and change it in place",
             )
-    finally:
-        kept.put_back()
 
 
 def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:

@@ -8,7 +8,7 @@ and hand out local tensors.  Build is written for one device, where every value 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp
 
 
-@contextmanager
+@_compat.contextmanager
 def dtensor_calls(placement: Placement) -> Iterator[None]:
     """Tensors have a DTensor's methods here; see above."""
     last: list[DeviceMesh | None] = [None]  # of the last ``from_local``: a plain tensor knows of no mesh

@@ -9,7 +9,6 @@ other's (``ops.dual``), so backward of a region is per-rank code too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
@@ -50,14 +49,11 @@ def region_runs() -> Runs | None:
     return _runs.get()
 
 
-@contextmanager
+@_compat.contextmanager
 def regions(runs: Runs) -> Iterator[None]:
     """While this is open, ``runs(fn, in_sbp, out_sbp, args, kwargs)`` carries out every region."""
-    token = _runs.set(runs)
-    try:
+    with _compat.assigned(_runs, runs):
         yield
-    finally:
-        _runs.reset(token)
 
 
 def refuse_inside(what: str, hint: str, build: CodeType | None = None) -> None:
@@ -101,15 +97,15 @@ class TracedRegions:
         shape = global_shape(y, nd, self.placement, f"result {number}")
         return AS_GLOBAL(y, ends.words(nd), shape)  # type: ignore[no-any-return]
 
-    @contextmanager
+    @_compat.contextmanager
     def _draws(self, axes: list[int]) -> Iterator[None]:
         """Ranks draw from keys of their own along the axes on which they do other work."""
-        key, token = self.draws.key, _inside.set(True)
+        key = self.draws.key
         try:
-            self.draws.key = RANK_KEY(key, axes) if axes else key
-            yield
+            with _compat.assigned(_inside, True):
+                self.draws.key = RANK_KEY(key, axes) if axes else key
+                yield
         finally:
-            _inside.reset(token)
             self.draws.key = key
 
 

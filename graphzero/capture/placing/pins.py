@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor, fx
 
+from graphzero import _compat
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.ops import PIN
 from graphzero.sbp.placement import Placement
@@ -41,16 +41,12 @@ def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
     return PIN(x, len(pins) - 1)  # type: ignore[no-any-return]
 
 
-@contextmanager
+@_compat.contextmanager
 def collecting(placement: Placement) -> Iterator[list[Pinned]]:
     """While this is open, ``pin_value`` writes down what is pinned in a step on ``placement``."""
     pins: list[Pinned] = []
-    tokens = _running.set(pins), _placement.set(placement)
-    try:
+    with _compat.assigned(_running, pins), _compat.assigned(_placement, placement):
         yield pins
-    finally:
-        _running.reset(tokens[0])
-        _placement.reset(tokens[1])
 
 
 def mark(graph: fx.Graph, pins: list[Pinned]) -> None:

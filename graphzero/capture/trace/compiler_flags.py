@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import CodeType, FrameType
 
 from graphzero import _compat
@@ -32,7 +31,7 @@ class Asked:
         self.always, self.attempts = False, 0
         self.no: dict[_Calls, list[int]] = {}
 
-    @contextmanager
+    @_compat.contextmanager
     def answering(self) -> Iterator[None]:
         """While this is open, one attempt is made."""
         self.no = {}

@@ -11,7 +11,6 @@ https://pytorch.org/docs/stable/amp.html.  Which overloads are meant, the instal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -51,7 +50,7 @@ _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOp
 Rule = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]  # an overload's arguments -> those that it is called with
 
 
-@contextmanager
+@_compat.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """``torch.autocast("cpu", ...)`` within this does for all tensors what on a GPU ``torch.autocast("cuda")`` does."""
     _register()

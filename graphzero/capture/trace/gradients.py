@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import place_of, problem, problem_here
@@ -50,7 +51,7 @@ class Gradients:
         """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
         self._casts, self._scale = casts, scale
 
-    @contextmanager
+    @_compat.contextmanager
     def watching(self, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """While this is open, what build calls to make or clear gradients of ``params`` is what the step needs."""
         with ExitStack() as stack:

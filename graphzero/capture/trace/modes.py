@@ -8,7 +8,6 @@ marks each with phase and source, and refuses the ops whose result depends on da
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class Watch(TorchDispatchMode):
             self.looks.know(result, func, args, kwargs or {})
         return result
 
-    @contextmanager
+    @_compat.contextmanager
     def following(self, losses: Sequence[Tensor]) -> Iterator[None]:
         """Name the forward line of each op of the gradients of ``losses`` that are taken meanwhile."""
         self.backward_line = user_frame()

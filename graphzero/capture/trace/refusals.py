@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
 
@@ -36,7 +36,7 @@ _OTHER_STEP = (
 )
 
 
-@contextmanager
+@_compat.contextmanager
 def refusals(build: CodeType | None) -> Iterator[None]:
     """While this is open, what build may not do raises a CaptureError with the user's line."""
 
@@ -55,7 +55,9 @@ def refusals(build: CodeType | None) -> Iterator[None]:
         enter(patched(torch, "set_anomaly_enabled", lambda *args, **kwargs: None))
         enter(patched(torch.amp.GradScaler, "scale", refuse(*_SCALER)))
         enter(patched(nn.Module, "_apply", _converting(nn.Module._apply, build)))
-        stack.callback(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)).remove)
+        hooks: list[Any] = []
+        enter(_compat.undoing(lambda: [hook.remove() for hook in hooks]))
+        hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
         # A profiler's label is no part of a step; optimizer.zero_grad() sets one.
         enter(patched(record_function, "__enter__", lambda self: self))
         enter(patched(record_function, "__exit__", lambda self, *error: None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.host_values.unchecked import batch_norm
-from graphzero.capture.objects.contents import DictContents
+from graphzero.capture.objects.contents import DictContents, put_all_back
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.dtensor_calls import dtensor_calls
 from graphzero.capture.problems import problem, problem_here
@@ -40,7 +40,7 @@ def _autocast_of(kind: str) -> Any:
     return init
 
 
-@contextmanager
+@_compat.contextmanager
 def surroundings(placement: Placement) -> Iterator[None]:
     """Our attention and dropout in place of torch's, no fast paths that skip autograd or hide a network in one op.
 
@@ -52,10 +52,10 @@ def surroundings(placement: Placement) -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        stack.enter_context(_compat.undoing(lambda: torch.backends.mha.set_fastpath_enabled(fast)))
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(_compat.without_mkldnn())  # else a whole LSTM layer is one op
-        stack.callback(log.setLevel, level)
+        stack.enter_context(_compat.undoing(lambda: log.setLevel(level)))
         log.setLevel(logging.CRITICAL)  # what fails is said by the CaptureError
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at values, of which there are none
@@ -73,7 +73,7 @@ def surroundings(placement: Placement) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@_compat.contextmanager
 def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
     """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
 
@@ -89,7 +89,7 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
     with ExitStack() as stack:
         for spec in specs:
             stack.enter_context(patched(spec.optimizer, "step", no_step))
-        try:
+        with _compat.undoing(lambda: put_all_back(groups)):
             yield
             numbers = [(group[k], x) for group, held in saved for k, x in held.items() if isinstance(x, (int, float))]
             if any(now is not x and now != x for now, x in numbers):  # a nan is not equal to itself
@@ -97,6 +97,3 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
                     "build changes a hyperparameter of an optimizer, which would happen once, not on every call",
                     "step schedulers between calls, or give them to the Graph: add_optimizer(..., lr_sch=scheduler)",
                 )
-        finally:
-            for kept in groups:
-                kept.put_back()

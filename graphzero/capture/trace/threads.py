@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
+from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.errors import CaptureError
 from graphzero.logs.progress import Ticker
@@ -27,7 +28,7 @@ _REGISTERS = ("_parameters", "_buffers")
 _LONGEST = 600.0  # seconds
 
 
-@contextmanager
+@_compat.contextmanager
 def others_wait(root: nn.Module) -> Iterator[None]:
     """While this is open, threads that ran before it wait at what they read of the modules of ``root``.
 
@@ -56,23 +57,23 @@ def others_wait(root: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _READS:
             stack.enter_context(patched(nn.Module, name, waiting(getattr(nn.Module, name)), everywhere=True))
-        stack.callback(over.set)
+        stack.enter_context(_compat.undoing(over.set))
         for module in modules.values():
             for name in _REGISTERS:
                 stack.enter_context(_register_of_build(module, name, others))
         yield
 
 
-@contextmanager
+@_compat.contextmanager
 def _register_of_build(module: nn.Module, name: str, others: set[int | None]) -> Iterator[None]:
     """In the place of a module's register, one for build; the module's own one is not written to meanwhile."""
     real = vars(module)[name]
-    before, ours = dict(real), _Register(real, others)
-    vars(module)[name] = ours
+    before, ours, own = dict(real), _Register(real, others), vars(module)
     try:
+        own[name] = ours
         yield
     finally:
-        vars(module)[name] = real
+        own[name] = real
         if [*ours] != [*before] or any(ours[key] is not x for key, x in before.items()):  # build registered something
             real.clear()
             real.update(ours)

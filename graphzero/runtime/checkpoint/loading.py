@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graphzero import _compat
 from graphzero._compat import storage_id
 from graphzero.runtime.checkpoint.fit import Checked
 from graphzero.runtime.state import modules as tree
@@ -35,7 +35,7 @@ def load(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool
         torn.heal(_written(module, checked.modules.get(name, {})))
 
 
-@contextmanager
+@_compat.contextmanager
 def written_whole(state: State, doing: str) -> Iterator[None]:
     """All tensors are written within it: they are torn if it ends half way."""
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, fx
 
+from graphzero import _compat
 from graphzero.errors import CheckError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
@@ -29,14 +29,11 @@ def met(node: fx.Node) -> Callable[[Tensor], None]:
     return look
 
 
-@contextmanager
+@_compat.contextmanager
 def later() -> Iterator[None]:
     """While a step is recorded nothing may look at values: ``raise_of_replay`` does, after each replay."""
-    token = _later.set(True)
-    try:
+    with _compat.assigned(_later, True):
         yield
-    finally:
-        _later.reset(token)
 
 
 def raise_of_replay(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) -> None:

@@ -8,7 +8,7 @@ failed.  What state is, and where it comes from, is the caller's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +143,7 @@ class Executor:
                 self.slots[slot] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self._count)]
             arena = self.world.arena
             arena.grow(self.program.arena_bytes)
+            templates: list[Env] = []
             for local, constants in enumerate(self.program.constants):
                 for place, slot, exchanges in self.program.slotted:
                     constants[place] = exchanges[local].within(self.slots[slot][local])
@@ -151,7 +152,8 @@ class Executor:
                 template = [None] * self.program.size
                 for place, constant in constants.items():
                     template[place] = constant
-                self._template.append(template)
+                templates.append(template)
+            self._template = templates
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
         node = self._placeholders[name]
@@ -299,10 +301,13 @@ def _some(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-@contextmanager
+@_compat.contextmanager
 def _no_autocast(kinds: Sequence[str]) -> Iterator[None]:
     """The graph holds its casts."""
-    with ExitStack() as stack:
+    try:
         for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            torch.set_autocast_enabled(kind, False)
         yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)

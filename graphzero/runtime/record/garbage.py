@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from graphzero import _compat
 
 
-@contextmanager
+@_compat.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Python looks for garbage only when told to."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -7,7 +7,6 @@ then this rank's piece is kept, and the storage is freed.  All ranks draw the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +106,7 @@ def fill_storage(x: Tensor) -> None:
     x.untyped_storage().resize_(x.numel() * x.element_size())
 
 
-@contextmanager
+@_compat.contextmanager
 def stood_in(entries: Sequence[Found], device: torch.device) -> Iterator[list[Found]]:
     """Within it modules hold plain tensors without storage, in place of what is on the meta device."""
     made = []
@@ -116,11 +115,9 @@ def stood_in(entries: Sequence[Found], device: torch.device) -> Iterator[list[Fo
         x.untyped_storage().resize_(0)
         is_param = entry.kind == "param"
         made.append(replace(entry, tensor=nn.Parameter(x, entry.tensor.requires_grad) if is_param else x))
-    _exchange(made)
-    try:
+    with _compat.undoing(lambda: _exchange(entries)):
+        _exchange(made)
         yield made
-    finally:
-        _exchange(entries)
 
 
 def _exchange(entries: Sequence[Found]) -> None:

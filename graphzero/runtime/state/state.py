@@ -185,6 +185,11 @@ class State:
         """Bind anew at the next call: somebody has replaced or rewritten tensors."""
         self._bound = self._stateless = self.program = None
 
+    def forget(self) -> None:
+        """What is kept of what has been looked at; nothing is bound any more."""
+        self.invalidate()
+        self._watch = self._nds = None
+
     def hold(self, bound: Bound) -> None:
         """``bound`` is what a program reads and writes, when ``settle`` has been called."""
         self._bound, self.program = bound, None

@@ -5,7 +5,7 @@ What stood there is put back as it was, object and memory; what was written in p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +84,8 @@ def facts(state: State, found: Mapping[str, Found]) -> dict[str, str]:
     return {f"{entry.kind} {entry.path}": lies(state, entry.tensor, entry.path) for entry in found.values()}
 
 
-def show(state: State, found: Mapping[str, Found]) -> list[Shown]:
-    """Put whole tensors into the modules; every rank calls it when ``facts`` are the same.
+def gather(state: State, found: Mapping[str, Found]) -> list[Shown]:
+    """Whole tensors for ``show``; every rank calls it when ``facts`` are the same.
 
     As in a first call, a plain tensor that nobody has seen moves to the device and takes rank 0's values.
     """
@@ -98,10 +98,14 @@ def show(state: State, found: Mapping[str, Found]) -> list[Shown]:
     for path, entry in found.items():
         stands = tree.like(made[path], entry.tensor) if path in made else None
         shown.append(Shown(entry, local_of(entry.tensor), stands))
+    return shown
+
+
+def show(shown: Iterable[Shown]) -> None:
+    """Put them into the modules."""
     for one in shown:
         if one.made is not None:
             tree.put(one.entry, one.made)
-    return shown
 
 
 def put_back(shown: Iterable[Shown]) -> tuple[list[Left], list[str]]:
@@ -149,13 +153,12 @@ def opened(modules: Mapping[str, nn.Module]) -> str:
     return next((_open[id(module)] for _, module in tree.walk(modules) if id(module) in _open), "")
 
 
-def mark(shown: Iterable[Shown], who: str) -> Collection[nn.Module]:
-    """Note it of all modules that hold what is shown; returns them."""
-    found = {id(module): module for one in shown for module, _ in one.entry.places}
-    _open.update(dict.fromkeys(found, who))
-    return found.values()
+def mark(shown: Iterable[Shown], who: str) -> None:
+    """Note it of all modules that hold what is shown."""
+    _open.update({id(module): who for one in shown for module, _ in one.entry.places})
 
 
-def unmark(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        _open.pop(id(module), None)
+def unmark(shown: Iterable[Shown]) -> None:
+    for one in shown:
+        for module, _ in one.entry.places:
+            _open.pop(id(module), None)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphzero import errors
+from graphzero import _compat, errors
 from graphzero.errors import CaptureError, CheckError, GraphZeroError
 from graphzero.runtime.transport.communicator import Communicator, communicator
 from graphzero.runtime.transport.teardown import before_tear_down
@@ -272,15 +272,19 @@ class Together:
 
     def __init__(self, ranks: Ranks, doing: str) -> None:
         self._ranks, self._doing = ranks, doing
+        self._generation: int | None = None  # of the communicator, if ranks talk
 
     def __enter__(self) -> None:
-        TURNS.take(self._doing)
+        _compat.note_change(self._leave)
         try:
+            TURNS.take(self, self._doing)
             self._ranks.raised_by_all = 0
             if self._ranks.active:
                 self._ranks.communicator.begin(self._doing)
-        except BaseException:
-            TURNS.end()
+                self._generation = self._ranks.communicator.generation
+        except Exception:  # an interrupt is ``_leave``'s
+            TURNS.end(self)
+            _compat.forget_change(self._leave)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -291,7 +295,16 @@ class Together:
             if raised is not error:
                 raise raised from error
         finally:
-            TURNS.end()
+            TURNS.end(self)
+            _compat.forget_change(self._leave)
+
+    def _leave(self) -> None:
+        """What an interrupted ``__enter__`` or ``__exit__`` has left to do."""
+        try:
+            if self._generation is not None and self._generation == self._ranks.communicator.generation:
+                self._ranks.communicator.revoke(KeyboardInterrupt("as the call began or ended"))
+        finally:
+            TURNS.end(self)
 
     def _met_by_all(self, error: BaseException) -> BaseException:
         """A check is not met on all ranks, or on none: wait until all know, before what they still read is gone."""

@@ -1,0 +1,80 @@
+"""Ctrl-C at any instruction of a call: afterwards all works, or is refused with the reason."""
+
+import gc
+
+import interrupts
+import pytest
+import torch
+from interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run
+
+import graphzero as gz
+
+
+@pytest.mark.parametrize("name", [name for name in WORKS if name not in ("first step", "compile", "check")])
+def test_an_interrupt_at_any_place_leaves_all_as_before_or_is_refused_until_a_load(name):
+    _, bad = run([name], 12, 0)
+    assert not bad
+
+
+def test_an_interrupted_capture_leaves_torch_as_it_was_and_the_same_call_works_then():
+    _, bad = run(["first step"], 4, 0)
+    assert not bad
+
+
+def test_an_interrupt_as_a_turn_is_taken_or_ends_leaves_it_free():
+    """The places in which a process was broken for good, each of them."""
+    know_undisturbed()
+    subject = Subject(2)
+    subject.step()
+    places = interrupts.Places()
+    found = interrupts.places_of(subject.step, places)
+    names = ("turns.py", "agree.py", "programs.py", "watch.py", "interrupts.py", "overrides.py", "steps.py")
+    numbers = {
+        number
+        for (code, _), numbers in places.found.items()
+        for number in numbers[:1]
+        if code.co_filename.endswith(names) or "_python_dispatch" in code.co_filename
+    }
+    assert numbers <= set(found) and len(numbers) > 50
+    bad = [(at, end, where) for at in sorted(numbers)[::4] for end, where in [interrupts.trial("step", at)]
+           if end not in ("worked", "refused", "unnoticed")]  # fmt: skip
+    assert not bad
+
+
+def test_a_scheduler_that_an_interrupt_keeps_from_stepping_is_refused_not_one_step_behind():
+    know_undisturbed()
+    subject = Subject(2)
+    scheduler = subject.graph._source.schedulers[0]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    scheduler.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        subject.step()
+    del scheduler.step
+    with pytest.raises(gz.GraphZeroError, match="in the middle of its update"):
+        subject.step()
+    subject.graph.load_state_dict(SAVED[2])
+    assert abs(subject.step() - interrupts.LOSSES[2]) < 1e-6
+
+
+def test_a_signal_handlers_error_in_a_first_call_leaves_nothing_changed():
+    """Out of memory, say, or the alarm of a time limit: any error, at a line of capture."""
+    know_undisturbed()
+    subject, original, calls = Subject(0), torch.Tensor.square, []
+    before = interrupts.surroundings()
+
+    def fails(x):
+        calls.append(x)
+        raise TimeoutError("too long")
+
+    torch.Tensor.square = fails
+    try:
+        with pytest.raises(TimeoutError):
+            subject.step()
+    finally:
+        torch.Tensor.square = original
+    assert calls and gc.isenabled()
+    assert interrupts.surroundings() == before
+    assert abs(float(subject.graph(X)) - interrupts.LOSSES[0]) < 1e-6
