@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.optim.optimizer as _shared_hooks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,16 +16,34 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
     pass
 
 
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """``step`` of the optimizer's class, without the wrapper that runs hooks and the profiler."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """``optimizer.step``, without what torch puts around it for hooks, the profiler and schedulers."""
+    step: Any = optimizer.step
+    while True:
+        function = getattr(step, "__func__", step)
+        wraps = getattr(function, "hooked", False) or getattr(function, "_wrapped_by_lr_sched", False)
+        if not wraps or not _is_of_torch(function):  # a wrapper of the user's takes over the marks of what it wraps
+            return step  # type: ignore[no-any-return]
+        step = MethodType(function.__wrapped__, getattr(step, "__self__", optimizer))
+
+
+def is_torchs_step(step: Any) -> bool:
+    """Whether a method that steps is torch's code, with whatever is wrapped around it."""
+    function = getattr(step, "__func__", step)
+    while _is_of_torch(function) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return _is_of_torch(function)
+
+
+def _is_of_torch(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("torch.")
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether it has any of its own, or all optimizers have some."""
+    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    everywhere = _shared_hooks._global_optimizer_pre_hooks or _shared_hooks._global_optimizer_post_hooks
+    return bool(everywhere) or any(getattr(optimizer, name, None) for name in own)
 
 
 def gradient_hooks(x: Tensor) -> dict[Any, Any]:

@@ -9,13 +9,14 @@ import torch
 from torch import fx, nn
 
 from graphzero.capture.guards import all_guards
-from graphzero.capture.join import Join, separable
-from graphzero.capture.optimizer import optimizer as stepping
-from graphzero.capture.optimizer.carried import Carry, counts_parameters, hypers_of_group, paths_of
-from graphzero.capture.optimizer.hyper import hyper_name
+from graphzero.capture.join import Join, left_alone, separable
+from graphzero.capture.optimizer import optimizer as updates_of
+from graphzero.capture.optimizer.carried import counts_parameters, hypers_of_group, paths_of
+from graphzero.capture.optimizer.hyper import Carry, hyper_name
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
+from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.placing.local_regions import finish_regions
 from graphzero.capture.placing.pins import mark
 from graphzero.capture.precision import check_masters
@@ -59,7 +60,8 @@ class _Capture:
         self.params = dict(self.root.named_parameters())
         self.paths = {id(param): path for path, param in self.params.items()}
         self.join = Join()
-        self.fills = [Fills(spec.optimizer) for spec in step.optimizers]
+        self.steppings: list[Stepping] = []
+        self.fills: list[Fills] = []
         self.states: list[StateSpec] = []
         self.update = UpdateWriter(step, self.root, self.join, self.states)
         self.entry = Entry()
@@ -72,8 +74,10 @@ class _Capture:
         check_parameters(self.params)
         check_masters(self.step, self.params)
         for i, spec in enumerate(self.step.optimizers):
-            stepping.check(spec)
+            updates_of.check(spec)
             self._check_owned(i)
+            self.steppings.append(Stepping(spec.optimizer, i, self.paths))
+            self.fills.append(Fills(self.steppings[i]))
         with phase("build"):
             traced = trace_build(self.step, self.root, self.inputs)
         self._check_backward(traced)
@@ -151,14 +155,14 @@ class _Capture:
             if self.paths[id(p)] in with_grad
         ]
         if found:
-            stepping.state_kinds(optimizer, found)
+            updates_of.state_kinds(self.steppings[index], found)
             self.entry |= mark_first_steps(index, found, self.fills[index])
         return found
 
     def _trace(self, index: int, members: list[Member]) -> Update | None:
         if not members:
             return None
-        spec = self.step.optimizers[index]
+        stepping = self.steppings[index]
         kinds: dict[Any, list[Member]] = {}
         for member in members:
             kinds.setdefault(member.kind, []).append(member)
@@ -166,13 +170,26 @@ class _Capture:
         most = max(kinds.values(), key=len)
         if len(chosen) == 1 and len(most) > 1:
             chosen.append(most[1])
-        update = stepping.trace_update(index, spec, chosen)
-        counts = any(counts_parameters(spec.optimizer, carry.group) for carry in update.carries)
+        update = updates_of.trace_update(index, stepping, members if stepping.mixes else chosen)
+        counts = any(counts_parameters(stepping.optimizer, carry.group) for carry in update.carries)
         if not separable(update) or (counts and len(chosen) < len(members)):
-            update = stepping.trace_update(index, spec, members)
+            update = updates_of.trace_update(index, stepping, members)
+        if idle := left_alone(update):
+            self._warn_idle(stepping, idle)
         self.environments.append((update.env, {symbol: hyper.role for symbol, hyper in update.symbols.items()}))
         self.carries += [paths_of(carry, members) for carry in update.carries]
         return update
+
+    def _warn_idle(self, stepping: Stepping, paths: list[str]) -> None:
+        """A step may ignore a gradient, as one of rate 0 does; one that leaves it to another optimizer is cut off."""
+        what = f"{stepping.name}.step() makes nothing of the gradient of {', '.join(paths[:8])}"
+        if stepping.inner:
+            raise problem(
+                f"{what}, though {type(stepping.inner[0]).__name__} inside of it may step it",
+                "step the inner optimizer on the parameters of self.param_groups, or give it to add_optimizer itself",
+                [place_of(stepping.step)],
+            )
+        warnings.warn(f"{what}; it leaves them as they are", UserWarning, stacklevel=6)
 
     # ---- placeholders
 
@@ -256,8 +273,8 @@ class _Capture:
             guards,
             constants,
             self.entry,
-            traced.attributes,
-            spaces=traced.spaces,
-            free=traced.free,
+            {**traced.attributes, **{path: held for one in self.steppings for path, held in one.attributes().items()}},
+            spaces={**traced.spaces, **{label: held for one in self.steppings for label, held in one.spaces.items()}},
+            free=[*traced.free, *(met for one in self.steppings for met in one.met())],
             carries=tuple(self.carries),
         )

@@ -167,6 +167,13 @@ def separable(update: Update) -> bool:
     return True
 
 
+def left_alone(update: Update) -> list[str]:
+    """Paths of the members that a step leaves as they are, and of whose gradients it makes nothing."""
+    inputs = {label[:2]: node for node, label in update.inputs.items() if label[0] in ("param", "grad")}
+    same = [member for member in update.members if update.params[member.path] is inputs["param", member.path]]
+    return [member.path for member in same if inputs["grad", member.path] not in ancestors(update, member)]
+
+
 def _statistics_in_float32(node: fx.Node) -> None:
     """16-bit norms with float32 weights keep mean and rstd in float32; torch's fakes do not know it."""
     if node.target in _NORMS:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.optimizer.carried import Carry
+from graphzero.capture.optimizer.hyper import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
 from graphzero.ir.ragged import Along

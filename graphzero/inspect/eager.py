@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, LossScale
-from graphzero.capture.objects.contents import DictContents
 from graphzero.capture.objects.untouched import untouched
+from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.placing.dtensor_calls import dtensor_calls
 from graphzero.capture.placing.local_regions import regions
 from graphzero.capture.randomness import Draws
@@ -107,7 +107,7 @@ def _scale_after(start: Start, grads: dict[str, Tensor], buffers: dict[str, Tens
 
 def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     made = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
-    made.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
+    made.__dict__.update(vars(real))
     for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
         made.register_hook(hook)
     return made
@@ -119,7 +119,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
     paths = {id(param): path for path, param in params.items()}
     for i, spec in enumerate(start.optimizers):
         optimizer = spec.optimizer
-        kept = DictContents(vars(optimizer))
+        stepping = Stepping(optimizer, i)
         groups = [{**group, "params": [copy_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         owned = [p for group in groups for p in group["params"]]
         state: Any = defaultdict(dict)
@@ -127,16 +127,13 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
             if index == i:
                 copies = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
                 state[params[path]] = {k: _unrounded(start, x) for k, x in copies.items()}
-        try:
-            optimizer.param_groups, optimizer.state = groups, state
+        with stepping.on(groups, state, copy_of, strict=False):
             if spec.clip_grad_norm is not None:
                 norm = nn.utils.clip_grad_norm_(owned, spec.clip_grad_norm, spec.norm_type)
                 found[f"grad_norm.{i}"] = norm.detach()
             if spec.clip_grad_value is not None:
                 nn.utils.clip_grad_value_(owned, spec.clip_grad_value)
-            _compat.unhooked_step(optimizer)(optimizer)
-        finally:
-            kept.put_back()
+            stepping.step()
         for param in owned:
             for key, x in state.get(param, {}).items():
                 if isinstance(x, Tensor):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from graphzero.capture import OptimizerSpec, baked_of_optimizer, counts_in_states, fixed_of_group, hypers_of_group
+from graphzero.capture import OptimizerSpec, counts_in_states, fixed_of_group, hypers_of_group
 from graphzero.ir.value import Role
 
 _PLAIN = (float, int, bool, str, type(None))
@@ -58,13 +58,11 @@ class Groups:
         self.numbers: dict[Role, float] = {}
         self.baked: tuple[Any, ...] = ()
         self._known: list[tuple[OptimizerSpec, list[_Group]]] = []
-        self._own: list[tuple[Any, ...]] = []
         self.look(specs)
 
     def look(self, specs: Sequence[OptimizerSpec]) -> None:
         """Read them."""
-        own = [baked_of_optimizer(spec.optimizer) for spec in specs]
-        found, is_new, has_changed = [], own != self._own, False
+        found, is_new, has_changed = [], len(specs) != len(self._known), False
         for i, spec in enumerate(specs):
             known = self._known[i][1] if i < len(self._known) and self._known[i][0] is spec else []
             now = spec.optimizer.param_groups
@@ -81,10 +79,10 @@ class Groups:
         if is_new or has_changed:
             self.numbers = {role: x for _, groups in found for held in groups for role, x in held.numbers.items()}
         if is_new:
-            self._known, self._own = found, own
+            self._known = found
             self.baked = tuple(
-                (*(held.baked for held in groups), (spec.clip_grad_norm, spec.norm_type, spec.clip_grad_value), *fixed)
-                for (spec, groups), fixed in zip(found, own, strict=True)
+                (*(held.baked for held in groups), (spec.clip_grad_norm, spec.norm_type, spec.clip_grad_value))
+                for spec, groups in found
             )
 
 

@@ -33,7 +33,8 @@ class Contents:
     def read(self, holder: Any) -> list[Any]:
         raise NotImplementedError
 
-    def write(self) -> None:
+    def write(self, content: list[Any]) -> None:
+        """Have ``holder`` hold ``content``, as ``read`` gives it."""
         raise NotImplementedError
 
     def children(self) -> list[Any]:
@@ -51,7 +52,7 @@ class Contents:
 
     def put_back(self) -> None:
         if self.differs():
-            self.write()
+            self.write(self.content)
 
 
 def put_all_back(kept: Iterable[Contents]) -> None:
@@ -69,8 +70,7 @@ class DictContents(Contents):
         return [*kind.keys(holder), *kind.values(holder)]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        half = len(self.content) // 2
-        return zip(self.content[:half], self.content[half:], strict=True)
+        return _pairs(self.content)
 
     def children(self) -> list[Any]:
         return [x for _, x in self.items()]
@@ -80,8 +80,8 @@ class DictContents(Contents):
         before, now = dict(self.items()), list(_dict_class(self.holder).items(self.holder))
         return [(key, before.get(key), x) for key, x in now if before.get(key, MISSING) is not x]
 
-    def write(self) -> None:
-        kind, holder, before = _dict_class(self.holder), self.holder, dict(self.items())
+    def write(self, content: list[Any]) -> None:
+        kind, holder, before = _dict_class(self.holder), self.holder, dict(_pairs(content))
         for key in [key for key in kind.keys(holder) if key not in before]:
             kind.__delitem__(holder, key)
         for key, x in before.items():
@@ -91,6 +91,11 @@ class DictContents(Contents):
             for key, x in before.items():  # to the end, one after another
                 kind.__delitem__(holder, key)
                 kind.__setitem__(holder, key, x)
+
+
+def _pairs(content: list[Any]) -> Iterator[tuple[Any, Any]]:
+    half = len(content) // 2
+    return zip(content[:half], content[half:], strict=True)
 
 
 def _dict_class(holder: Any) -> Any:
@@ -103,8 +108,8 @@ class ListContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return list(list.__iter__(holder))
 
-    def write(self) -> None:
-        list.__setitem__(self.holder, slice(None), self.content)
+    def write(self, content: list[Any]) -> None:
+        list.__setitem__(self.holder, slice(None), content)
 
 
 class SetContents(Contents):
@@ -113,11 +118,11 @@ class SetContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return sorted(set.__iter__(holder), key=id)
 
-    def write(self) -> None:
-        before = set(map(id, self.content))
+    def write(self, content: list[Any]) -> None:
+        before = set(map(id, content))
         for x in [x for x in set.__iter__(self.holder) if id(x) not in before]:
             set.discard(self.holder, x)
-        for x in self.content:
+        for x in content:
             set.add(self.holder, x)
 
 
@@ -127,10 +132,10 @@ class DequeContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return list(deque.__iter__(holder))
 
-    def write(self) -> None:
-        while deque.__len__(self.holder) > len(self.content):
+    def write(self, content: list[Any]) -> None:
+        while deque.__len__(self.holder) > len(content):
             deque.pop(self.holder)
-        for i, x in enumerate(self.content):
+        for i, x in enumerate(content):
             if i < deque.__len__(self.holder):
                 deque.__setitem__(self.holder, i, x)
             else:
@@ -145,8 +150,8 @@ class SlotContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return [_of_slot(slot, holder) for slot in slots_of(type(holder))]
 
-    def write(self) -> None:
-        for slot, x in zip(slots_of(type(self.holder)), self.content, strict=True):
+    def write(self, content: list[Any]) -> None:
+        for slot, x in zip(slots_of(type(self.holder)), content, strict=True):
             if x is MISSING:
                 if _of_slot(slot, self.holder) is not MISSING:
                     slot.__delete__(self.holder)
@@ -183,9 +188,9 @@ class CellContents(Contents):
         except ValueError:
             return []
 
-    def write(self) -> None:
-        if self.content:
-            self.holder.cell_contents = self.content[0]
+    def write(self, content: list[Any]) -> None:
+        if content:
+            self.holder.cell_contents = content[0]
         else:
             del self.holder.cell_contents
 
@@ -201,10 +206,10 @@ class TensorContents(Contents):
     def children(self) -> list[Any]:
         return []
 
-    def write(self) -> None:
-        if not self.content:
+    def write(self, content: list[Any]) -> None:
+        if not content:
             return
-        tensor, (requires_grad, grad) = self.holder, self.content
+        tensor, (requires_grad, grad) = self.holder, content
         if tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
         if tensor.grad is not grad:

@@ -27,8 +27,8 @@ class GlobalContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return [holder.get(name, MISSING) for name in self.names]
 
-    def write(self) -> None:
-        for name, x in zip(self.names, self.content, strict=True):
+    def write(self, content: list[Any]) -> None:
+        for name, x in zip(self.names, content, strict=True):
             if x is MISSING:
                 self.holder.pop(name, None)
             else:
@@ -43,9 +43,9 @@ class ClassContents(Contents):
     def read(self, holder: Any) -> list[Any]:
         return [*vars(holder), *vars(holder).values()]
 
-    def write(self) -> None:
-        half = len(self.content) // 2
-        before = dict(zip(self.content[:half], self.content[half:], strict=True))
+    def write(self, content: list[Any]) -> None:
+        half = len(content) // 2
+        before = dict(zip(content[:half], content[half:], strict=True))
         for name in [name for name in vars(self.holder) if name not in before]:
             type.__delattr__(self.holder, name)
         for name, x in before.items():

@@ -66,7 +66,10 @@ def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
             todo.extend((x, (None, "")) for x in reached.of(thing))
         if isinstance(thing, METHODS):
             todo.append((thing.__func__, owner))
+            todo.append((getattr(thing, "__self__", None), (None, "")))
             continue
+        if isinstance(thing, functools.partial):
+            todo.extend((x, owner) for x in (thing.func, thing.args, thing.keywords))
         if isinstance(thing, (tuple, frozenset)):
             todo.extend((x, owner) for x in thing)
             continue
@@ -103,13 +106,17 @@ def _is_of_threads(x: Any) -> bool:
     return type(x).__module__ in _OF_THREADS
 
 
+def contents_behind(objects: list[Any], function: Any) -> list[Contents]:
+    """The contents of all that a function may reach which is given ``objects``, and of what their classes name."""
+    reached = Reached()
+    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
+    return [*everything_in([*objects, function, *shared], reached), *reached.kept]
+
+
 @_compat.contextmanager
 def untouched(step: Step, root: nn.Module) -> Iterator[None]:
     """Put back, whatever build does: see above."""
-    owner, reached = getattr(step.build, "__self__", None), Reached()
-    objects = [*root.modules(), owner]
-    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
-    kept = [*everything_in([*objects, step.build, *shared], reached), *reached.kept]
+    kept = contents_behind([*root.modules(), getattr(step.build, "__self__", None)], step.build)
     with same_settings() as streams, _compat.undoing(lambda: put_all_back(kept)):
         yield
         _warn_of_writes(kept)

@@ -9,15 +9,15 @@ by the operations that ``step`` did, so that it is plain PyTorch's to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from graphzero.capture.optimizer.hyper import OF_STATE, Carried, Hyper, baked_of_group, is_number, of_group
+from graphzero.capture.optimizer.hyper import OF_STATE, Carried, Carry, Hyper, baked_of_group, is_number, of_group
 from graphzero.capture.optimizer.initial_state import changed_numbers
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.problems import problem, problem_here
@@ -25,35 +25,6 @@ from graphzero.errors import CaptureError
 from graphzero.ir.value import Role
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Any, Carried, bool]]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Carry:
-    """A number of a group, or of the states of its parameters, behind a step.
-
-    compute: of the numbers of ``roles``, as they are before it.  paths: of the parameters whose states hold it.
-    """
-
-    optimizer: int
-    group: int
-    key: str
-    roles: tuple[Role, ...]
-    compute: Callable[..., Any]
-    paths: tuple[str, ...] = ()
-
-    @property
-    def key_of_state(self) -> str:
-        return self.key.removeprefix(OF_STATE)
-
-    def after(self, numbers: Mapping[Role, float]) -> Any:
-        return self.compute(*(numbers[role] for role in self.roles))
-
-    def write(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], number: Any) -> None:
-        """Put ``number`` where the optimizer holds it.  params: by path."""
-        for path in self.paths:
-            optimizer.state[params[path]][self.key_of_state] = number
-        if not self.key.startswith(OF_STATE):
-            optimizer.param_groups[self.group][self.key] = number
 
 
 def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:

@@ -10,12 +10,21 @@ from torch.overrides import TorchFunctionMode
 
 from graphzero import _compat
 
+# What functionalize does not know, by what it knows.
+_IN_PLACE: Any = {
+    Tensor.__iand__: Tensor.bitwise_and_,
+    Tensor.__ior__: Tensor.bitwise_or_,
+    Tensor.__ixor__: Tensor.bitwise_xor_,
+    Tensor.__ilshift__: Tensor.bitwise_left_shift_,
+    Tensor.__irshift__: Tensor.bitwise_right_shift_,
+}
+
 
 class HostNumbers(TorchFunctionMode):
     """Ops that take a host number are written out where they get a 0-d tensor (Adagrad's rate, an average's weight)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = _IN_PLACE.get(func, func), kwargs or {}
         if func in (torch.where, Tensor.where):
             full: Any = torch.full
             like = next((x.dtype for x in args[1:] if isinstance(x, Tensor)), None)

@@ -5,19 +5,17 @@ Floats are, and the numbers that ``step`` itself changes, as a counter ``group["
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from graphzero.ir.value import Role
 
 # How torch's optimizers are told to step without host reads, one parameter at a time.
 FLAGS = {"capturable": True, "foreach": False, "fused": False, "differentiable": False}
-_PLAIN = (bool, int, float, complex, str, type(None))
-_OF_TORCH = frozenset({"_zero_grad_profile_name", "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count"})
 
 OF_STATE = "state."  # before the key of a number that stands in the state of each parameter of a group
 
@@ -50,6 +48,35 @@ class Hyper:
     @property
     def role(self) -> Role:
         return Role("hyper", f"optimizer{self.optimizer}.group{self.group}", self.key)
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A number of a group, or of the states of its parameters, behind a step.
+
+    compute: of the numbers of ``roles``, as they are before it.  paths: of the parameters whose states hold it.
+    """
+
+    optimizer: int
+    group: int
+    key: str
+    roles: tuple[Role, ...]
+    compute: Callable[..., Any]
+    paths: tuple[str, ...] = ()
+
+    @property
+    def key_of_state(self) -> str:
+        return self.key.removeprefix(OF_STATE)
+
+    def after(self, numbers: Mapping[Role, float]) -> Any:
+        return self.compute(*(numbers[role] for role in self.roles))
+
+    def write(self, optimizer: Optimizer, params: Mapping[str, Tensor], number: Any) -> None:
+        """Put ``number`` where the optimizer holds it.  params: by path."""
+        for path in self.paths:
+            optimizer.state[params[path]][self.key_of_state] = number
+        if not self.key.startswith(OF_STATE):
+            optimizer.param_groups[self.group][self.key] = number
 
 
 def is_number(x: Any) -> bool:
@@ -99,16 +126,6 @@ def baked_of_group(optimizer: int, index: int, group: dict[str, Any], carried: C
     if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
         found.append((optimizer, index, "fused", ("True",)))
     return tuple(found)
-
-
-def baked_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """The numbers, flags and words that an optimizer of the user's keeps in itself, which a traced step holds fixed.
-
-    torch's own optimizers keep all of theirs in groups.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return ()
-    return tuple((k, x) for k, x in vars(optimizer).items() if isinstance(x, _PLAIN) and k not in _OF_TORCH)
 
 
 def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:

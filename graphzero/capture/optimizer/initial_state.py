@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero import _compat
 from graphzero.capture.objects.entries import Entries
 from graphzero.capture.optimizer.hyper import OF_STATE, is_number, with_numbers
+from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
 
@@ -43,31 +43,29 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
-def initial_fill(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> dict[str, float] | None:
+def initial_fill(stepping: Stepping, group: int, ndim: int) -> dict[str, float] | None:
     """State key -> the number that fills it before the first step, for parameters of ``ndim`` dims in ``group``.
 
     None where no numbers give torch's first step, or the twin cannot step.
     """
     try:
-        found = _fill_of_twin(optimizer, group, ndim)
+        found = _fill_of_twin(stepping, group, ndim)
     except Exception:  # noqa: BLE001 - whatever a tiny parameter alone breaks; the step itself is traced elsewhere
         return None
     return None if found is None else found[0]
 
 
-def _fill_of_twin(
-    optimizer: torch.optim.Optimizer, group: int, ndim: int
-) -> tuple[dict[str, float], dict[str, Any]] | None:
+def _fill_of_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, float], dict[str, Any]] | None:
     """What fills its tensors, and the Python numbers among its state."""
-    first = _run(optimizer, group, ndim, seed=0)
-    other = _run(optimizer, group, ndim, seed=1)
+    first = _run(stepping, group, ndim, seed=0)
+    other = _run(stepping, group, ndim, seed=1)
     fills = {
         key: _common(entry, other.recorded.get(key))
         for key, entry in first.recorded.items()
         if isinstance(entry, Tensor)
     }
     for numbers in _candidates({key: x for key, x in first.recorded.items() if is_number(x)}):
-        if not first.differs(_run(optimizer, group, ndim, seed=0, fills={**fills, **numbers}, like=first)):
+        if not first.differs(_run(stepping, group, ndim, seed=0, fills={**fills, **numbers}, like=first)):
             return fills, numbers
     return None
 
@@ -94,29 +92,60 @@ class _Outcome:
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
+    stepping: Stepping, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
     like: _Outcome | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
 ) -> _Outcome:  # fmt: skip
     """One step of a twin from no state, or from the state of ``like`` filled with ``fills``.
 
     numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
     generator = torch.Generator().manual_seed(seed)
-    param = torch.nn.Parameter(torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64))
-    param.grad = torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64)
-    twin, start = _twin(optimizer, group, param)
-    if fills is not None and like is not None:
-        start = {
-            key: torch.full_like(x, fills[key]) if isinstance(x, Tensor) else fills.get(key, like.recorded.get(key, x))
-            for key, x in like.state.items()
-        }
-    recorder, held = _Recorder(start), _Recorder({**twin.param_groups[0], **(numbers or {})})
-    twin.state, twin.param_groups = defaultdict(dict, {param: recorder}), [held]
+    groups, stand_ins, params = _twin_groups(stepping, group, ndim, generator)
+    param, held = params[0], _Recorder({**groups[group], **(numbers or {})})
+    groups[group] = held
     for _ in range(more):
         held["params"].append(torch.nn.Parameter(param.detach().clone()))
-        held["params"][-1].grad = param.grad.clone()
-    with torch.no_grad(), _compat.is_compiling():
-        _compat.unhooked_step(optimizer)(twin)
-    return _Outcome(param.detach(), recorder, held)
+        held["params"][-1].grad = None if param.grad is None else param.grad.clone()
+    recorders = {x: _Recorder(_start(stepping.optimizer, held, x)) for x in params}
+    if fills is not None and like is not None:
+        recorders[param] = _Recorder(
+            {
+                key: torch.full_like(x, fills[key])
+                if isinstance(x, Tensor)
+                else fills.get(key, like.recorded.get(key, x))
+                for key, x in like.state.items()
+            }
+        )
+    with stepping.on(groups, defaultdict(dict, recorders), stand_ins):
+        stepping.take_real()
+    return _Outcome(param.detach(), recorders[param], held)
+
+
+def _twin_groups(
+    stepping: Stepping, group: int, ndim: int, generator: torch.Generator
+) -> tuple[list[dict[str, Any]], dict[int, Tensor], list[Tensor]]:
+    """Groups with a tiny parameter of ``ndim`` dims in ``group``, alone unless the optimizer mixes parameters.
+
+    Also what stands for what, by id, and the tiny parameters, that one first.
+    """
+    reals = stepping.groups[group]["params"]
+    first = next((p for p in reals if p.dim() == ndim), None)
+    stood_for = list(stepping.owned.values()) if stepping.mixes else [] if first is None else [first]
+    dims = {id(p): ndim if p is first else p.dim() for p in stood_for}
+    tiny = {key: _tiny(dim, generator) for key, dim in dims.items()}
+    alone = [_tiny(ndim, generator)] if first is None else []
+    groups = []
+    for g, held in enumerate(stepping.groups):
+        params = [tiny[id(p)] for p in held["params"] if id(p) in tiny] + (alone if g == group else [])
+        settings = with_numbers({**held, "params": params}, {})
+        groups.append({key: x if key == "params" else _number_of(x) for key, x in settings.items()})
+    own = tiny[id(first)] if first is not None else alone[0]
+    return groups, tiny, [own, *(x for x in tiny.values() if x is not own)]
+
+
+def _tiny(ndim: int, generator: torch.Generator) -> Tensor:
+    param = torch.nn.Parameter(torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64))
+    param.grad = torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64)
+    return param
 
 
 def changed_numbers(
@@ -129,10 +158,14 @@ def changed_numbers(
     """
     found: dict[str, Any] = {}
     sure = True
-    for ndim in ndims if isinstance(optimizer.state, dict) else ():
+    try:
+        stepping = Stepping(optimizer)
+    except CaptureError:  # capture says why
+        return {}, False
+    for ndim in ndims:
         try:
             with torch.random.fork_rng(devices=[]):
-                made, alike = _changed_by_twin(optimizer, group, ndim)
+                made, alike = _changed_by_twin(stepping, group, ndim)
         except Exception:  # noqa: BLE001 - as in ``initial_fill``
             sure = False
             continue
@@ -141,38 +174,29 @@ def changed_numbers(
     return found, sure
 
 
-def _changed_by_twin(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
-    first = _run(optimizer, group, ndim, seed=0)
-    held = optimizer.param_groups[group]
+def _changed_by_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
+    first = _run(stepping, group, ndim, seed=0)
+    held = stepping.groups[group]
     changed = {key: x for key, x in first.began.items() if key not in held or first.group[key] != x}
     begin = dict.fromkeys(changed)
     if any(key.startswith(OF_STATE) for key in changed):
-        found = _fill_of_twin(optimizer, group, ndim)
+        found = _fill_of_twin(stepping, group, ndim)
         begin |= {OF_STATE + key: x for key, x in (found or ((), {}))[1].items()}
     lacked = {key: x for key, x in changed.items() if key not in held and not key.startswith(OF_STATE)}
     for numbers in _candidates(lacked) if lacked else ():
-        if not first.differs(_run(optimizer, group, ndim, seed=0, numbers=numbers)):
+        if not first.differs(_run(stepping, group, ndim, seed=0, numbers=numbers)):
             begin |= numbers
             break
-    alike = not changed or _run(optimizer, group, ndim, seed=0, more=1).group == first.group
+    alike = not changed or _run(stepping, group, ndim, seed=0, more=1).group == first.group
     return begin, alike
 
 
-def _twin(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """An optimizer like the user's that holds ``param`` alone, and the state it makes when it is constructed."""
-    if any(hasattr(x, "param_groups") for x in vars(optimizer).values()):
-        raise TypeError("another optimizer inside, which a twin would step")
-    settings = with_numbers({**optimizer.param_groups[group], "params": [param]}, {})
-    settings = {key: _number_of(x) for key, x in settings.items()}
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    start: dict[str, Any] = {}
-    if optimizer.state:  # loaded, stepped, or made by __init__ as Adagrad does
-        made = _constructed(optimizer, settings, param)
-        start = dict(made.state.get(param, {})) if made is not None else {}
-    twin.param_groups = [settings]
-    twin.defaults = {**optimizer.defaults, "differentiable": False}
-    return twin, start
+def _start(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state that an optimizer makes for a parameter when it is constructed."""
+    if not optimizer.state:  # else it is loaded, stepped, or made by __init__ as Adagrad does
+        return {}
+    made = _constructed(optimizer, settings, param)
+    return dict(made.state.get(param, {})) if made is not None else {}
 
 
 def _constructed(

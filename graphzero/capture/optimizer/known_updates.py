@@ -7,7 +7,7 @@ follows from what ``key_of`` puts into a key, and from nothing else:
   anything, a global number say, so its step is traced each time, and so is one of torch's under modes of the user's;
 * its groups and defaults: a hyperparameter that is fixed by its value, one that may change by its kind and by the value
   that branches were decided by when it was traced;
-* its members: path, group, shape and dtype, how they are rounded, marks, states, and whether these are there;
+* its members: path, group, shape and dtype, how they are rounded, states, and whether these are there;
 * what torch's factories and kernels go by: default dtype, autocast, deterministic filling.
 
 A key without one of them would give a step that was traced for something else.
@@ -27,6 +27,7 @@ from graphzero import _compat
 from graphzero.capture.optimizer.carried import fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.fused_steps import is_fused
 from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepping import is_of_torch
 
 Made = TypeVar("Made")
 MOST = 64  # kept, each of some hundred nodes
@@ -52,7 +53,7 @@ def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Seq
 
     what: is made of it.  index: of the optimizer in its Graph, which stands in the roles of its numbers.
     """
-    code = _code_of(type(optimizer))
+    code = _code_of(optimizer)
     if code is None or _compat.modes_are_on():
         return None
     groups = optimizer.param_groups
@@ -63,20 +64,20 @@ def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Seq
     return what, code, numbers, fixed, own, repr(optimizer.defaults), held, _surroundings()
 
 
-def _code_of(cls: type) -> tuple[Any, ...] | None:
-    """The functions that step an optimizer of torch's own; None for another class."""
-    module: dict[str, Any] = inspect.unwrap(cls.step).__globals__  # type: ignore[attr-defined]
-    if getattr(torch.optim, cls.__name__, None) is not cls or not module["__name__"].startswith("torch.optim."):
+def _code_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...] | None:
+    """The functions that step an optimizer of torch's own; None for another one."""
+    cls: Any = type(optimizer)
+    if not is_of_torch(optimizer):
         return None
+    module: dict[str, Any] = inspect.unwrap(cls.step).__globals__
     places = (module, *map(vars, cls.__mro__))
     return (cls, *((name, x) for place in places for name, x in place.items() if isinstance(x, FunctionType)))
 
 
 def _described(member: Member) -> tuple[Any, ...]:
     param = member.param
-    marks = tuple((k, repr(v)) for k, v in vars(param).items() if not isinstance(v, torch.Tensor))
     states = tuple(member.states.items()), tuple(sorted(member.counters)), tuple(sorted(member.numbers)), member.first
-    return member.path, member.group, tuple(param.shape), param.dtype, member.rounded, marks, states
+    return member.path, member.group, tuple(param.shape), param.dtype, member.rounded, states
 
 
 def _surroundings() -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 
@@ -39,3 +39,9 @@ class Member:
     def stepped(self, dtype: torch.dtype) -> torch.dtype:
         """In which the step computes with what is held as ``dtype``."""
         return torch.float32 if self.rounded and dtype is torch.bfloat16 else dtype
+
+
+def marks_of(param: Tensor) -> tuple[Any, ...]:
+    """The attributes that users have set on a parameter, of which its step may make what it likes."""
+    marks = ((key, id(x) if isinstance(x, Tensor) else repr(x)) for key, x in vars(param).items())
+    return tuple(sorted(marks, key=lambda mark: mark[0]))

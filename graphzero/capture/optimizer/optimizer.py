@@ -8,18 +8,17 @@ then reads another, and is traced whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from graphzero import _compat
-from graphzero.capture.objects.contents import DictContents, is_other_number
 from graphzero.capture.objects.entries import Entries
 from graphzero.capture.optimizer.carried import (
-    Carry,
     carried,
     carry_of,
     changed_of_group,
@@ -27,14 +26,13 @@ from graphzero.capture.optimizer.carried import (
     hypers_of_group,
     number_of_states,
 )
-from graphzero.capture.optimizer.fused_steps import FusedSteps, is_fused
-from graphzero.capture.optimizer.host_math import symbolic_math
-from graphzero.capture.optimizer.host_numbers import HostNumbers
-from graphzero.capture.optimizer.hyper import OF_STATE, Hyper, is_number, with_numbers
+from graphzero.capture.optimizer.fused_steps import is_fused
+from graphzero.capture.optimizer.hyper import OF_STATE, Carry, Hyper, is_number, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
 from graphzero.capture.optimizer.known_updates import key_of, known
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.member import Member, marks_of
 from graphzero.capture.optimizer.plain_module import plain_module
+from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
@@ -96,20 +94,22 @@ def check(spec: OptimizerSpec) -> None:
         )
     if _compat.has_step_hooks(optimizer):
         raise problem(
-            f"{name} has step hooks (register_step_pre_hook or register_step_post_hook), which a graph cannot call",
+            f"{name} has step hooks (register_step_pre_hook, register_optimizer_step_post_hook and the like), which a "
+            "graph cannot call",
             "remove the hooks and run that code before or after the Graph's call",
         )
 
 
-def state_kinds(optimizer: torch.optim.Optimizer, members: list[Member]) -> None:
+def state_kinds(stepping: Stepping, members: list[Member]) -> None:
     """Fill in ``kind`` and ``states`` of the members, from a step on fakes or from state that exists."""
+    optimizer = stepping.optimizer
     for member in members:
-        marks = tuple(sorted((k, repr(v)) for k, v in vars(member.param).items() if not isinstance(v, Tensor)))
+        marks = () if stepping.reads is None else marks_of(member.param)
         member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
     first: dict[Any, Member] = {}
     for member in members:
         first.setdefault(member.kind, member)
-    found = _states_by_step(optimizer, list(first.values()))
+    found = _states_by_step(stepping, members if stepping.mixes else list(first.values()))
     for member in members:
         real = optimizer.state.get(member.param, {})
         known = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
@@ -119,17 +119,17 @@ def state_kinds(optimizer: torch.optim.Optimizer, members: list[Member]) -> None
         states = {**known, **(made or {})}
         member.numbers = frozenset(key for key, entry in states.items() if entry == _NUMBER)
         member.states = {key: entry for key, entry in states.items() if entry != _NUMBER}
-        like = member.states if member.param.dim() else _states_of_a_vector(optimizer, member)
+        like = member.states if member.param.dim() else _states_of_a_vector(stepping, member)
         member.counters = frozenset(key for key in member.states if like.get(key) == _COUNTER)
         member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in states.items())))
 
 
-def _states_of_a_vector(optimizer: torch.optim.Optimizer, member: Member) -> dict[str, Any]:
+def _states_of_a_vector(stepping: Stepping, member: Member) -> dict[str, Any]:
     """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one."""
     with _compat.FakeTensorMode():
         vector = nn.Parameter(torch.empty(2, dtype=member.param.dtype))
     stand_in = Member(member.path, member.group, vector)
-    return _states_by_step(optimizer, [stand_in]).get(stand_in.kind, {})
+    return _states_by_step(stepping, [stand_in], {id(vector): member.param}).get(stand_in.kind, {})
 
 
 def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:
@@ -146,22 +146,32 @@ def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: An
     return entry.dtype, tuple(entry.shape)
 
 
-def _states_by_step(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
-    """Kind of a member -> what a step on fakes makes of its state."""
-    return known(key_of("states", 0, optimizer, members), lambda: _stepped_states(optimizer, members))
+def _states_by_step(
+    stepping: Stepping, members: list[Member], of: Mapping[int, Tensor] = MappingProxyType({})
+) -> dict[Any, dict[str, Any]]:  # fmt: skip
+    """Kind of a member -> what a step on fakes makes of its state.  of: id of a member's parameter -> the real one."""
+    key = key_of("states", 0, stepping.optimizer, members)
+    return known(key, lambda: _stepped_states(stepping, members, of))
 
 
-def _stepped_states(optimizer: torch.optim.Optimizer, members: list[Member]) -> dict[Any, dict[str, Any]]:
-    numbers = [{h.key: h.value for h in hypers_of_group(0, optimizer, g)} for g in range(len(optimizer.param_groups))]
-    with _compat.FakeTensorMode(shape_env=_compat.shape_env()):
-        params = [nn.Parameter(torch.empty(m.param.shape, dtype=m.param.dtype)) for m in members]
-        for param in params:
+def _stepped_states(
+    stepping: Stepping, members: list[Member], of: Mapping[int, Tensor]
+) -> dict[Any, dict[str, Any]]:  # fmt: skip
+    optimizer = stepping.optimizer
+    numbers = [{h.key: h.value for h in hypers_of_group(0, optimizer, g)} for g in range(len(stepping.groups))]
+    with _compat.FakeTensorMode(shape_env=_compat.shape_env(), allow_non_fake_inputs=True) as mode:
+        stand_ins = {}
+        for member in members:
+            param = nn.Parameter(torch.empty(member.param.shape, dtype=member.param.dtype))
             param.grad = torch.empty(param.shape, dtype=param.dtype)
-        groups = _groups(optimizer, members, params, numbers)
+            stand_ins[id(of.get(id(member.param), member.param))] = param
+        params = list(stand_ins.values())
+        _complete(stepping, stand_ins)
+        groups = _groups(stepping, stand_ins, numbers)
         state: dict[Any, Any] = defaultdict(dict)
         try:
-            with _stepping(optimizer, groups, state):
-                _compat.unhooked_step(optimizer)(optimizer)
+            with stepping.on(groups, state, stand_ins, mode):
+                stepping.take()
         except CaptureError:
             raise
         except KeyError:  # state made by __init__ only
@@ -174,60 +184,47 @@ def _stepped_states(optimizer: torch.optim.Optimizer, members: list[Member]) -> 
     }
 
 
+def _complete(stepping: Stepping, stand_ins: dict[int, Any]) -> None:
+    """Where parameters stand elsewhere too, something stands for those that have no gradient as well."""
+    for key, param in stepping.owned.items() if stepping.mixes else ():
+        if key not in stand_ins:
+            stand_ins[key] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+
+
 def _groups(
-    optimizer: torch.optim.Optimizer, members: list[Member], params: list[Any], numbers: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    held: list[list[Any]] = [[] for _ in optimizer.param_groups]
-    for member, param in zip(members, params, strict=True):
-        held[member.group].append(param)
+    stepping: Stepping, stand_ins: Mapping[int, Any], numbers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:  # fmt: skip
     made = []
-    for g, group in enumerate(optimizer.param_groups):
-        fused = {"fused": True} if is_fused(optimizer, group) else {}
-        made.append({**with_numbers({**group, "params": held[g]}, numbers[g]), **fused})
+    for g, group in enumerate(stepping.groups):
+        params = [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]
+        fused = {"fused": True} if is_fused(stepping.optimizer, group) else {}
+        made.append({**with_numbers({**group, "params": params}, numbers[g]), **fused})
     return made
 
 
-@_compat.contextmanager
-def _stepping(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> Iterator[None]:
-    """``optimizer`` holds ``groups`` and ``state`` and steps as in a graph; afterwards it is as it was."""
-    before, kept = dict(vars(optimizer)), DictContents(vars(optimizer))
-    with _compat.undoing(kept.put_back):
-        optimizer.param_groups, optimizer.state = groups, state
-        optimizer.defaults = {**optimizer.defaults, "differentiable": False}
-        with torch.no_grad(), _compat.is_compiling(), symbolic_math(type(optimizer)), HostNumbers(), FusedSteps():
-            yield
-        changed = [f"self.{k}" for k, v in vars(optimizer).items() if is_other_number(before.get(k), v)]
-        if changed:
-            raise problem(
-                f"{type(optimizer).__name__}.step() changes the Python number {changed[0]}, which a graph holds fixed",
-                "keep it in optimizer.state as a 0-d tensor and change it in place",
-            )
-
-
-def trace_update(index: int, spec: OptimizerSpec, members: list[Member]) -> Update:
+def trace_update(index: int, stepping: Stepping, members: list[Member]) -> Update:
     """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
-    optimizer = spec.optimizer
     made = known(
-        key_of("update", index, optimizer, members),
-        lambda: replace(_traced(index, optimizer, members), members=[]),  # a kept one holds on to nobody's parameters
+        key_of("update", index, stepping.optimizer, members),
+        lambda: replace(_traced(index, stepping, members), members=[]),  # a kept one holds on to nobody's parameters
     )
     return replace(made, members=members)
 
 
-def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member]) -> Update:
+def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
     env = _compat.shape_env()
     numbers: list[dict[str, Any]] = []
     labels: list[tuple[Any, ...]] = []
     values: list[Any] = []
     symbols: dict[str, Hyper] = {}
-    for g in range(len(optimizer.param_groups)):
+    for g in range(len(stepping.groups)):
         numbers.append({})
-        for hyper in hypers_of_group(index, optimizer, g):
+        for hyper in hypers_of_group(index, stepping.optimizer, g):
             symbol = _compat.new_symbol(env, hyper.value, f"{hyper.role.path}")
             symbols[_compat.symbol_name(symbol)] = hyper
             labels.append(("hyper", hyper))
             values.append(symbol)
-    mode = _compat.FakeTensorMode(shape_env=env)
+    mode = _compat.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     with mode:
         for member in members:
             shape, dtype = member.param.shape, member.stepped(member.param.dtype)
@@ -246,64 +243,60 @@ def _traced(index: int, optimizer: torch.optim.Optimizer, members: list[Member])
         for label, number in named.items():
             if label[0] == "hyper":
                 numbers[label[1].group][label[1].key] = number
-        return _step(optimizer, members, numbers, named, results)
+        return _step(stepping, members, numbers, named, results, mode)
 
     try:
         counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
-        numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(optimizer))
+        numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(stepping.optimizer))
         with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
             module = _compat.make_fx(traced, decompositions.TABLE)(*values)
     except CaptureError:
         raise
     except Exception as error:
-        raise cannot_step(optimizer, error) from error
+        raise cannot_step(stepping.optimizer, error) from error
     update = _read(module, labels, results, members, symbols, env)
     flat: Any = module.graph.output_node().args[0]
     for (kind, group, key), made in zip(results, flat, strict=True):
         if kind == "number":
-            update.carries.append(carry_of(optimizer, index, group, key, made, update.inputs))
+            update.carries.append(carry_of(stepping.optimizer, index, group, key, made, update.inputs))
     return update
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
-    results: list[tuple[Any, ...]],
+    stepping: Stepping, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
+    results: list[tuple[Any, ...]], mode: _compat.FakeTensorMode,
 ) -> list[Any]:  # fmt: skip
     params: list[Any] = []
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for member in members:
         param = named["param", member.path, ""]
         param.grad = named["grad", member.path, ""]
-        param.__dict__.update({k: v for k, v in vars(member.param).items() if not isinstance(v, Tensor)})
         state[param] = _Making(member.counters)
         for key, entry in member.entering.items():
             state[param][key] = None if entry is None else named["state", member.path, key]
         given = {key: numbers[member.group].get(OF_STATE + key) for key in member.numbers if not member.first}
         state[param].update({key: x for key, x in given.items() if x is not None})
         params.append(param)
-    groups = _groups(optimizer, members, params, numbers)
+    stand_ins = {id(member.param): param for member, param in zip(members, params, strict=True)}
+    _complete(stepping, stand_ins)
+    groups = _groups(stepping, stand_ins, numbers)
     before = [dict(group) for group in groups]
-    with _stepping(optimizer, groups, state):
-        _compat.unhooked_step(optimizer)(optimizer)
-    if shared := [key for key in state if not isinstance(key, Tensor)]:
-        raise problem(
-            f"{type(optimizer).__name__} keeps optimizer.state[{shared[0]!r}], which is the state of no parameter",
-            "keep a number in param_groups, and a tensor in the state of each parameter",
-        )
+    with stepping.on(groups, state, stand_ins, mode):
+        stepping.take()
     out = []
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
-        for key in changed_of_group(optimizer, old, new):
+        for key in changed_of_group(stepping.optimizer, old, new):
             results.append(("number", g, key))
             out.append(new[key])
     for g, key in sorted({(member.group, key) for member in members for key in member.numbers}):
         held = [state[p][key] for m, p in zip(members, params, strict=True) if m.group == g and key in m.numbers]
         results.append(("number", g, OF_STATE + key))
-        out.append(number_of_states(optimizer, key, held))
+        out.append(number_of_states(stepping.optimizer, key, held))
     for member, param in zip(members, params, strict=True):
         if extra := ", ".join(sorted(set(state[param]) - set(member.states) - member.numbers)):
             raise problem(
-                f"{type(optimizer).__name__} makes more state after its first step: {extra}",
+                f"{stepping.name} makes more state after its first step: {extra}",
                 "make all state in the first step",
             )
         results.append(("param", member.path, ""))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphzero.capture.optimizer.carried import hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
 from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.spec import Entry
 
 
@@ -31,15 +31,15 @@ def has_state(state: Mapping[Any, Mapping[str, Any]], param: Tensor) -> bool:
 class Fills:
     """The number that fills each state of one optimizer before its first step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, stepping: Stepping) -> None:
+        self.stepping, self.optimizer = stepping, stepping.optimizer
         self.known: dict[tuple[int, int], dict[str, float] | None] = {}
 
     def all_of(self, member: Member) -> dict[str, float] | None:
         """Of each state of ``member``; None if no numbers fill them."""
         place = (member.group, member.param.dim())
         if place not in self.known:
-            self.known[place] = initial_fill(self.optimizer, *place)
+            self.known[place] = initial_fill(self.stepping, *place)
         return self.known[place]
 
     def of(self, member: Member, key: str) -> float:

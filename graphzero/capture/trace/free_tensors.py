@@ -6,7 +6,8 @@ they are, and one that runs has no name for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -45,15 +46,32 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 
 
+@dataclass(frozen=True)
+class Words:
+    """What errors call who is traced, tensors that it may not write, and parameters that are not its own."""
+
+    who: str = "build"
+    written: str = "no buffer of its modules"
+    write_hint: str = _WRITE_HINT
+    foreign: str = "belongs to no module of this Graph"
+    foreign_hint: str = _FOREIGN_HINT
+
+
+_OF_BUILD = Words()
+
+
 class FreeTensors:
     """Those that one tracing of build meets.  ``put_back`` is for the end.
 
     mode: of the fakes.  held: parameters and buffers of the step by path, of which those that the step may change must
-    not be met under another name.
+    not be met under another name.  words: of errors.
     """
 
-    def __init__(self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None) -> None:
-        self.mode, self.build = mode, build
+    def __init__(
+        self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None,
+        words: Words = _OF_BUILD,
+    ) -> None:  # fmt: skip
+        self.mode, self.build, self.words = mode, build, words
         self.held = Regions(held)
         self.flags: dict[int, TensorContents] = {}
         self._known: dict[int, Tensor] = {}
@@ -70,14 +88,12 @@ class FreeTensors:
             if not isinstance(x, _compat.FakeTensor) and id(x) not in self._known:
                 self._meet(x)
         if func._schema.is_mutable:
-            positions, names = _written(func)
-            given = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
             how = func._schema.name.split("::")[1]
-            for x in _tensors(given):
+            for x in written_by(func, args, kwargs):
                 if not isinstance(x, _compat.FakeTensor) or _compat.storage_id(x) in self._storages:
                     raise self._write(x, how)
                 if x.layout is torch.strided and shares_elements(x):
-                    what = f"build writes in place to elements of {list(x.shape)} that share memory: {how}"
+                    what = f"{self.words.who} writes in place to elements of {list(x.shape)} that share memory: {how}"
                     raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
 
     def made(self, func: Any, args: Any, result: Any) -> None:
@@ -88,19 +104,20 @@ class FreeTensors:
     def _meet(self, x: Tensor) -> None:
         if isinstance(x, nn.Parameter) or (x.requires_grad and torch.is_grad_enabled()):
             kind = "a parameter" if isinstance(x, nn.Parameter) else "a tensor that requires a gradient,"
-            what = f"build uses {kind} of shape {list(x.shape)} that belongs to no module of this Graph"
-            raise problem_here(what, _FOREIGN_HINT, self.build)
+            what = f"{self.words.who} uses {kind} of shape {list(x.shape)} that {self.words.foreign}"
+            raise problem_here(what, self.words.foreign_hint, self.build)
         shared = self.held.meeting(x)
         if shared is not None:
-            what = f"build uses a tensor of shape {list(x.shape)} that shares memory with {shared}, but is not it"
+            shape = list(x.shape)
+            what = f"{self.words.who} uses a tensor of shape {shape} that shares memory with {shared}, but is not it"
             raise problem_here(what, _SHARED_HINT, self.build)
         with _compat.without_modes():  # the fake of a view is made by ops, which are none of build's
             fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
         self._known[id(x)], self._storages[_compat.storage_id(fake)] = x, fake
 
     def _write(self, x: Tensor, how: str) -> CaptureError:
-        what = f"build writes to a tensor of shape {list(x.shape)} that is no buffer of its modules: {how}"
-        return problem_here(what, _WRITE_HINT, self.build)
+        what = f"{self.words.who} writes to a tensor of shape {list(x.shape)} that is {self.words.written}: {how}"
+        return problem_here(what, self.words.write_hint, self.build)
 
     # ---- calls
 
@@ -132,6 +149,12 @@ class FreeTensors:
     def put_back(self) -> None:
         for kept in self.flags.values():
             kept.put_back()
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors to which an op writes."""
+    positions, names = _written(func)
+    yield from _tensors([args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs])
 
 
 def _tensors(args: Any) -> Any:

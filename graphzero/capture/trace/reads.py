@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ _SETS = (set, frozenset)
 _CONTAINERS = (dict, list, tuple, deque, *_SETS, SimpleNamespace, functools.partial, Mapping)
 _CLOSED = (*_CODE, MethodType, ModuleType, type, Tensor, nn.Module, Optimizer)
 _NEVER = frozenset({"training", *vars(nn.Module())})  # part of the program's key
+_OF_OPTIMIZERS = frozenset({"param_groups", "state", "_opt_called", "_step_count"})
 _DEEP, _MANY = 4, 1000  # how far containers are looked into, and up to how many entries
 _NAMES = 1 << 9  # of a class's flags: whether attributes of the class can be set
 _FIXED = 1 << 8
@@ -67,14 +68,18 @@ class Inside:
 
 
 class Reads:
-    """What build has read.  root: of the modules, whose parameters and buffers are the step's own.
+    """What a function has read: build, or an optimizer's step.  root: of the modules, whose parameters and buffers are
+    the step's own.
 
-    names: what it reads that is no attribute; all of it counts as read.
+    names: what it reads that is no attribute; all of it counts as read.  objects: label -> an object whose attributes
+    are watched beside those of the modules and of ``graph``.
     """
 
-    def __init__(self, root: nn.Module, graph: Any, names: Names) -> None:
+    def __init__(
+        self, root: nn.Module, graph: Any, names: Names, objects: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.found: dict[str, Any] = {}  # path -> ``frozen`` value
-        self.spaces = names.spaces
+        self.spaces = {**names.spaces, **objects}
         self._names = names
         self._paths = {id(module): f"{path}." for path, module in root.named_modules() if path}
         self._owners = {path: module for path, module in root.named_modules() if path}
@@ -83,12 +88,13 @@ class Reads:
         self._patches = ExitStack()
         if graph is not None and not isinstance(graph, nn.Module):
             self._paths[id(graph)], self._owners[""] = "", graph
+        self._paths |= {id(x): f"{label}." for label, x in objects.items()}
         self._owners |= self.spaces
+        self._kinds = [type(x) for x in (root, *objects.values(), *filter(None, [self._owners.get("")]))]
 
     def __enter__(self) -> Reads:
-        self._watch(nn.Module)
-        if "" in self._owners:
-            self._watch(type(self._owners[""]))
+        for kind in self._kinds:
+            self._watch(kind)
         for label, names in self._names.found.items():
             for name in names:
                 self._note(self._owners.get("", self), f"{label}.{name}", attribute(self.spaces[label], name))
@@ -96,10 +102,20 @@ class Reads:
 
     def __exit__(self, *raised: Any) -> None:
         self._patches.close()
+        self._kinds, self._watched = list(self._watched), set()
 
     def settled(self) -> dict[str, Any]:
         """Those that are, behind tracing, what they were when build read them: it has not set them before itself."""
         return {path: held for path, held in self.found.items() if is_same(frozen(self._now(path)), held)}
+
+    def present(self) -> dict[str, Any]:
+        """What has been read as it is now, of somebody who has set none of it."""
+        return {path: frozen(self._now(path)) for path in self.found}
+
+    def note_of_tensor(self, x: Tensor, path: str, name: str) -> None:
+        """An attribute of a parameter or buffer is read, or found missing."""
+        self._owners[path] = x
+        self._note(x, f"{path}.{name}", attribute(x, name))
 
     def _now(self, path: str) -> Any:
         owner, _, name = path.rpartition(".")
@@ -114,7 +130,7 @@ class Reads:
         def read(owner: Any, name: str) -> Any:
             held = original(owner, name)
             path = self._paths.get(id(owner))
-            if path is not None and name not in _NEVER and name[:2] != "__" and _is_stored(owner, name, held):
+            if path is not None and not _is_of_key(owner, name) and _is_stored(owner, name, held):
                 self._note(owner, path + name, held)
             return held
 
@@ -175,6 +191,8 @@ def frozen(held: Any, deep: int = 0) -> Any:
         return (kind, held) if deep else held  # 1 equals 1.0, and makes other dtypes
     if issubclass(kind, _CODE):
         return Same(id(held), f"the function {held.__qualname__}", held=held)
+    if issubclass(kind, Optimizer):
+        return Same(id(held), kind.__qualname__, held=held)
     if issubclass(kind, Tensor) and not isinstance(held, nn.Parameter):  # those in containers may be the step's own
         return Same(id(held), "a tensor", held=held) if deep else written(held)
     if issubclass(kind, _CONTAINERS) and deep < _DEEP:
@@ -203,8 +221,16 @@ def _entries(held: Any) -> Iterable[Any] | None:
     return entries
 
 
+def _is_of_key(owner: Any, name: str) -> bool:
+    """Whether a call's key holds what the attribute holds, or nothing depends on it."""
+    if issubclass(type(owner), Optimizer):  # not isinstance, which would read __class__
+        return name in _OF_OPTIMIZERS or name.startswith(("__", "_optimizer_"))
+    return name in _NEVER or name[:2] == "__"
+
+
 def _is_fixed(held: Any) -> bool:
-    return isinstance(held, (*_PLAIN, *_CODE, *_CONTAINERS, np.ndarray)) or type(held) is Tensor
+    kinds = (*_PLAIN, *_CODE, *_CONTAINERS, np.ndarray, Optimizer)
+    return isinstance(held, kinds) or type(held) is Tensor or held is _GONE
 
 
 def _is_open(kind: type, owner: type) -> bool:

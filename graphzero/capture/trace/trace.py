@@ -37,6 +37,7 @@ from graphzero.capture.trace.modes import UserCode, Watch
 from graphzero.capture.trace.reads import reading
 from graphzero.capture.trace.refusals import refusals
 from graphzero.capture.trace.surroundings import surroundings, untouched_optimizers
+from graphzero.capture.trace.tensor_attributes import tensor_attributes
 from graphzero.capture.trace.threads import others_wait
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir.source import line_of
@@ -114,6 +115,7 @@ class BuildTrace:
         self.out_spec: Any = None
         self.counts: list[int] = []
         self.symbols: dict[str, str] = {}
+        self.reals: dict[int, tuple[Tensor, str]] = {}  # id of a fake -> what it stands for, and its path
 
     # ---- fakes
 
@@ -127,7 +129,6 @@ class BuildTrace:
             buffers = [torch.empty(b.shape, dtype=b.dtype) for b in self.buffers.values()]
             key = torch.empty((), dtype=torch.int64)
         for real, fake in zip(self.params.values(), params, strict=True):
-            fake.__dict__.update({k: v for k, v in vars(real).items() if not isinstance(v, Tensor)})
             for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
                 fake.register_hook(hook)
         scalars = []
@@ -155,7 +156,7 @@ class BuildTrace:
         with untouched(self.step, self.root), draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
-                    with reading(self.step, self.root) as reads:
+                    with reading(self.step, self.root) as reads, tensor_attributes(self.reals, reads):
                         module = _compat.make_fx(program, table)(*flat)
                     module = functional(module, flat, table, self.mode)
             except CaptureError:
@@ -183,6 +184,7 @@ class BuildTrace:
         held = {**named_params, **named_buffers}
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
+        self.reals.update({id(fake): (reals[name], name) for name, fake in held.items()})
         versions = [fake._version for fake in batch]
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
         self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from graphzero.capture import OptimizerSpec, hypers_of_group, initial_fill
+from graphzero.capture import OptimizerSpec, Stepping, hypers_of_group, initial_fill
 from graphzero.runtime.state.state import State
 from graphzero.step.program import Program
 
@@ -31,5 +31,5 @@ class StatesToCome:
         kind = optimizer, group, param.dim()
         if kind not in self._of_twins:
             numbers = {h.key_of_state for h in hypers_of_group(optimizer, own, group) if h.is_of_states}
-            self._of_twins[kind] = {*(initial_fill(own, group, param.dim()) or {}), *numbers}
+            self._of_twins[kind] = {*(initial_fill(Stepping(own), group, param.dim()) or {}), *numbers}
         return self._of_twins[kind]

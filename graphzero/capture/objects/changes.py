@@ -1,0 +1,42 @@
+"""What has changed in the contents of Python objects, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from graphzero.capture.objects.contents import MISSING, Contents, DictContents, SlotContents, slots_of
+from graphzero.capture.objects.reachable import ClassContents, GlobalContents
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})  # of any optimizer
+
+
+def changes_of(kept: Contents) -> Iterator[str]:
+    """The attributes, entries and variables that are not what they were."""
+    owner, name = kept.owner
+    what = f"{_named(owner)}.{name}" if owner is not None else "a variable of a function around it"
+    there = kept.read(kept.holder)
+    if isinstance(kept, DictContents):
+        before, now = dict(kept.items()), dict(kept.holder)
+        for key in {**before, **now}:
+            if key not in _OF_TORCH and _is_other(before.get(key, MISSING), now.get(key, MISSING)):
+                yield f"{what}[{key!r}]" if name else f"{_named(owner)}.{key}"
+    elif isinstance(kept, (SlotContents, GlobalContents)):
+        names = kept.names if isinstance(kept, GlobalContents) else [x.__name__ for x in slots_of(type(kept.holder))]
+        of = "the global " if isinstance(kept, GlobalContents) else f"{_named(owner)}."
+        yield from (f"{of}{name}" for name, a, b in zip(names, kept.content, there, strict=True) if _is_other(a, b))
+    elif len(there) != len(kept.content) or any(map(_is_other, kept.content, there)):
+        yield f"an attribute of the class {kept.holder.__qualname__}" if isinstance(kept, ClassContents) else what
+
+
+def _named(owner: Any) -> str:
+    return "an attribute of a parameter, p" if isinstance(owner, Tensor) else type(owner).__name__
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    if isinstance(before, _PLAIN) and isinstance(now, _PLAIN):
+        return type(before) is not type(now) or (before != now and before == before)  # a nan is not equal to itself
+    return before is not now
