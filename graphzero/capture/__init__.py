@@ -10,12 +10,12 @@ from graphzero.capture.optimizer.average import baked_of_average
 from graphzero.capture.optimizer.carried import counts_in_states, fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.hyper import Carry
 from graphzero.capture.optimizer.initial_state import initial_fill
-from graphzero.capture.optimizer.loss_scale import NAME as LOSS_SCALE
 from graphzero.capture.optimizer.loss_scale import LossScale
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.placing.local_regions import region_runs
 from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.spec import (
+    LOSS_SCALE,
     AverageSpec,
     Captured,
     Input,

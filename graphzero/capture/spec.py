@@ -19,6 +19,8 @@ from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
+LOSS_SCALE = "loss_scale"  # among the modules of a step; a Graph has it for itself
+
 
 @dataclass(frozen=True)
 class Input:

@@ -11,13 +11,13 @@ from torch import fx, nn
 from graphzero.capture.join import Join, ancestors, separable
 from graphzero.capture.optimizer.average import tensors_of, trace_average
 from graphzero.capture.optimizer.clip import clip
-from graphzero.capture.optimizer.loss_scale import NAME, Scale
+from graphzero.capture.optimizer.loss_scale import Scale
 from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.precision import check_born
 from graphzero.capture.problems import problem
 from graphzero.capture.rewrite.finish import origin
-from graphzero.capture.spec import AverageSpec, StateSpec, Step
+from graphzero.capture.spec import LOSS_SCALE, AverageSpec, StateSpec, Step
 from graphzero.capture.trace.trace import Traced
 from graphzero.ir.value import Role, TensorType, tensor_type
 from graphzero.ops import STOCHASTIC_ROUND
@@ -75,7 +75,9 @@ class UpdateWriter:
         if precision is None or precision.scaling is None or not paths:
             return
         check_born(self.step, self.states)
-        roles = {name: Role("buffer", f"{NAME}.{name}") for name, _ in self.step.modules[NAME].named_buffers()}
+        roles = {
+            name: Role("buffer", f"{LOSS_SCALE}.{name}") for name, _ in self.step.modules[LOSS_SCALE].named_buffers()
+        }
         self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
         self.non_finite = self.scale.count([self.ended[path] for path in paths])
 
@@ -90,7 +92,7 @@ class UpdateWriter:
         if self.scale is not None:
             self.aux["skipped"] = self.overflow
             for name, new in self.scale.after(self.overflow).items():
-                self.put(Role("buffer", f"{NAME}.{name}"), new)
+                self.put(Role("buffer", f"{LOSS_SCALE}.{name}"), new)
 
     def _widened(self, path: str, grad: fx.Node) -> fx.Node:
         """A gradient as the optimizer reads it: in the dtype of its parameter, and unscaled."""

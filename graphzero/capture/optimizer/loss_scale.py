@@ -18,8 +18,6 @@ from graphzero.capture.spec import Scaling
 from graphzero.ir.value import TensorType, tensor_type
 
 aten = torch.ops.aten
-NAME = "loss_scale"  # among the modules of a step; a Graph has it for itself
-SCALE = f"{NAME}.scale"
 _FLOAT, _INT, _BOOL = (TensorType(dtype, ()) for dtype in (torch.float32, torch.int32, torch.bool))
 
 

@@ -21,14 +21,13 @@ from graphzero.capture.host_values.looks import CONSTANT, Looks, read_problem
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects import tree
 from graphzero.capture.objects.untouched import untouched
-from graphzero.capture.optimizer.loss_scale import SCALE
 from graphzero.capture.placing.local_regions import TracedRegions, regions
 from graphzero.capture.placing.pins import Pinned, collecting
 from graphzero.capture.problems import first_line, none_swallowed, problem
 from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.functionalize import functional
-from graphzero.capture.spec import Inputs, Step
+from graphzero.capture.spec import LOSS_SCALE, Inputs, Step
 from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.compiler_flags import Asked, is_raised
 from graphzero.capture.trace.free_tensors import FreeTensors
@@ -190,7 +189,7 @@ class BuildTrace:
         self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
         precision = self.step.precision
         self.casts = Casts(precision.dtype if precision is not None else None, params)
-        self.gradients.begin(self.casts, named_buffers.get(SCALE))
+        self.gradients.begin(self.casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
         user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
