@@ -170,7 +170,8 @@ def separable(update: Update) -> bool:
 def left_alone(update: Update) -> list[str]:
     """Paths of the members that a step leaves as they are, and of whose gradients it makes nothing."""
     inputs = {label[:2]: node for node, label in update.inputs.items() if label[0] in ("param", "grad")}
-    same = [member for member in update.members if update.params[member.path] is inputs["param", member.path]]
+    later = [member for member in update.members if not member.first]  # a first step may only make its state
+    same = [member for member in later if update.params[member.path] is inputs["param", member.path]]
     return [member.path for member in same if inputs["grad", member.path] not in ancestors(update, member)]
 
 
