@@ -245,6 +245,11 @@ code("neighbours", lambda m, x: square(m(x) - m(x).roll(1, 0)) + square(m(x).fli
 code("covariance", lambda m, x: square(torch.cov(m(x).T)) + square(torch.corrcoef(m(x).T)), lambda: r(24, 5))
 code("distances", lambda m, x: torch.cdist(m(x), r(3, 4).zero_()).mean())
 code("spectrum", spectrum)
+code("complex_factor", lambda m, x: (m(x) * (1 + 2j)).real.pow(2).sum() + (x[:, :4] - m(x) / 1j).abs().mean())
+code(
+    "complex_exponent",
+    lambda m, x: torch.exp(1j * m(x)).imag.mean() + torch.where(x[:, :4] > 0, m(x) * 1j, 1).abs().mean(),
+)
 code("determinants", lambda m, x: torch.linalg.det(m(x).view(-1, 2, 2)).sum())
 code("time_first", time_first, lambda: r(ROWS, 3, 5))
 code("own_column", lambda m, x, i: square(m(x)[torch.arange(len(x)), i]), lambda: r(ROWS, 5), classes)

@@ -48,6 +48,7 @@ def canonicalise(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         _strip_kwargs(node)
+        _fold_number(node)
         same = _same_as(node)
         if same is not None:
             if _is_apart(node, same):
@@ -78,6 +79,16 @@ def _strip_kwargs(node: fx.Node) -> None:
     if node.target in _FACTORIES and isinstance(fake, Tensor):
         kwargs["dtype"] = fake.dtype
     node.kwargs = kwargs
+
+
+def _fold_number(node: fx.Node) -> None:
+    """An op on Python numbers alone, as the conjugate of a factor in a gradient, becomes the number that it gives."""
+    fake, op = node.meta.get("val"), node.target
+    if op in _FACTORIES or node.all_input_nodes or not isinstance(fake, Tensor) or fake.dim():
+        return
+    if node.args and isinstance(node.args[0], (bool, int, float, complex)) and callable(op):
+        made: Tensor = op(torch.scalar_tensor(node.args[0], dtype=fake.dtype), *node.args[1:], **node.kwargs)
+        node.target, node.args, node.kwargs = aten.scalar_tensor.default, (made.item(),), {"dtype": made.dtype}
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
