@@ -153,6 +153,13 @@ def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]
         yield
 
 
+def guarded_number(x: Any) -> Any:
+    """The value that a symbolic number has while it is traced, on which guards depend from now on."""
+    if isinstance(x, torch.SymFloat):
+        return x.node.guard_float("", 0)
+    return x.node.guard_int("", 0) if isinstance(x, torch.SymInt) else x
+
+
 def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
     """What tracing has asked of the symbolic numbers of ``env``: a fast check, and the names it reads."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP

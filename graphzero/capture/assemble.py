@@ -263,7 +263,9 @@ class _Capture:
         constants = {name: tensor for name, tensor in self.join.constants.items() if name in kept}
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.trains and bool(self.step.optimizers)
-        guards = all_guards(self.environments)
+        scalars = [Role("scalar", leaf.name) for leaf in self.inputs.floats]
+        fixed = {Role("scalar", name): x for name, x in traced.fixed.items()}
+        guards = all_guards(self.environments, () if fixed else scalars, fixed)
         return Captured(
             Packed.of(step_graph),
             traced.out_spec,

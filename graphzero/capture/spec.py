@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
+from graphzero.capture.guards import Guards
 from graphzero.capture.optimizer.hyper import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
@@ -198,7 +199,7 @@ class Captured:
     training: bool
     states: list[StateSpec]
     unused: list[str]
-    guards: Callable[[Mapping[Role, float]], bool]
+    guards: Guards
     constants: dict[str, Tensor]
     entry: Entry = field(default_factory=Entry)
     attributes: Mapping[str, Any] = field(default_factory=dict)

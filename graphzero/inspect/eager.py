@@ -49,7 +49,7 @@ def eager_step(start: Start) -> dict[str, Any]:
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="build sets")  # capture has said so
         stack.enter_context(one_at_a_time)
-        stack.enter_context(untouched(start.step, root))
+        stack.enter_context(untouched(start.step, root, lambda holder, name: ""))
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
         with others_wait(root), _compat.reparametrize(root, dict(held)), torch.enable_grad(), _precise(start):

@@ -93,8 +93,8 @@ class Programs:
         entered = has_state is None or captured.enters(numbers, has_state)
         return entered and self.attributes.fits(captured) and captured.guards(numbers)
 
-    def add(self, key: Key, program: Program) -> None:
-        """``program`` has been made for ``key``."""
+    def add(self, key: Key, program: Program, numbers: Mapping[Role, float]) -> None:
+        """``program`` has been made for ``key``, with these hyperparameters and float inputs."""
         known = self.captures.setdefault(key.captured, [])
         if program.captured not in known:
             known.append(program.captured)
@@ -102,7 +102,7 @@ class Programs:
         self.known(key).programs.append(program)
         self._used[id(program)] = program
         self._let_go()
-        self._warn(key, program)
+        self._warn(key, program, numbers)
 
     def alias(self, key: Key, program: Program) -> None:
         """``program`` serves ``key`` too: binding it has split the parameters that it found whole."""
@@ -128,13 +128,14 @@ class Programs:
         _compat.forget_fakes()  # who has had so many shapes will have more
         gc.collect()  # graphs are cycles, and hold constants
 
-    def _warn(self, key: Key, program: Program) -> None:
+    def _warn(self, key: Key, program: Program, numbers: Mapping[Role, float]) -> None:
         self._made += 1
         if self._made > _MANY + 1:
             return
         attributes = ((told(name), held) for name, held in program.captured.attributes.items())
         met = ("tensors that are no buffers", tuple(x for _, x in program.captured.free))
-        for name, found in (*key.captured, ("configuration", key.config), *attributes, met):
+        guarded = ((_name_of(role), numbers.get(role)) for role in program.captured.guards.roles)
+        for name, found in (*key.captured, ("configuration", key.config), *attributes, met, *guarded):
             self._seen.setdefault(name, set()).add(found)
         if self._made <= _MANY:
             return
@@ -148,3 +149,7 @@ class Programs:
             "modules in the same mode",
             stacklevel=8,
         )
+
+
+def _name_of(role: Role) -> str:
+    return f"the value of {role.of}" if role.kind == "scalar" else f"{role.key} of {role.of}"

@@ -156,7 +156,7 @@ class Selection:
         made = program
         ranks.agree(PROGRAM, made.hash if made and ranks.active else 0, lambda: made.lines() if made else {}, failure)
         assert program is not None
-        self.programs.add(call.key, program)
+        self.programs.add(call.key, program, call.numbers)
         return program
 
     def _tell_of_other(self, call: Call, name: str, does: str) -> None:

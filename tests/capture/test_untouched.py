@@ -165,3 +165,32 @@ def test_a_list_that_build_fills_with_values_is_named_in_the_warning():
     _, run = capture(lambda self, x: self.seen.append(self.model(x)) or x * 2, seen=[])
     with pytest.warns(UserWarning, match=r"build sets Owner\.seen, which has no effect"):
         run()
+
+
+def test_a_number_of_a_tensor_that_build_keeps_is_named_with_its_line():
+    def build(self, x):
+        loss = self.model(x).mean()
+        self.losses.append(loss.item())
+        self.last = loss.item()
+        return loss
+
+    _, run = capture(build, losses=[])
+    at = r" \(tests/capture/test_untouched\.py:\d+ in build\)"
+    with pytest.warns(UserWarning, match=rf"build sets Owner\.last{at}, Owner\.losses{at}, which has no effect"):
+        run()
+
+
+@pytest.mark.parametrize("write", [lambda x: f"{x.item():.3f}", lambda x: f"{x}", lambda x: repr(x), lambda x: str(x)])
+def test_a_text_of_a_tensor_is_made_once_and_its_line_is_named(write, capsys):
+    def build(self, x):
+        loss = self.model(x).mean()
+        print(write(loss))
+        print(f"{loss.shape} {torch.ones(2)}")  # known while build is written down
+        return loss
+
+    _, run = capture(build)
+    with pytest.warns(UserWarning, match="build makes a text of a tensor") as caught:
+        run()
+    said = [str(warning.message) for warning in caught if "a text" in str(warning.message)]
+    assert len(said) == 1 and "test_untouched.py" in said[0] and said[0].count(" in ") == 1
+    assert "size=()" in capsys.readouterr().out

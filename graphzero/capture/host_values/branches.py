@@ -25,6 +25,7 @@ _STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_DE
 _KEEPS = ("STORE_FAST", "DELETE_FAST")
 _FILLERS = ("CACHE", "NOT_TAKEN", "EXTENDED_ARG")
 _ENDS = ("RETURN", "RAISE_VARARGS", "RERAISE")
+_PRINTING = ("__repr__", "__format__", "handle_torch_function")
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
@@ -57,9 +58,17 @@ def caller() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_globals.get("__package__") or "").startswith("graphzero.capture"):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or _prints(frame)):
         frame = frame.f_back
     return frame
+
+
+def _prints(frame: FrameType) -> bool:
+    """Whether it is one of torch's own by which Python asks a tensor for its text."""
+    return frame.f_code.co_name in _PRINTING and frame.f_globals.get("__name__", "") in (
+        "torch._tensor",
+        "torch.overrides",
+    )
 
 
 def check_at(frame: FrameType) -> Raised | Part | None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import problem, problem_here, withdraw
 from graphzero.errors import CaptureError
+from graphzero.ir.source import user_frame
 from graphzero.ops import CHECK
 
 CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
@@ -99,7 +101,8 @@ class Looks:
     """What one trace of build does with values.
 
     checks: the ops that check, in program order.  paused: whether what runs has run before, as in recomputation.
-    sources: of what kind each input of the trace is: "input", "state" or "seed".
+    sources: of what kind each input of the trace is: "input", "state" or "seed".  texts: the user's lines that have
+    made texts of values.
     """
 
     def __init__(self, build: CodeType | None) -> None:
@@ -107,6 +110,7 @@ class Looks:
         self.checks: list[Tensor] = []
         self.begun: Begun | None = None
         self.sources: list[str] = []
+        self.texts: dict[str, None] = {}
         self.taker = ""  # the function of torch that is given a number of a tensor
         self.paused: Callable[[], bool] = lambda: False
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -178,6 +182,9 @@ class Looks:
             return Number(torch.isclose(a, b, *args, **kwargs).all(), self)
 
     def text(self, x: Tensor, *_: Any, **__: Any) -> str:
+        frame = caller()
+        if frame is not None and not (frame.f_globals.get("__package__") or "").startswith("torch"):
+            self.texts[user_frame()] = None
         return f"tensor(..., size={tuple(x.shape)}, dtype={x.dtype})"
 
     def know(self, made: Any, func: Any, args: Any, kwargs: Any) -> None:
@@ -195,6 +202,15 @@ class Looks:
             return func(*args, **kwargs)
         with _compat.unknown(known):
             return func(*args, **kwargs)
+
+    def warn_of_texts(self) -> None:
+        """A text is made once, of a value that is not there yet."""
+        if self.texts:
+            warnings.warn(
+                f"build makes a text of a tensor ({', '.join([*self.texts][:4])}), once, when it is written down: it "
+                "shows the shape, and later steps print and log nothing. Return the value and look at it outside",
+                stacklevel=2,
+            )
 
     # ---- conditions
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphzero.ir.source import user_frame
+
 _PLAIN = (bool, int, float, torch.SymFloat)
 
 
@@ -29,13 +31,13 @@ class Number:
     """What ``.item()`` gives while build is traced.
 
     tensor: 0-d; of float64, int64 or bool, as Python's own numbers are.  What Python must know, a branch, an index, the
-    number itself, is refused at its line; a check becomes an op of the program.
+    number itself, is refused at its line; a check becomes an op of the program.  line: of the user's that made it.
     """
 
-    __slots__ = ("looks", "tensor")
+    __slots__ = ("line", "looks", "tensor")
 
     def __init__(self, tensor: Tensor, looks: Watcher) -> None:
-        self.tensor, self.looks = tensor, looks
+        self.tensor, self.looks, self.line = tensor, looks, user_frame()
 
     def beside(self, tensors: Iterable[Tensor]) -> Tensor:
         """As an operand beside tensors: a Python number makes integers floats of the default dtype, nothing wider."""

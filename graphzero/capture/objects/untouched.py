@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
+from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects.contents import (
     Contents,
     DictContents,
@@ -114,18 +115,21 @@ def contents_behind(objects: list[Any], function: Any) -> list[Contents]:
 
 
 @_compat.contextmanager
-def untouched(step: Step, root: nn.Module) -> Iterator[None]:
-    """Put back, whatever build does: see above."""
+def untouched(step: Step, root: nn.Module, line: Callable[[Any, str], str]) -> Iterator[list[Contents]]:
+    """Put back, whatever build does: see above.  Gives what is kept.
+
+    line: the user's line that has bound an attribute of an object, "" if that is not known.
+    """
     kept = contents_behind([*root.modules(), getattr(step.build, "__self__", None)], step.build)
     with same_settings() as streams, _compat.undoing(lambda: put_all_back(kept)):
-        yield
-        _warn_of_writes(kept)
+        yield kept
+        _warn_of_writes(kept, line)
         _warn_of_draws(streams)
 
 
-def _warn_of_writes(kept: list[Contents]) -> None:
+def _warn_of_writes(kept: list[Contents], line: Callable[[Any, str], str]) -> None:
     """A value that build keeps in an attribute or a container is lost: build runs once, to be written down."""
-    written = list(dict.fromkeys(name for contents in kept if contents.differs() for name in _written(contents)))
+    written = list(dict.fromkeys(name for contents in kept if contents.differs() for name in _written(contents, line)))
     if written:
         shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
         warnings.warn(
@@ -144,16 +148,28 @@ def _warn_of_draws(streams: Streams) -> None:
         )
 
 
-def _written(contents: Contents) -> Iterator[str]:
+def _written(contents: Contents, line: Callable[[Any, str], str]) -> Iterator[str]:
     """The attributes that build has changed to numbers and tensors, or to containers with other ones."""
     owner, name = contents.owner
     if isinstance(contents, DictContents) and not name:
         for key, before, now in contents.changed():
             # build may switch modes; what it traces is in the mode that it set
-            if key != "training" and (is_other_number(before, now) or isinstance(now, Tensor)):
-                yield f"{type(owner).__name__}.{key}"
+            if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, Number))):
+                yield f"{type(owner).__name__}.{key}{_at(line(owner, key) or _line_of([now]))}"
     elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
-        known = {key for key, _ in contents.items()}  # another tensor in a buffer's place is the step's update
-        yield from (f"{type(owner).__name__}.{key}" for key, _, _ in contents.changed() if key not in known)
-    elif any(isinstance(x, (int, float, Tensor)) for x in contents.news()) and not isinstance(contents, TensorContents):
-        yield name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
+        # another tensor in a buffer's place is the step's update
+        for key in [key for key, before, _ in contents.changed() if before is None]:
+            yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
+    elif not isinstance(contents, TensorContents):
+        news = [x for x in contents.news() if isinstance(x, (int, float, Tensor, Number))]
+        if news:
+            where = name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
+            yield f"{where}{_at(_line_of(news))}"
+
+
+def _line_of(news: Iterable[Any]) -> str:
+    return next((x.line for x in news if isinstance(x, Number)), "")
+
+
+def _at(line: str) -> str:
+    return f" ({line})" if line else ""

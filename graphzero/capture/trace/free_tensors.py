@@ -142,6 +142,10 @@ class FreeTensors:
             return problem("build writes to a tensor that is no buffer of its modules: .numpy()", _WRITE_HINT, where)
         return None
 
+    def has_met(self, x: Any) -> bool:
+        """Whether build has read the values of ``x``, which is a constant of the graph then."""
+        return id(x) in self._known
+
     def met(self) -> list[tuple[Tensor, Same]]:
         """Each of them, and as what build has read it."""
         return [(x, written(x)) for x in self._known.values()]

@@ -17,14 +17,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
+from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
 from graphzero.capture.host_values.folding import by_mask, folding
 from graphzero.capture.host_values.looks import FACTORIES, Looks
 from graphzero.capture.host_values.masks import Selected, selected, sized_by, written
 from graphzero.capture.host_values.unchecked import STAND_INS
-from graphzero.capture.problems import problem_here
+from graphzero.capture.problems import problem_here, withdraw
 from graphzero.capture.trace.attention import attention
 from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.free_tensors import FreeTensors
+from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
 from graphzero.ir.source import running_module, user_frame, user_frames
 from graphzero.ops import CHECK
@@ -53,6 +55,7 @@ _SHAPE_HINT = (
     "Leave it as it is and go on with a view: y = x.t() in place of x.t_(), y = x[:, None] for x.unsqueeze_(1)"
 )
 
+_TENSORS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 _RENORM = "Leave out max_norm; to bound the rows that are used, divide the looked-up vectors by their norm"
@@ -82,10 +85,21 @@ class UserCode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.stand_ins, self.free, self.looks, self.device, self.build = stand_ins, free, looks, device, looks.build
-        self.casts = casts
+        self.casts, self.has_floats = casts, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``func``; of float inputs by their symbols, or where no symbol is taken, by their values."""
         kwargs = kwargs or {}
+        if not (self.has_floats and has_inputs((args, kwargs))):
+            return self._call(func, types, args, kwargs)
+        try:
+            return self._call(func, types, *symbols_of((args, kwargs)))
+        except Exception as error:
+            if isinstance(error, CaptureError):
+                withdraw(error)
+            return self._call(func, types, *numbers_of((args, kwargs)))
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if Selected in types:
             return Selected.__torch_function__(func, types, args, kwargs)
         if func in self.looks.handlers and args and isinstance(args[0], _compat.FakeTensor):
@@ -104,6 +118,8 @@ class UserCode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.casts.call(attention, args, kwargs)
         known = STAND_INS.get(func, func)
+        if func in _TENSORS and isinstance(args[0], torch.SymFloat):
+            return tensor_of(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and not isinstance(args[0], _compat.FakeTensor):
             return self.casts.call(known, args, kwargs, lambda *given, **named: self.free.call(known, given, named))
         return self.casts.call(known, args, kwargs)

@@ -62,9 +62,11 @@ class Names:
 
     spaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> what has the names as attributes.
     found: the names in each.
+    has_exact_float: whether one of the functions asks ``is float``, to which an object of a subclass is none.
     """
 
     def __init__(self, build: Any, owner: Any, root: nn.Module) -> None:
+        self.has_exact_float = False
         self.spaces: dict[str, Any] = {}
         self.found: dict[str, dict[str, None]] = {}
         self._labels: dict[int, str] = {}  # id of a dict of globals, or of a function -> its space
@@ -125,10 +127,11 @@ class Names:
 
     def _read(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        space, held = function.__globals__, None  # held: what the step before has loaded
+        space, held, name = function.__globals__, None, ""  # held: what the step before has loaded
         for step in steps:
             if step.opname == "EXTENDED_ARG":
                 continue
+            self.has_exact_float |= step.opname == "IS_OP" and name == "float"
             name, owner, held = str(step.argval), held, None
             if step.opname in _OF_GLOBALS and name in space:
                 held = self._note(self._space(f"global {space['__name__']}", id(space), Globals(space)), name)

@@ -79,7 +79,7 @@ class Reads:
         self, root: nn.Module, graph: Any, names: Names, objects: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         self.found: dict[str, Any] = {}  # path -> ``frozen`` value
-        self.spaces = {**names.spaces, **objects}
+        self.spaces, self.has_exact_float = {**names.spaces, **objects}, names.has_exact_float
         self._names = names
         self._paths = {id(module): f"{path}." for path, module in root.named_modules() if path}
         self._owners = {path: module for path, module in root.named_modules() if path}
@@ -116,6 +116,11 @@ class Reads:
         """An attribute of a parameter or buffer is read, or found missing."""
         self._owners[path] = x
         self._note(x, f"{path}.{name}", attribute(x, name))
+
+    def saw_none(self, owner: Any, name: str) -> bool:
+        """Whether build read an attribute, and there was None when it first did."""
+        path = self._paths.get(id(owner))
+        return path is not None and self.found.get(path + name, _GONE) is None
 
     def _now(self, path: str) -> Any:
         owner, _, name = path.rpartition(".")

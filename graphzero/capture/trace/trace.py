@@ -7,6 +7,7 @@ model and a split one trace alike; nothing real is touched.
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
+from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
 from graphzero.capture.host_values.looks import CONSTANT, Looks, read_problem
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects import tree
@@ -28,6 +30,7 @@ from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.functionalize import functional
 from graphzero.capture.spec import LOSS_SCALE, Inputs, Step
+from graphzero.capture.trace.bindings import Bindings
 from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.compiler_flags import Asked, is_raised
 from graphzero.capture.trace.free_tensors import FreeTensors
@@ -62,6 +65,8 @@ class Traced:
     env: Any
     with_wide: list[str] = field(default_factory=list)
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
+    fixed: dict[str, float] = field(default_factory=dict)  # float inputs that build was given as they are
+    goes_by_values: bool = False  # whether it is to be given all of them so
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -77,11 +82,29 @@ class Slot:
 
 
 def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
-    """A step's build, traced as often as it takes to learn where it must be told that it is being traced."""
+    """A step's build.
+
+    Its float inputs are symbols of finite numbers, or, where it goes by their values in ways that no symbol can follow,
+    these values, for which alone the trace holds.
+    """
+    values = {leaf.name: leaf.raw for leaf in inputs.floats}
+    if not all(map(math.isfinite, values.values())):
+        return _traced(step, root, inputs, values)
+    try:
+        traced = _traced(step, root, inputs, {})
+    except Exception:
+        if not values:
+            raise
+        return _traced(step, root, inputs, values)  # works, or fails as plain PyTorch does
+    return _traced(step, root, inputs, values) if traced.goes_by_values else traced
+
+
+def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> Traced:
+    """Build traced as often as it takes to learn where it must be told that it is being traced."""
     asked, refused = Asked(getattr(step.build, "__code__", None)), None
     while True:
         try:
-            return BuildTrace(step, root, inputs, asked).run()
+            return BuildTrace(step, root, inputs, asked, fixed).run()
         except GraphZeroError as error:
             refused = refused or error
             if not asked.learns(error):
@@ -96,8 +119,8 @@ def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
 class BuildTrace:
     """One tracing of a step's build."""
 
-    def __init__(self, step: Step, root: nn.Module, inputs: Inputs, asked: Asked) -> None:
-        self.step, self.root, self.inputs, self.asked = step, root, inputs, asked
+    def __init__(self, step: Step, root: nn.Module, inputs: Inputs, asked: Asked, fixed: dict[str, float]) -> None:
+        self.step, self.root, self.inputs, self.asked, self.fixed = step, root, inputs, asked, fixed
         self.env = _compat.shape_env()
         self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.params = dict(root.named_parameters())
@@ -115,6 +138,7 @@ class BuildTrace:
         self.counts: list[int] = []
         self.symbols: dict[str, str] = {}
         self.reals: dict[int, tuple[Tensor, str]] = {}  # id of a fake -> what it stands for, and its path
+        self.bindings = Bindings(root, step.build)
 
     # ---- fakes
 
@@ -152,10 +176,11 @@ class BuildTrace:
 
         place = self.step.placement
         around, inside = surroundings(place), regions(TracedRegions(place, draws, self.code))
-        with untouched(self.step, self.root), draws.as_generator(), around, inside, collecting(place) as pins:
+        kept = untouched(self.step, self.root, self.bindings.line)
+        with kept as self.kept, draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
-                    with reading(self.step, self.root) as reads, tensor_attributes(self.reals, reads):
+                    with reading(self.step, self.root) as self.reads, tensor_attributes(self.reals, self.reads):
                         module = _compat.make_fx(program, table)(*flat)
                     module = functional(module, flat, table, self.mode)
             except CaptureError:
@@ -167,13 +192,15 @@ class BuildTrace:
                 raise failed from error
             finally:
                 self.free.put_back()
+        self.looks.warn_of_texts()
         traced = self._traced(module)
-        traced.pins, traced.attributes, traced.spaces = pins, reads.settled(), reads.spaces
-        traced.free = self.free.met()
+        traced.pins, traced.attributes, traced.spaces = pins, self.reads.settled(), self.reads.spaces
+        traced.free, traced.fixed = self.free.met(), self.fixed
+        traced.goes_by_values = not self.fixed and (self.reads.has_exact_float or holds_nan(module))
         return traced
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
-        tensors, floats = iter(batch), iter(scalars)
+        tensors, floats = iter(batch), iter(self.fixed.values() or map(FloatInput, scalars))
         args, kwargs = pytree.tree_unflatten(
             [next(tensors) if x.is_tensor else next(floats) if x.is_float else x.raw for x in self.inputs.leaves],
             self.inputs.spec,
@@ -191,6 +218,7 @@ class BuildTrace:
         self.casts = Casts(precision.dtype if precision is not None else None, params)
         self.gradients.begin(self.casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
         user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
+        user_code.has_floats = bool(self.inputs.floats) and not self.fixed
         with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
             with (
                 self.gradients.watching(named_params),
@@ -198,16 +226,19 @@ class BuildTrace:
                 _compat.small_constants(CONSTANT),
                 torch.enable_grad(),
                 refusals(self.code),
+                math_of_inputs() if user_code.has_floats else nullcontext(),
                 self.looks.watching(),
                 none_swallowed(),
                 self.asked.answering(),
+                self.bindings.watching([*batch, *scalars, *params, *buffers]),
                 torch.autocast("cpu", precision.dtype) if precision else nullcontext(),
             ):
                 result = self.step.build(*args, **kwargs)
-            now = dict(self.root.named_buffers())
+            now = self.bindings.buffers()
+            self.bindings.refuse_state(self.kept, self.free, self.reads)
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():
-            return self._results(result, named_params, {name: now.get(name, b) for name, b in named_buffers.items()})
+            return self._results(result, named_params, {name: now[name] for name in named_buffers})
 
     def _warn_of_written(self, written: list[bool]) -> None:
         """An input is a value here: what build writes into it in place, the caller does not see."""
@@ -221,7 +252,7 @@ class BuildTrace:
             )
 
     def _results(self, result: Any, params: dict[str, Any], buffers: dict[str, Any]) -> list[Any]:
-        flat, self.out_spec = tree.flatten(result)
+        flat, self.out_spec = tree.flatten(symbols_of(result))
         tensors: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
