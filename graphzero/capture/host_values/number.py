@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphzero.capture.objects.contents import UnknownNumber
 from graphzero.ir.source import user_frame
 
 _PLAIN = (bool, int, float, torch.SymFloat)
@@ -27,14 +28,14 @@ class Watcher(Protocol):
     def problem(self, what: str, x: Tensor) -> Exception: ...
 
 
-class Number:
+class Number(UnknownNumber):
     """What ``.item()`` gives while build is traced.
 
     tensor: 0-d; of float64, int64 or bool, as Python's own numbers are.  What Python must know, a branch, an index, the
     number itself, is refused at its line; a check becomes an op of the program.  line: of the user's that made it.
     """
 
-    __slots__ = ("line", "looks", "tensor")
+    __slots__ = ("looks", "tensor")
 
     def __init__(self, tensor: Tensor, looks: Watcher) -> None:
         self.tensor, self.looks, self.line = tensor, looks, user_frame()

@@ -247,6 +247,13 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
+class UnknownNumber:
+    """What stands for a number that only the step knows.  line: of the user's that has made it."""
+
+    __slots__ = ("line",)
+    line: str
+
+
 def is_other_number(before: Any, after: Any) -> bool:
     """Whether a step has changed a plain number that it keeps in Python."""
     kinds = (int, float, torch.SymFloat, torch.SymInt)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
-from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects.contents import (
     Contents,
     DictContents,
     TensorContents,
+    UnknownNumber,
     contents_of,
     is_other_number,
     put_all_back,
@@ -154,21 +154,21 @@ def _written(contents: Contents, line: Callable[[Any, str], str]) -> Iterator[st
     if isinstance(contents, DictContents) and not name:
         for key, before, now in contents.changed():
             # build may switch modes; what it traces is in the mode that it set
-            if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, Number))):
+            if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, UnknownNumber))):
                 yield f"{type(owner).__name__}.{key}{_at(line(owner, key) or _line_of([now]))}"
     elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
             yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
     elif not isinstance(contents, TensorContents):
-        news = [x for x in contents.news() if isinstance(x, (int, float, Tensor, Number))]
+        news = [x for x in contents.news() if isinstance(x, (int, float, Tensor, UnknownNumber))]
         if news:
             where = name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
             yield f"{where}{_at(_line_of(news))}"
 
 
 def _line_of(news: Iterable[Any]) -> str:
-    return next((x.line for x in news if isinstance(x, Number)), "")
+    return next((x.line for x in news if isinstance(x, UnknownNumber)), "")
 
 
 def _at(line: str) -> str:
