@@ -23,10 +23,18 @@ def _file_of(code: CodeType) -> str | None:
     """How the user's file is called, or None for code of torch, graphzero and Python itself."""
     file = code.co_filename
     if file not in _known:
-        short = os.path.relpath(file) if os.path.isabs(file) else file
+        short = _from_here(file)
         shown = file if short.startswith(os.pardir) else short
         _known[file] = None if _is_ours(file) else _cell(file) or shown
     return _known[file]
+
+
+def _from_here(file: str) -> str:
+    """A path as it is from the working folder; as it stands where that folder is gone."""
+    try:
+        return os.path.relpath(file) if os.path.isabs(file) else file
+    except OSError:
+        return file
 
 
 def _cell(file: str) -> str:

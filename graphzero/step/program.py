@@ -5,6 +5,7 @@ What it reads anew in each call, and what it gives back, go by the record of the
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -89,9 +90,12 @@ class Program:
 
     @cached_property
     def repeated(self) -> str:
-        """An op that each rank computes for itself though all need the same bits, and its line; or nothing."""
+        """An op that each rank computes for itself though all need the same bits, and its line; or nothing.
+
+        Ranks compare it, and each may have been started in another folder: of a file only its name counts.
+        """
         node = repeated(self.graph)
-        return "" if node is None else f"'{node.name}' ({value.source_of(node) or node.target})"
+        return "" if node is None else f"'{node.name}' ({os.path.basename(value.source_of(node)) or node.target})"
 
     @property
     def decisions(self) -> tuple[str, ...]:

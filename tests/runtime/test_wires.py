@@ -121,6 +121,22 @@ def test_a_header_that_comes_in_parts_is_put_together() -> None:
     assert into.equal(numbers(3))
 
 
+def test_a_turn_that_ends_behind_a_header_goes_on_with_the_piece() -> None:
+    """Of two exchanges under way the first brings, with both headers, what one connection may bring in a turn."""
+    size = (wires._TURN - wires._HEADER.size) // 4 - 2  # and some bytes, of which the second header takes the last
+    links = connected(2)
+    large, small = [(numbers(rank, size), numbers(rank)) for rank in range(2)], [torch.zeros(size), torch.zeros(size)]
+    into = [torch.zeros(6), torch.zeros(6)]
+
+    def work(rank: int) -> None:
+        handles = [swap(links[rank], 2, large[rank][0], small[rank]), swap(links[rank], 4, large[rank][1], into[rank])]
+        for handle in handles:
+            handle.wait()
+
+    assert together(work, 2) == [None, None]
+    assert all(into[rank].equal(large[1 - rank][1]) and small[rank].equal(large[1 - rank][0]) for rank in range(2))
+
+
 def test_a_connection_keeps_no_memory_of_what_has_travelled_on_it() -> None:
     links = connected(2)
     arrays = [np.zeros(100_000, dtype=np.float32) for _ in range(4)]

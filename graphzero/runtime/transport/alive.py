@@ -86,9 +86,12 @@ class Lives:
             if process != os.getpid():
                 with suppress(OSError, AttributeError):  # ended before, or no such call on this system
                     self._files[os.pidfd_open(process)] = rank
-        self.known = frozenset(self._files.values())
         if self._files:
-            threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()
+            try:
+                threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()
+            except RuntimeError:  # the system gives no thread: only their connections say that they have ended
+                self._files = {}
+        self.known = frozenset(self._files.values())
 
     def _watch(self) -> None:
         poll = select.poll()

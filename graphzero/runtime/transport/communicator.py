@@ -18,13 +18,15 @@ Races.  *Two ranks fail at once*: both write; readers take the first notice.  *A
 after all is*: 5.  *Late messages of a former step*: they are on connections of a former generation, which nobody reads.
 *A piece of memory is read while its owner stops*: it closes its connections before it touches the piece again, and who
 reads looks afterwards whether they are open (``neighbours``).  *A failure while ranks come to g + 1*: its notice is
-under g + 1, where they look while they wait.  *A rank ends between its coming and its connecting*: the others'
-connecting runs into the job's timeout.  *The store is gone with the rank that holds it*: what each rank sees itself
-must do.
+under g + 1, where they look while they wait.  *A rank ends between its coming and its connecting*: it has
+told where it runs as it came, so that ranks on its host see that it has ended; on other hosts connecting runs into the
+job's timeout.  *The store is gone with the rank that holds it*: what each rank sees itself must do.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import socket
 import time
@@ -40,7 +42,7 @@ from graphzero.errors import RankError
 from graphzero.logs import event
 from graphzero.runtime.transport import dialing, meeting, peer_memory
 from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, near, whereabouts
-from graphzero.runtime.transport.notices import Board, Notice, describe
+from graphzero.runtime.transport.notices import Attempt, Board, Notice, describe
 from graphzero.runtime.transport.pairs import Link, Pairs
 from graphzero.runtime.transport.reactor import Reactor
 from graphzero.runtime.transport.teardown import before_tear_down
@@ -48,6 +50,7 @@ from graphzero.runtime.transport.wires import Wires
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 _ENDING = 1.0  # seconds for others to write a notice
+_FILES = 16  # that connecting needs, about
 _UNSURE = 3.0  # seconds for others to find out why a connection is closed
 
 
@@ -67,6 +70,7 @@ class Communicator:
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
         self._waiting = Waiting()
         self._lives = Lives({}, {}, self._waiting, self._hang_up, self._give_up)  # nobody is known yet
+        self._places: dict[int, tuple[str | None, int]] | None = None  # ``whereabouts`` of all
         self._is_acquainted = False
         self._missed: set[int] = set()
         self._group: Any = None  # of gloo, and of all ranks
@@ -90,11 +94,28 @@ class Communicator:
         """Come together with all ranks, if that has not been done in this generation."""
         if self._group is None:
             self._come()
+            if self._places is None:
+                self._places = self._read_places()
+                self._lives = self._watched({})
             self._group = self._connected()
         if not self._is_acquainted:
             self._is_acquainted = True
-            places = dict(zip(self.ids, self.all_gather(whereabouts(), "all ranks to connect"), strict=True))
-            self._lives = Lives(places, self._far(places), self._waiting, self._hang_up, self._give_up)
+            assert self._places is not None
+            far = self._far(self._places)
+            if far:
+                self._lives = self._watched(far)
+
+    def _read_places(self) -> dict[int, tuple[str | None, int]]:
+        """Every rank's ``whereabouts``, when all have come."""
+        store = self._generation_store()
+        try:
+            return {rank: pickle.loads(store.get(f"here {rank}")) for rank in self.ids}
+        except RuntimeError as error:
+            raise self._lost("all ranks to come", error) from error
+
+    def _watched(self, far: Mapping[int, socket.socket]) -> Lives:
+        assert self._places is not None
+        return Lives(self._places, far, self._waiting, self._hang_up, self._give_up)
 
     def _far(self, places: Mapping[int, tuple[str | None, int]]) -> dict[int, socket.socket]:
         """A connection with every rank that does not share a host with this one."""
@@ -144,7 +165,7 @@ class Communicator:
         """Wait until all ranks have come to this generation."""
         store, began, pause = self._generation_store(), time.monotonic(), 1e-3
         try:
-            store.set(f"here {self.rank}", "1")
+            store.set(f"here {self.rank}", pickle.dumps(whereabouts(), protocol=0).decode("ascii"))
             store.add("here", 1)
             while store.add("here", 0) < len(self.ids):
                 if store.add("notices", 0) or self._lives.ended:
@@ -157,9 +178,15 @@ class Communicator:
             raise self._lost("all ranks to come", error) from error
 
     def _connected(self) -> Any:
-        store = _compat.prefixed("gloo", self._generation_store())
+        """gloo's connections.  It waits for others in a thread: who has come may still stop, or end, on the way."""
+        store = self._generation_store()
+        own = _compat.own_connection(store)
+        made = Attempt(lambda: _compat.gloo(_compat.prefixed("gloo", own), self.own, len(self.ids), self.limit))
         try:
-            return _compat.gloo(store, self.own, len(self.ids), self.limit)
+            while not made.wait(_LONGEST_PAUSE):
+                if self._lives.ended or own is not store and store.add("notices", 0):
+                    raise self._lost("the connections of all ranks")
+            return made.result()
         except RuntimeError as error:
             raise self._lost("the connections of all ranks", error) from error
 
@@ -220,7 +247,7 @@ class Communicator:
         """A wait for all has failed."""
         if error is not None:
             is_silent = "timed out" in str(error).lower() or "timeout after" in str(error).lower()
-        reason = f": {_last_line(error)}" if error is not None else ""
+        reason = f": {_last_line(error)}{_files_left()}" if error is not None else ""
         return _Lost(f"rank {self.rank} waited for {what}, and the connection is gone{reason}", what, is_silent)
 
     # ---- failures
@@ -270,7 +297,8 @@ class Communicator:
             return self._silent(error, board)
         gone, began = self._gone(0.0), time.monotonic()
         while (found := board.first()) is None and not gone:  # who is gone is looked at before each look at the board
-            if time.monotonic() - began > _UNSURE:
+            if time.monotonic() - began > _UNSURE:  # nobody else says anything: it is this rank's own
+                board.write(Notice("stopped", [self.rank], self.label, self.number, describe(error)))
                 return error
             time.sleep(_LONGEST_PAUSE)
             gone = self._gone(time.monotonic() - began)
@@ -359,6 +387,19 @@ def _world() -> dist.ProcessGroup:
 
 def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1][:200] if str(error).strip() else type(error).__name__
+
+
+def _files_left() -> str:
+    """Whether this process has run out of files to open, of which gloo says something else."""
+    try:
+        import resource
+
+        most, is_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
+    except ImportError:
+        return ""
+    except OSError as error:
+        return f". {error.strerror}: see ulimit -n" if error.errno == errno.EMFILE else ""
+    return f". It has {is_open} files open and may have {most}: see ulimit -n" if is_open + _FILES > most else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

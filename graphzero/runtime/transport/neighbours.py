@@ -197,8 +197,8 @@ class Neighbours(Link):
     def _ended(self, q: int) -> RankError:
         other = self.ranks[q]
         return RankError(
-            f"rank {self.ranks[self.own]} waits for rank {other}, which has ended; its own output says why. Every rank "
-            "must call a Graph equally often", [other],
+            f"rank {self.ranks[self.own]} waits for rank {other}, which has ended or stopped its call; its own output "
+            "says why. Every rank must call a Graph equally often", [other],
         )  # fmt: skip
 
     def hang_up(self, rank: int) -> None:

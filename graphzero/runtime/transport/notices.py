@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 PATIENCE = 2.0  # seconds that a store may take to answer
@@ -78,20 +78,43 @@ class Board:
         return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"waited {rank}"])])
 
 
+class Attempt(Generic[T]):
+    """``ask`` under way in a thread of its own; in this one where the system gives no other."""
+
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self._ask, self._over = ask, threading.Event()
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        try:
+            threading.Thread(target=self._run, daemon=True).start()
+        except RuntimeError:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._ask())
+        except BaseException as error:  # noqa: BLE001 - raised by ``result``
+            self._error = error
+        self._over.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is over, after so many seconds at most."""
+        return self._over.wait(seconds)
+
+    def result(self) -> T:
+        """What it gave or raised, when it is over."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
     """What ``ask`` returns, None where it raises or takes longer: a store waits for ever for a stopped process."""
-    found: list[T] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())
-        except Exception:  # noqa: BLE001 - whatever a store does whose host has ended
-            return
-
-    one = threading.Thread(target=run, daemon=True)
-    one.start()
-    one.join(seconds)
-    return found[0] if found else None
+    made = Attempt(ask)
+    try:
+        return made.result() if made.wait(seconds) else None
+    except Exception:  # noqa: BLE001 - whatever a store does whose host has ended
+        return None
 
 
 def describe(error: BaseException) -> str:

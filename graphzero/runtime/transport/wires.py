@@ -200,6 +200,8 @@ class _Wire:
     def _came(self, nbytes: int) -> None:
         if self._missing:
             self._missing -= nbytes
+            if not self._missing:
+                self._find()  # a turn may end here, and what ``watch`` asks for depends on it
             return
         made = self._arriving
         assert made is not None
