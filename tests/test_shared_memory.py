@@ -203,3 +203,48 @@ def test_a_constant_beside_a_parameter_in_one_storage_is_a_constant() -> None:
     graph.aliased = True
     with pytest.raises(CaptureError, match="shares memory with model.words.weight"):
         graph(torch.arange(8))
+
+
+class Keeping(torch.optim.Optimizer):
+    """keeps: what it keeps in the state of a parameter, of the parameter and of what it has kept so far."""
+
+    def __init__(self, params: list[nn.Parameter], keeps: Callable[[Tensor, list[Tensor]], Tensor]):
+        super().__init__(params, {"lr": 0.1})
+        self.keeps = keeps
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        kept: list[Tensor] = []
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "kept" not in state:
+                state["kept"] = self.keeps(p, kept)
+            kept.append(state["kept"])
+            p.sub_(p.grad + 0.5 * (p - state["kept"]), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [lambda p, kept: p.detach(), lambda p, kept: p, lambda p, kept: kept[0] if kept else torch.zeros_like(p)],
+    ids=["a view of the parameter", "the parameter", "the state of another"],
+)
+def test_optimizer_states_that_share_memory_are_refused(keeps: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
+    model = Words()
+    graph = Train(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
+    with pytest.raises(CaptureError, match=r"Keeping keeps in state\['kept'\] a tensor that shares memory"):
+        graph(torch.arange(8))
+
+
+def test_optimizer_states_that_begin_as_copies_of_parameters_train_as_in_plain_pytorch() -> None:
+    def keeps(p: Tensor, kept: list[Tensor]) -> Tensor:
+        return p.detach().clone()
+
+    model, plain, ids = Words(), Words(), torch.arange(8)
+    graph = Train(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
+    optimizer = Keeping([plain.words.weight, plain.head.weight], keeps)
+    for _ in range(4):
+        optimizer.zero_grad()
+        plain(ids).square().mean().backward()
+        optimizer.step()
+        graph(ids)
+    torch.testing.assert_close(model.words.weight, plain.words.weight)

@@ -37,6 +37,7 @@ from graphzero.capture.problems import problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
+from graphzero.ir.storage.overlap import Regions
 
 Shape = tuple[int, ...]
 
@@ -106,10 +107,11 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
     for member in members:
         marks = () if stepping.reads is None else marks_of(member.param)
         member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
-    first: dict[Any, Member] = {}
+    examples: dict[Any, list[Member]] = {}
     for member in members:
-        first.setdefault(member.kind, member)
-    found = _states_by_step(stepping, members if stepping.mixes else list(first.values()))
+        examples.setdefault(member.kind, []).append(member)
+    two = [member for kin in examples.values() for member in kin[:2]]  # which may share a state
+    found = _states_by_step(stepping, members if stepping.mixes else two)
     for member in members:
         real = optimizer.state.get(member.param, {})
         known = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
@@ -178,6 +180,7 @@ def _stepped_states(
             return {}
         except Exception as error:
             raise cannot_step(optimizer, error) from error
+    _check_apart(optimizer, params, state)
     return {
         member.kind: {key: _described(optimizer, member.group, key, entry) for key, entry in state[param].items()}
         for member, param in zip(members, params, strict=True)
@@ -189,6 +192,20 @@ def _complete(stepping: Stepping, stand_ins: dict[int, Any]) -> None:
     for key, param in stepping.owned.items() if stepping.mixes else ():
         if key not in stand_ins:
             stand_ins[key] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+
+
+def _check_apart(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], state: Mapping[Any, Any]) -> None:
+    """Raise CaptureError for a state that lies in the memory of a parameter or of another state."""
+    tensors: dict[str, Tensor] = {f"parameter {i}": param for i, param in enumerate(params)}
+    for i, param in enumerate(params):
+        tensors |= {f"state[{key!r}]{i}": x for key, x in state[param].items() if isinstance(x, Tensor)}
+    for pair in Regions(tensors).overlapping():
+        which = max(pair).rstrip("0123456789")
+        raise problem(
+            f"{type(optimizer).__name__} keeps in {which} a tensor that shares memory with a parameter or another "
+            "state, which a graph would hold apart",
+            "keep a copy for each parameter: state[key] = p.detach().clone()",
+        )
 
 
 def _groups(
