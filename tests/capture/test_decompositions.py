@@ -48,3 +48,16 @@ def test_covariance_and_correlation_of_whole_numbers_and_of_one_row(x: Tensor) -
 def test_the_mean_of_whole_numbers_is_refused_as_pytorch_refuses_it() -> None:
     with pytest.raises(CaptureError, match="could not infer output dtype"):
         run(torch.mean, torch.arange(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_exponential_of_a_matrix_in_16_bit_and_its_gradient_are_numbers(dtype: torch.dtype) -> None:
+    def exponential(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.requires_grad_()
+        made = torch.matrix_exp(x)
+        return made.detach(), torch.autograd.grad(made.pow(2).sum(), x)[0]
+
+    x = torch.randn(4, 3, 3, dtype=dtype)
+    for ours, exact in zip(run(exponential, x.clone()), exponential(x.float()), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), exact, rtol=0.05, atol=0.05 * float(exact.abs().max()))

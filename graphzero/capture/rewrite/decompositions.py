@@ -305,6 +305,15 @@ def batch_norm_backward(
     return tuple(g if wanted else None for g, wanted in zip(found, mask, strict=True))  # type: ignore[return-value]
 
 
+# ---- functions of matrices
+
+
+@rule(aten.linalg_matrix_exp.default)
+def matrix_exp(x: Tensor) -> Any:
+    """In 16 bit the CPU's kernel gives NaN, also where autograd calls it; autocast leaves the dtype as it is."""
+    return aten.linalg_matrix_exp(x.float()).to(x.dtype) if x.dtype in _WIDE else NotImplemented
+
+
 # ---- writing through a mask
 
 
