@@ -25,12 +25,12 @@ def float_that_scales() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out * t + (1 - t) ** 2, y) + t)
 
 
-@program(floats(5), classes(4), TIMES, is_open=True)
+@program(floats(5), classes(4), TIMES)
 def float_that_is_asked_for_its_type() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out * t if isinstance(t, float) else out * 100, y))
 
 
-@program(floats(5), classes(4), TIMES, is_open=True)
+@program(floats(5), classes(4), TIMES)
 def float_among_numbers_by_type() -> Program:
     def loss(out: Tensor, y: Tensor, t: Any) -> Tensor:
         match t:
@@ -42,7 +42,7 @@ def float_among_numbers_by_type() -> Program:
     return of(loss)
 
 
-@program(floats(5), classes(4), TIMES, is_open=True)
+@program(floats(5), classes(4), TIMES)
 def float_in_an_f_string() -> Program:
     names: list[str] = []
 
@@ -124,7 +124,7 @@ def optional_number() -> Program:
     return of(lambda out, y, t: F.cross_entropy(out, y) if t is None else F.cross_entropy(out * 3 + t, y))
 
 
-@program(floats(5), classes(4), each(1 + 0.5j, 0.25j, 1 + 0j), is_open=True)
+@program(floats(5), classes(4), each(1 + 0.5j, 0.25j, 1 + 0j))
 def complex_input() -> Program:
     return of(lambda out, y, t: F.cross_entropy((out * t).abs(), y))
 
@@ -182,7 +182,7 @@ def dataclass_between_modules() -> Program:
     return Program(Model(), lambda m, x, y: trained(m(x, y).loss))
 
 
-@program(is_open=True)
+@program()
 def losses_appended_to_a_list() -> Program:
     losses: list[float] = []
 
@@ -194,7 +194,7 @@ def losses_appended_to_a_list() -> Program:
     return Program(mlp(), step, watched={"losses": losses})
 
 
-@program(is_open=True)
+@program()
 def number_kept_in_the_model() -> Program:
     model = mlp()
     model.last = 0.0

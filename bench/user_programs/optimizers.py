@@ -89,10 +89,10 @@ class Own(Optimizer):
 
 named("own_optimizer", Own)
 for where in ("group", "attribute", "list", "state", "tensor"):
-    named(f"own_optimizer_counting_in_{where}", lambda p, where=where: Own(p, kept=where), is_open=where != "tensor")
+    named(f"own_optimizer_counting_in_{where}", lambda p, where=where: Own(p, kept=where))
 
 
-@program(is_open=True)
+@program()
 def optimizer_around_an_optimizer() -> Program:
     class Lookahead(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
@@ -106,7 +106,7 @@ def optimizer_around_an_optimizer() -> Program:
     return trained_by(lambda p: Lookahead(sgd(p)))
 
 
-@program(is_open=True)
+@program()
 def lookahead_with_slow_weights() -> Program:
     class Lookahead(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
@@ -128,7 +128,7 @@ def lookahead_with_slow_weights() -> Program:
     return trained_by(lambda p: Lookahead(sgd(p)))
 
 
-@program(is_open=True)
+@program()
 def optimizer_reading_an_attribute_of_a_parameter() -> Program:
     class Scaled(torch.optim.SGD):
         @torch.no_grad()
@@ -146,7 +146,7 @@ def optimizer_reading_an_attribute_of_a_parameter() -> Program:
     return Program(model, classify, [Scaled(model.parameters(), 0.1)], between=between)
 
 
-@program(is_open=True)
+@program()
 def optimizer_that_reads_its_defaults() -> Program:
     class Defaults(torch.optim.SGD):
         @torch.no_grad()

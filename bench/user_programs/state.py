@@ -56,7 +56,7 @@ def buffer_bound_anew() -> Program:
     return on(Model())
 
 
-@program(is_open=True)
+@program()
 def buffer_that_is_none_at_first() -> Program:
     class Model(Body):
         def __init__(self) -> None:
@@ -70,7 +70,7 @@ def buffer_that_is_none_at_first() -> Program:
     return on(Model())
 
 
-@program(is_open=True)
+@program()
 def buffer_that_becomes_none() -> Program:
     class Model(Body):
         def __init__(self) -> None:
@@ -84,7 +84,7 @@ def buffer_that_becomes_none() -> Program:
     return on(Model())
 
 
-@program(is_open=True)
+@program()
 def parameter_bound_anew_in_forward() -> Program:
     class Model(Body):
         def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def one_buffer_under_two_names() -> Program:
     return on(Model())
 
 
-@program(is_open=True)
+@program()
 def one_of_two_names_bound_anew() -> Program:
     class Model(Body):
         def __init__(self) -> None:
@@ -412,7 +412,7 @@ def module_called_twice_with_a_buffer() -> Program:
     return Program(Model(), lambda m, x, z: trained(F.mse_loss(m(x), m(z))))
 
 
-@program(is_open=True)
+@program()
 def attribute_of_a_parameter() -> Program:
     model = mlp()
     model[0].weight.scale = torch.full((8, 1), 0.5)
@@ -424,7 +424,7 @@ def attribute_of_a_parameter() -> Program:
     return Program(model, step)
 
 
-@program(is_open=True)
+@program()
 def subclass_of_a_parameter() -> Program:
     class Scaled(nn.Parameter):
         factor = 0.5

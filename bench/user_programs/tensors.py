@@ -104,7 +104,7 @@ def complex_parts() -> Program:
     return of(loss)
 
 
-@program(is_open=True)
+@program()
 def complex_number_in_front_of_a_gradient() -> Program:
     return of(lambda out, x, y: (out * (1 + 1j)).real.sum())
 

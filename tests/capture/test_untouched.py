@@ -167,6 +167,18 @@ def test_a_list_that_build_fills_with_values_is_named_in_the_warning():
         run()
 
 
+def test_a_dict_of_a_function_around_build_is_named_by_its_key():
+    counts = {"steps": 0}
+
+    def build(self, x):
+        counts["steps"] += 1
+        return self.model(x) * counts["steps"]
+
+    _, run = capture(build)
+    with pytest.warns(UserWarning, match=r"build sets \['steps'\] of a dict, which has no effect"):
+        run()
+
+
 def test_a_number_of_a_tensor_that_build_keeps_is_named_with_its_line():
     def build(self, x):
         loss = self.model(x).mean()

@@ -155,7 +155,8 @@ def _written(contents: Contents, line: Callable[[Any, str], str]) -> Iterator[st
         for key, before, now in contents.changed():
             # build may switch modes; what it traces is in the mode that it set
             if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, UnknownNumber))):
-                yield f"{type(owner).__name__}.{key}{_at(line(owner, key) or _line_of([now]))}"
+                shown = f"[{key!r}] of a dict" if owner is None else f"{type(owner).__name__}.{key}"
+                yield f"{shown}{_at(line(owner, key) or _line_of([now]))}"
     elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
