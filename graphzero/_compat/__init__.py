@@ -79,8 +79,11 @@ from graphzero._compat.objects import (
     local_of_dtensor,
     local_tensor,
     note_step,
+    redefines_torch,
     storage_id,
+    take_class,
     unhooked_step,
+    users_class,
 )
 from graphzero._compat.tracing import (
     ASSERT,
@@ -208,6 +211,9 @@ __all__ = [
     "timeout_of",
     "traced_from",
     "unhooked_step",
+    "users_class",
+    "redefines_torch",
+    "take_class",
     "unknown",
     "without_mkldnn",
     "without_modes",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.optim.optimizer as _shared_hooks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture needs it
@@ -122,3 +124,33 @@ def local_tensor(x: Tensor) -> Tensor:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Let ``optimizer`` pass for one that has stepped, else its scheduler warns about their order."""
     vars(optimizer)["_opt_called"] = True
+
+
+_KINDS = (Tensor, nn.Parameter, DTensor)
+_DEFINING = ("__torch_function__", "__torch_dispatch__")
+
+
+def users_class(x: Tensor) -> type | None:
+    """The class of the user's that a parameter or buffer is of; None for one of torch's."""
+    kind: type = getattr(type(x), "_users_class", type(x))
+    own = kind in _KINDS or issubclass(kind, DTensor) or kind.__module__.startswith("torch.")
+    return None if own else kind
+
+
+def redefines_torch(kind: type) -> bool:
+    """Whether a class of tensors says itself what torch's functions do with it."""
+    plain = [inspect.getattr_static(base, name) for base in (Tensor, nn.Parameter) for name in _DEFINING]
+    return any(inspect.getattr_static(kind, name) not in plain for name in _DEFINING)
+
+
+def take_class(x: Tensor, of: Tensor) -> None:
+    """Have ``x`` be of the user's class of ``of`` as well, with its methods."""
+    kind = users_class(of)
+    if kind is not None and not isinstance(x, kind):
+        x.__class__ = _joined(type(x), kind)
+
+
+@cache
+def _joined(own: type, kind: type) -> Any:
+    bases = (kind,) if issubclass(kind, own) else (own, kind)
+    return type(kind.__name__, bases, {"_users_class": kind, "__module__": kind.__module__})

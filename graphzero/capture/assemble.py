@@ -20,7 +20,7 @@ from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.placing.local_regions import finish_regions
 from graphzero.capture.placing.pins import mark
 from graphzero.capture.precision import check_masters
-from graphzero.capture.problems import check_modules, check_parameters, place_of, problem
+from graphzero.capture.problems import check_classes, check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finish import finish
 from graphzero.capture.rewrite.picks import pick_rows
@@ -72,6 +72,7 @@ class _Capture:
     def run(self) -> Captured:
         check_modules(self.root.named_modules())
         check_parameters(self.params)
+        check_classes({**self.params, **dict(self.root.named_buffers())})
         check_masters(self.step, self.params)
         for i, spec in enumerate(self.step.optimizers):
             updates_of.check(spec)

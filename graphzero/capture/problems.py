@@ -91,6 +91,19 @@ def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
             raise problem(f"{path} is TorchScript, which keeps its parameters and its code to itself", _SCRIPTED)
 
 
+def check_classes(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse parameters and buffers of classes that change what torch's functions do, as quantised weights are."""
+    for path, x in tensors.items():
+        kind = _compat.users_class(x)
+        if kind is not None and _compat.redefines_torch(kind):
+            raise problem(
+                f"{path} is a {kind.__name__}, a class of tensors that says itself what torch's functions do with it "
+                "(__torch_function__, __torch_dispatch__); a graph computes with plain tensors",
+                "hold a plain nn.Parameter in its place, or what it is made of as buffers, and compute with these in "
+                "forward",
+            )
+
+
 def check_parameters(params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that are not dense real numbers of a known shape."""
     for path, param in params.items():

@@ -108,6 +108,7 @@ def _scale_after(start: Start, grads: dict[str, Tensor], buffers: dict[str, Tens
 def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     made = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
     made.__dict__.update(vars(real))
+    _compat.take_class(made, real)
     for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
         made.register_hook(hook)
     return made

@@ -144,6 +144,8 @@ class Stepping:
         inner_states = [(inner, inner.state) for inner in self.inner if inner.state is not self.state]
         with _compat.undoing(lambda: put_all_back(self.kept)):
             started = [self._put(kept, put) for kept in self.kept]
+            for key, x in stand_ins.items():
+                _compat.take_class(x, self.owned[key])
             self._check_held(groups, state)
             started.append(DictContents(settings, (self.optimizer, "defaults")))
             started += [] if self.reads is None else [DictContents(vars(x), (x, "")) for x in stand_ins.values()]

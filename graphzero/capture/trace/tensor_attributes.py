@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,3 +38,15 @@ def tensor_attributes(reals: Reals, reads: Reads) -> Iterator[None]:
 
     with patched(Tensor, "__getattr__", read):
         yield
+
+
+def warn_of_new_attributes(fakes: Mapping[str, Tensor], before: Mapping[str, Collection[str]]) -> None:
+    """What build sets on a parameter or buffer it sets on a fake, once.  before: names of attributes, by path."""
+    names = [f"{path}.{name}" for path, fake in fakes.items() for name in vars(fake) if name not in before[path]]
+    shown = [name for name in names if not name.rpartition(".")[2].startswith("_")]  # torch's own notes on fakes
+    if shown:
+        warnings.warn(
+            f"build sets {', '.join(shown[:4])}, which has no effect: build runs once, to be written down as a graph. "
+            "Return the value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )

@@ -39,7 +39,7 @@ from graphzero.capture.trace.modes import UserCode, Watch
 from graphzero.capture.trace.reads import reading
 from graphzero.capture.trace.refusals import refusals
 from graphzero.capture.trace.surroundings import surroundings, untouched_optimizers
-from graphzero.capture.trace.tensor_attributes import tensor_attributes
+from graphzero.capture.trace.tensor_attributes import tensor_attributes, warn_of_new_attributes
 from graphzero.capture.trace.threads import others_wait
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir.source import line_of
@@ -151,6 +151,8 @@ class BuildTrace:
             ]
             buffers = [torch.empty(b.shape, dtype=b.dtype) for b in self.buffers.values()]
             key = torch.empty((), dtype=torch.int64)
+        for real, fake in zip((*self.params.values(), *self.buffers.values()), (*params, *buffers), strict=True):
+            _compat.take_class(fake, real)
         for real, fake in zip(self.params.values(), params, strict=True):
             for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
                 fake.register_hook(hook)
@@ -210,6 +212,7 @@ class BuildTrace:
         held = {**named_params, **named_buffers}
         reals = {**self.params, **self.buffers}
         stand_ins = {id(reals[name]): fake for name, fake in held.items()}
+        attributes = {name: frozenset(vars(fake)) for name, fake in held.items()}
         self.reals.update({id(fake): (reals[name], name) for name, fake in held.items()})
         versions = [fake._version for fake in batch]
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
@@ -236,6 +239,7 @@ class BuildTrace:
                 result = self.step.build(*args, **kwargs)
             now = self.bindings.buffers()
             self.bindings.refuse_state(self.kept, self.free, self.reads)
+        warn_of_new_attributes(held, attributes)
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():
             return self._results(result, named_params, {name: now[name] for name in named_buffers})

@@ -153,6 +153,7 @@ def like(new: Tensor, old: Tensor) -> Tensor:
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
+    _compat.take_class(new, old)
     if new.requires_grad:
         new._backward_hooks = old._backward_hooks
     return new
