@@ -6,8 +6,11 @@ import interrupts
 import pytest
 import torch
 from interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run
+from torch import nn
 
 import graphzero as gz
+from graphzero import _compat
+from graphzero.runtime.state.modules import replace, tensors
 
 
 @pytest.mark.parametrize("name", [name for name in WORKS if name not in ("first step", "compile", "check")])
@@ -78,3 +81,27 @@ def test_a_signal_handlers_error_in_a_first_call_leaves_nothing_changed():
     assert calls and gc.isenabled()
     assert interrupts.surroundings() == before
     assert abs(float(subject.graph(X)) - interrupts.LOSSES[0]) < 1e-6
+
+
+def test_a_tensor_that_an_interrupt_meets_as_it_is_replaced_stands_everywhere_or_nowhere():
+    def made():
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        layers[1].weight = layers[0].weight  # a tie
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+        layers(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        found = tensors({"model": layers})["model.0.weight"]
+        new = found.tensor.detach().clone()
+        work = _compat.cpu_by_default(lambda: replace(found, new, [optimizer]))
+        return layers, optimizer, work, found.tensor, new.clone()
+
+    places = interrupts.places_of(made()[2])
+    assert len(places) > 20
+    for at in places:
+        layers, optimizer, work, old, new = made()
+        error, where = interrupts.interrupted(work, at)
+        now, other = layers[0].weight, layers[1].weight
+        assert now is other and now.equal(new), where
+        assert any(p is now for p in optimizer.param_groups[0]["params"]), where
+        assert "momentum_buffer" in optimizer.state[now], where
+        assert now is old or old not in optimizer.state, where

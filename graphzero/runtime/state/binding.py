@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from graphzero import _compat
 from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
@@ -86,9 +87,15 @@ class _Binder:
         before, now, known = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
         was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
         laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
-        if laid.kept is not entry.tensor:
-            state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
-        state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
+        old, stays = entry.tensor, laid.kept is entry.tensor
+
+        def note_moved() -> None:
+            if stays or entry.tensor is not old:
+                state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
+
+        with _compat.undoing(note_moved):  # also where an interrupt comes when the tensor has been replaced
+            if not stays:
+                state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
         return self._ranks(node, laid)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -166,22 +167,28 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
     A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.  Its memory goes
     with the last tensor in it: a state dict or an array of numpy that somebody has taken keeps its values.
     """
-    old = found.tensor
-    new = like(new, old)
+    new = like(new, found.tensor)
+    stand_in = partial(_stand_in, found, found.tensor, new, {*optimizers, *_optimizers})
+    with _compat.undoing(stand_in):  # an interrupt finds it everywhere
+        stand_in()
+    return new
+
+
+def _stand_in(found: Found, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
     torn.follow(old, new)
     put(found, new)
-    for optimizer in {*optimizers, *_optimizers}:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+            optimizer.state[new] = optimizer.state[old]
+            del optimizer.state[old]
     for holder in list(_holders):
         holder.release(old)
     with torch.no_grad():
         old.grad = None
         old.data = old.detach().new_empty(0)
     found.tensor = new
-    return new
 
 
 def to_device(tensor: Tensor, device: torch.device) -> None:
