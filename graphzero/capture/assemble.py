@@ -26,8 +26,9 @@ from graphzero.capture.rewrite.finish import finish
 from graphzero.capture.rewrite.picks import pick_rows
 from graphzero.capture.rewrite.uses import insert_uses
 from graphzero.capture.spec import Captured, Entry, Inputs, StateSpec, Step
+from graphzero.capture.trace.attempts import trace_build
 from graphzero.capture.trace.threads import one_at_a_time
-from graphzero.capture.trace.trace import Slot, Traced, trace_build
+from graphzero.capture.trace.trace import Slot, Traced
 from graphzero.capture.update_writer import UpdateWriter
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed import Packed
@@ -280,4 +281,5 @@ class _Capture:
             spaces={**traced.spaces, **{label: held for one in self.steppings for label, held in one.spaces.items()}},
             free=[*traced.free, *(met for one in self.steppings for met in one.met())],
             carries=tuple(self.carries),
+            told=tuple(traced.told),
         )

@@ -192,6 +192,7 @@ class Captured:
     spaces: of those that stand elsewhere, as ``global train.SCALE`` does: label -> what has them as attributes.
     free: tensors that build has met anywhere else, and as what: see ``written``.
     carries: the numbers of parameter groups that the step changes.
+    told: the lines that go by the answer that build is being traced, which plain PyTorch is not.
     """
 
     packed: Packed
@@ -207,6 +208,7 @@ class Captured:
     least: Mapping[str, int] = field(default_factory=dict)
     spaces: Mapping[str, Any] = field(default_factory=dict)
     free: Sequence[tuple[Tensor, Any]] = ()
+    told: Sequence[str] = ()
     carries: Sequence[Carry] = ()
 
     @property

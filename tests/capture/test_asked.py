@@ -188,3 +188,20 @@ def test_a_large_table_of_known_numbers_is_not_computed_while_build_is_traced():
 
 def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_a_way_that_is_taken_only_because_build_is_traced_is_named_and_compared():
+    """By less than what counts as rounding in float32."""
+
+    def forward(self, h):
+        return h * 1.0001 if traced(h) else h if h.sum() > 0 else -h
+
+    step, plain = Step(forward), Step(lambda self, h: h if not traced(h) else h * 2)
+    with pytest.warns(
+        UserWarning, match=r"asks whether it is being traced \(tests/capture/test_asked.py:\d+ in forward\)"
+    ):
+        step(X)
+    report = gz.check(step, X)
+    assert not report and "captured" in str(report)
+    plain(X)
+    assert gz.check(plain, X)

@@ -28,7 +28,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import problem, problem_here, withdraw
 from graphzero.errors import CaptureError
-from graphzero.ir.source import user_frame
+from graphzero.ir.source import is_project, user_frame
 from graphzero.ops import CHECK
 
 CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced
@@ -183,7 +183,9 @@ class Looks:
 
     def text(self, x: Tensor, *_: Any, **__: Any) -> str:
         frame = caller()
-        if frame is not None and not (frame.f_globals.get("__package__") or "").startswith("torch"):
+        if frame is not None and is_project(
+            frame.f_globals.get("__name__")
+        ):  # a library's is a check's message, mostly
             self.texts[user_frame()] = None
         return f"tensor(..., size={tuple(x.shape)}, dtype={x.dtype})"
 
@@ -280,5 +282,7 @@ class Looks:
         return True
 
     def _checked(self, condition: Any, kind: str, message: Any) -> None:
+        before = dict(self.texts)
         said = str(message() if callable(message) else message or "a check is not met")
+        self.texts = before
         self.check(condition.tensor if type(condition) is Number else condition, f"{kind}: {said}")

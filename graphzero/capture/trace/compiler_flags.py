@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError
+from graphzero.ir.source import line_of
 
 _ATTEMPTS = 6  # at most, in which a place learns yes by itself; then all do
 _Calls = tuple[tuple[CodeType, int], ...]  # innermost first
@@ -30,28 +31,36 @@ class Asked:
         self.yes: set[_Calls] = set()
         self.always, self.attempts = False, 0
         self.no: dict[_Calls, list[int]] = {}
+        self.told: dict[str, None] = {}  # the lines that have gone by the answer yes in this attempt
 
     @_compat.contextmanager
     def answering(self) -> Iterator[None]:
         """While this is open, one attempt is made."""
-        self.no = {}
+        self.no, self.told = {}, {}
         with _compat.is_compiling(), _compat.answers_whether_traced(self._answer):
             yield
 
     def _answer(self, asker: FrameType) -> bool:
         """Whether build is being traced, for the frame that asks."""
-        if self.always or f"{asker.f_globals.get('__name__')}.".startswith("torch."):
+        if f"{asker.f_globals.get('__name__')}.".startswith("torch."):
             return True
+        if self.always:
+            return self._tell(asker)
         frames: list[FrameType] = []
         frame: FrameType | None = asker
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back if frame.f_code is not self.build else None
         calls = tuple((frame.f_code, frame.f_lasti) for frame in frames)
-        if any(calls[:n] in self.yes for n in range(1, len(calls) + 1)):
-            return True
+        told = next((frame for n, frame in enumerate(frames, 1) if calls[:n] in self.yes), None)
+        if told is not None:
+            return self._tell(told)
         self.no[calls] = [id(frame) for frame in frames]
         return False
+
+    def _tell(self, frame: FrameType) -> bool:
+        self.told[line_of(frame.f_code, frame.f_lineno)] = None
+        return True
 
     def learns(self, error: Exception) -> bool:
         """Whether build is to be traced again, with another answer than the one that ended in ``error``.

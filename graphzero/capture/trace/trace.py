@@ -7,8 +7,8 @@ model and a split one trace alike; nothing real is touched.
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ from graphzero.capture.rewrite.functionalize import functional
 from graphzero.capture.spec import LOSS_SCALE, Inputs, Step
 from graphzero.capture.trace.bindings import Bindings
 from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.compiler_flags import Asked, is_raised
+from graphzero.capture.trace.compiler_flags import Asked
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.capture.trace.gradients import Gradients
 from graphzero.capture.trace.modes import UserCode, Watch
@@ -67,6 +67,7 @@ class Traced:
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
     fixed: dict[str, float] = field(default_factory=dict)  # float inputs that build was given as they are
     goes_by_values: bool = False  # whether it is to be given all of them so
+    told: Iterable[str] = ()  # the lines that go by the answer that build is being traced
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -79,41 +80,6 @@ class Slot:
     """A place among the tensor outputs of build."""
 
     index: int
-
-
-def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
-    """A step's build.
-
-    Its float inputs are symbols of finite numbers, or, where it goes by their values in ways that no symbol can follow,
-    these values, for which alone the trace holds.
-    """
-    values = {leaf.name: leaf.raw for leaf in inputs.floats}
-    if not all(map(math.isfinite, values.values())):
-        return _traced(step, root, inputs, values)
-    try:
-        traced = _traced(step, root, inputs, {})
-    except Exception:
-        if not values:
-            raise
-        return _traced(step, root, inputs, values)  # works, or fails as plain PyTorch does
-    return _traced(step, root, inputs, values) if traced.goes_by_values else traced
-
-
-def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> Traced:
-    """Build traced as often as it takes to learn where it must be told that it is being traced."""
-    asked, refused = Asked(getattr(step.build, "__code__", None)), None
-    while True:
-        try:
-            return BuildTrace(step, root, inputs, asked, fixed).run()
-        except GraphZeroError as error:
-            refused = refused or error
-            if not asked.learns(error):
-                raise
-        except Exception as error:
-            if not asked.learns(error):
-                if refused is None or is_raised(error):
-                    raise
-                raise refused from error  # the way that is not plain PyTorch's leads nowhere
 
 
 class BuildTrace:

@@ -1,0 +1,61 @@
+"""The user's build, traced as often as it takes to learn what it must be told, and what its float inputs are to it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from torch import nn
+
+from graphzero.capture.spec import Inputs, Step
+from graphzero.capture.trace.compiler_flags import Asked, is_raised
+from graphzero.capture.trace.trace import BuildTrace, Traced
+from graphzero.errors import GraphZeroError
+
+
+def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
+    """A step's build, with one warning where it may be another function than plain PyTorch's."""
+    traced = _with_floats(step, root, inputs)
+    if traced.told:
+        warnings.warn(
+            f"build of {step.name} asks whether it is being traced ({', '.join([*traced.told][:4])}) and was told yes, "
+            "for otherwise it goes by values that a graph does not have. What it does then need not be what plain "
+            "PyTorch computes: gz.check(graph, *inputs) compares the two",
+            stacklevel=6,
+        )
+    return traced
+
+
+def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
+    """Build with its float inputs: symbols of finite numbers, or, where it goes by their values in ways that no symbol
+    can follow, these values, for which alone the trace holds.
+    """
+    values = {leaf.name: leaf.raw for leaf in inputs.floats}
+    if not all(map(math.isfinite, values.values())):
+        return _traced(step, root, inputs, values)
+    try:
+        traced = _traced(step, root, inputs, {})
+    except Exception:
+        if not values:
+            raise
+        return _traced(step, root, inputs, values)  # works, or fails as plain PyTorch does
+    return _traced(step, root, inputs, values) if traced.goes_by_values else traced
+
+
+def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> Traced:
+    """Build traced as often as it takes to learn where it must be told that it is being traced."""
+    asked, refused = Asked(getattr(step.build, "__code__", None)), None
+    while True:
+        try:
+            traced = BuildTrace(step, root, inputs, asked, fixed).run()
+            traced.told = asked.told
+            return traced
+        except GraphZeroError as error:
+            refused = refused or error
+            if not asked.learns(error):
+                raise
+        except Exception as error:
+            if not asked.learns(error):
+                if refused is None or is_raised(error):
+                    raise
+                raise refused from error  # the way that is not plain PyTorch's leads nowhere
