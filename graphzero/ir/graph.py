@@ -42,10 +42,12 @@ class StepGraph:
             "boxed" (every op reads operands in an SBP it allows), "lowered" (boxes are collectives),
             "local" (sizes in arguments are this rank's).
         stated: whether types are only what a text says; ``verify`` computes them, before anything else is done.
+        is_read: whether it, or what passes made it of, was read from a text; its indices may be anything then.
     """
 
     def __init__(self, name: str, placement: Placement, graph: Graph, level: str = "captured", stated: bool = False):
         self.name, self.placement, self.graph, self.level, self.stated = name, placement, graph, level, stated
+        self.is_read = stated
         self._module: GraphModule | None = None
         self._analyses: dict[Any, Any] = {}
         self._facts: list[Any] = []  # of the graph that they are of
@@ -149,7 +151,9 @@ class StepGraph:
                 break
             made[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
             made[node].meta = {**node.meta}
-        return StepGraph(self.name, self.placement, graph, self.level, self.stated)
+        copy = StepGraph(self.name, self.placement, graph, self.level, self.stated)
+        copy.is_read = self.is_read
+        return copy
 
     def with_axes(self, placement: Placement, origins: Sequence[int | None]) -> StepGraph:
         """A copy of a captured graph for a placement with other axes.

@@ -69,7 +69,7 @@ class Shelf:
     def put(self, graph: StepGraph) -> Packed:
         """The graph as it is now; the same object as the last time where nothing has changed since."""
         facts = {node: _facts(node) for node in graph.nodes}
-        about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated)
+        about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read)
         new = [node for node, found in facts.items() if not self._has(node, found)]
         last = self._last
         is_same = not new and last is not None and all(map(is_, about, last.about))
@@ -115,10 +115,11 @@ def _may_change(x: Any) -> bool:
 class Packed:
     """A copy of a graph as it was: what a ``Shelf`` takes, or ``Packed.of(graph)``."""
 
-    __slots__ = ("_kept", "_level", "_name", "_order", "_pieces", "_placement")
+    __slots__ = ("_is_read", "_kept", "_level", "_name", "_order", "_pieces", "_placement")
 
     def __init__(self, graph: StepGraph, kept: _Kept, order: array[int]) -> None:
         self._name, self._placement, self._level = graph.name, graph.placement, graph.level
+        self._is_read = graph.is_read
         self._kept, self._pieces = kept, len(kept.pieces)
         self._order = zlib.compress(order.tobytes(), FAST)
 
@@ -138,7 +139,9 @@ class Packed:
         for row, node in zip(order, graph.nodes, strict=True):
             args, kwargs, node.meta = bodies[row]
             _compat.set_arguments(node, args, kwargs)
-        return StepGraph(self._name, self._placement, graph, self._level)
+        made = StepGraph(self._name, self._placement, graph, self._level)
+        made.is_read = self._is_read
+        return made
 
     def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
         """What was written of all rows until then, also of those that are not in this graph."""

@@ -24,6 +24,7 @@ from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
+from graphzero.runtime.execute.guard import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import Calls
@@ -72,7 +73,8 @@ class Executor:
         checking: bool = False,
     ):  # fmt: skip
         examine(graph)
-        written, compiler = graph, COMPILERS.get(kind)
+        self._guard = guarded() if graph.is_read else nullcontext()
+        written, compiler = graph, None if graph.is_read else COMPILERS.get(kind)
         calls = compiler(world) if compiler is not None else None
         if calls is not None:
             graph = join(graph)
@@ -204,7 +206,7 @@ class Executor:
         at = -1
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
         no_autocast = _no_autocast(casting) if casting else nullcontext()
-        with torch.no_grad(), _compat.below_autograd(), no_autocast:
+        with torch.no_grad(), _compat.below_autograd(), no_autocast, self._guard:
             try:
                 self._host(envs, numbers)
                 at = 0
