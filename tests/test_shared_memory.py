@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -142,6 +144,22 @@ def test_tensors_that_share_a_storage_or_are_only_read_train_as_in_plain_pytorch
         optimizer.step()
         torch.testing.assert_close(graph(ids), loss.detach())
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@STAGES
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_parameter_in_memory_that_can_only_be_read_is_refused_and_a_frozen_one_is_read(
+    stage: int, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "weight.npy", np.ones((8, 4)))
+    model = Words()
+    model.head.weight = nn.Parameter(torch.from_numpy(np.load(tmp_path / "weight.npy", mmap_mode="r")))
+    graph = Train(model, adam(model), stage)
+    with pytest.raises(ConfigError, match="parameter model.head.weight lies in memory that can only be read"):
+        graph(torch.arange(8))
+    model.head.weight.requires_grad_(False)
+    Train(model, adam(model), stage)(torch.arange(8))
+    assert bool((model.head.weight == 1).all())
 
 
 def test_memory_that_tensors_come_to_share_between_two_calls_is_noticed() -> None:

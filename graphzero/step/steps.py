@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.errors import ConfigError
 from graphzero.logs import event, is_on, phase, working
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.state import preflight
@@ -39,11 +40,19 @@ class Steps:
     def _bind_anew(self, prepared: Prepared) -> None:
         program, state = prepared.program, prepared.call.state
         captured, found = program.captured, state.tensors()
-        self.source.ranks.agree_on(
+        ranks = self.source.ranks
+        shared = ranks.agree_on(
             BIND,
             lambda: preflight.check(state, program.graph, captured.states, found),
             lambda _: preflight.facts(state, captured.states, captured.constants, found, program.repeated),
+            needs=bool,
         )
+        if ranks.active and ranks.is_needed:
+            try:
+                preflight.check_ranks_apart(ranks.ids, ranks.collect(shared))
+            except ConfigError as error:  # on all ranks, which know the same
+                state.apart.clear()
+                raise ranks.by_all(error, ranks.ids[0]) from None
         with phase("code"):
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):

@@ -4,12 +4,15 @@ import copy
 import functools
 import importlib.util
 import tempfile
+import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from process_toys import Train, eager, make, raises, same, sgd, share
 from processes import slow
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel
@@ -98,6 +101,38 @@ def check_parameters_that_share_memory_are_refused_at_every_stage_and_expanded_b
         model.last.register_buffer("scale", torch.tensor([float(dist.get_rank())]).expand(3))
         graph(*share(0))
         assert not model.last.scale.any()
+
+
+def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_writes_it():
+    folder = Path(tempfile.gettempdir())
+    if dist.get_rank() == 0:
+        np.save(folder / "weight.npy", np.zeros((3, 5)))
+        torch.zeros(3, 5, dtype=torch.float64).numpy().tofile(folder / "shared")
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that the array cannot be written
+        read_only = torch.from_numpy(np.load(folder / "weight.npy", mmap_mode="r"))
+    for stage in (0, 3):
+        model = make(0)
+        model.last.weight = nn.Parameter(read_only)
+        graph = Train(model, sgd(model), stage)
+        raises(
+            ConfigError,
+            "parameter model.last.weight lies in memory that can only be read",
+            functools.partial(graph, *share(0)),
+        )
+        mapped = torch.from_file(str(folder / "shared"), shared=True, size=15, dtype=torch.float64).view(3, 5)
+        model.last.weight = nn.Parameter(mapped)
+        graph = Train(model, sgd(model), stage)
+        if stage == 3:
+            graph(*share(0))
+        else:
+            what = "model.last.weight of rank 0 and the parameter model.last.weight of rank 1 lie in one memory"
+            for _ in range(2):
+                raises(ConfigError, what, functools.partial(graph, *share(0)))
+            model.last.weight.data = mapped.clone()
+            graph(*share(0))
+        dist.barrier()
 
 
 def in_one_buffer(tensors):

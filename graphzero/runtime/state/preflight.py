@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
@@ -21,17 +21,22 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.replicated import arithmetic
 from graphzero.runtime.state.bound import Spec
 from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state.mappings import places
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.placed import check_apart, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
+from graphzero.runtime.tensors.shards import is_whole
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
 
-def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> None:
-    """Raise ConfigError for a tensor without values or a state that does not fit, CaptureError for states that do not
-    belong to one step."""
+def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> dict[str, str]:
+    """Raise ConfigError for a tensor without values, a state that does not fit, or memory that a step cannot write;
+    CaptureError for states that do not belong to one step.
+
+    Returns what a step writes in memory that other processes may have too, and which memory that is.
+    """
     for node in graph.placeholders("param", "buffer"):
         role = value.role_of(node)
         assert role is not None
@@ -45,7 +50,21 @@ def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[
                 held_states[spec] = held
     for counted in counts.values():
         _check_equal(state, counted, found)
-    _check_apart(state, graph, held_states, found)
+    return _check_memory(state, graph, held_states, found)
+
+
+def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise ConfigError where two ranks would write to one memory.  everyone: what ``check`` has returned on each."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, shared in zip(ranks, everyone, strict=True):
+        for name, place in shared.items():
+            other, its = known.setdefault(place, (rank, name))
+            if other != rank:
+                raise ConfigError(
+                    f"the {its} of rank {other} and the {name} of rank {rank} lie in one memory, as "
+                    "torch.multiprocessing hands tensors over, and each rank would write its update there; give each "
+                    "process its own before the optimizer is made: model = copy.deepcopy(model)"
+                )
 
 
 def facts(
@@ -114,23 +133,38 @@ def count_of(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
     return (0.0 if spec.born else spec.fill) if held is None else held
 
 
-def _check_apart(state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, Found]) -> None:
-    """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own.
+def _check_memory(
+    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, Found]
+) -> dict[str, str]:
+    """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own to write.
 
-    states: of optimizers, but for counts.
+    states: of optimizers, but for counts.  Returns what ``check`` does, if it has not been returned already.
     """
     locals_ = map(_compat.local_tensor, chain((entry.tensor for entry in found.values()), states.values()))
-    places = [(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in locals_ if x.layout is torch.strided]
-    if state.apart.get(graph) == places:
-        return
+    lie = [(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in locals_ if x.layout is torch.strided]
+    if state.apart.get(graph) == lie:
+        return {}
     tensors = {name_of_tensor(entry): entry.tensor for entry in found.values()}
-    written = {name for name, x in tensors.items() if x.requires_grad}
-    for node in graph.placeholders("param", "buffer"):
-        if node.name in graph.updates:
-            written.add(name_of_tensor(found[node.meta["role"].of]))
+    updated = {name_of_tensor(found[node.meta["role"].of]): node for node in _updated(graph)}
     named = {name_of(spec): held for spec, held in states.items()}
-    check_apart(tensors | named, written | named.keys())
-    state.apart[graph] = places
+    written = {name for name, x in tensors.items() if x.requires_grad} | updated.keys() | named.keys()
+    check_apart(tensors | named, written)
+    foreign = places(tensors | named)
+    takes = state.ranks.active
+    for name, place in foreign.items():
+        if not place.can_write and (name in written or takes):
+            raise ConfigError(
+                f"the {name} lies in memory that can only be read, a file mapped so or the like, and a step writes to "
+                f"it{', or rank 0 gives it its values' * takes}; give it its own: p.data = p.data.clone()"
+            )
+    state.apart[graph] = lie
+    whole = {name for name, node in updated.items() if is_whole(value.nd_of(node))} | named.keys()
+    return {name: place.shared for name, place in foreign.items() if place.shared and name in whole}
+
+
+def _updated(graph: StepGraph) -> list[fx.Node]:
+    """The parameters and buffers that a program writes."""
+    return [node for node in graph.placeholders("param", "buffer") if node.name in graph.updates]
 
 
 def _check_state(held: Any, spec: Spec, counts: bool) -> None:

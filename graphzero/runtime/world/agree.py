@@ -112,6 +112,7 @@ class Ranks:
         self.waited = 0.0
         self._asks: dict[Matter, int] = {}  # hashes
         self._agreed_in = 0  # generation of the communicator
+        self.is_needed = False  # see ``agree_on``
         self.raised_by_all = 0  # id of the last error that all raised
         self.ids: list[int] = sorted(placement.ranks.ravel().tolist())  # in the order of their group
 
@@ -171,10 +172,14 @@ class Ranks:
             self._asks[matter] = digest(self.who, matter.asked, matter.about)
         return self._asks[matter]
 
-    def agree_on(self, matter: Matter, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    def agree_on(
+        self, matter: Matter, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]],
+        needs: Callable[[T], bool] = lambda made: False,
+    ) -> T:  # fmt: skip
         """What ``make`` makes, without other ranks, if it fails on none of them and its facts are the same on all.
 
         facts: of what has been made, by name; asked for only where ranks talk.
+        needs: whether what has been made needs more of all ranks; ``is_needed`` is then whether any rank's does.
         """
         made: T | None = None
         found: Mapping[str, str] = {}
@@ -184,7 +189,9 @@ class Ranks:
             found = facts(made) if self.active else found
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
-        self.agree(matter, digest(*found, *found.values()), lambda: found, failure)
+        need = failure is None and needs(cast(T, made))
+        agreed = self.agree(matter, digest(*found, *found.values()), lambda: found, failure, needs=(need,))
+        self.is_needed = agreed.needs[0]
         return cast(T, made)
 
     def share(self, make: Callable[[], Any]) -> Any:
