@@ -27,6 +27,20 @@ def has_own_kernel(op: torch._ops.OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
 
 
+@cache
+def functional_form(method: Any) -> Any:
+    """Of a method that writes in place by another op, as ``Tensor.square_``, which functionalization does not know: the
+    one that returns its result.  None for any other."""
+    name = getattr(method, "__name__", "")
+    if not name.endswith("_") or name.startswith("__") or getattr(torch.Tensor, name, None) is not method:
+        return None
+    packet = op_packet("aten", name)
+    names = [] if packet is None else [getattr(packet, one).name() for one in packet.overloads()]
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_made_up = bool(names) and all(composite(one, "CompositeImplicitAutograd") for one in names)
+    return getattr(torch.Tensor, name[:-1], None) if is_made_up else None
+
+
 def makes_tensors_of_numbers(op: torch._ops.OpOverload) -> bool:
     """Whether a number may be given to ``op`` where its schema says a tensor."""
     return bool(torch._C._should_allow_numbers_as_tensors(op._opname))

@@ -110,6 +110,21 @@ def is_traced_after(x: Tensor, node: Any) -> bool:
     return made is not None and (node is None or made > node)
 
 
+def traced_call(x: Tensor) -> Any:
+    """What makes ``x`` in the graph that is being written, equal where it is made alike; else something of its own."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    made: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda held: held.proxy.node)
+    return object() if made is None else (made.target, str(made.args), str(made.kwargs))
+
+
+def functional_value(x: Tensor) -> Tensor:
+    """What a tensor under ``torch.func.functionalize`` is now."""
+    if not torch._C._functorch.is_functionaltensor(x):
+        return x
+    torch._sync(x)
+    return torch._from_functional_tensor(x)
+
+
 def traced_from(x: Tensor) -> set[int] | None:
     """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]

@@ -78,11 +78,13 @@ class Train(gz.Graph):
         return len(self._selection.programs.all)
 
 
-def eager_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Tensor:
+def eager_step(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, size: float = 1.0
+) -> Tensor:  # fmt: skip
     x, y = batch(step)
     for optimizer in optimizers:
         optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
+    loss = F.mse_loss(model(x * size), y)
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()

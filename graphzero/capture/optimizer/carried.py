@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
+from graphzero.capture.host_values.number import Number
 from graphzero.capture.optimizer.hyper import OF_STATE, Carried, Carry, Hyper, baked_of_group, is_number, of_group
 from graphzero.capture.optimizer.initial_state import changed_numbers
 from graphzero.capture.optimizer.member import Member
@@ -111,6 +112,8 @@ def changed_of_group(
             if isinstance(old, (torch.SymInt, torch.SymFloat)) or key not in before or old != new:
                 found.append(key)
         elif not _is_same(old, new):
+            if isinstance(new, Number):
+                raise _from_values(optimizer, key)
             kind = "a tensor" if isinstance(new, Tensor) else f"a {type(new).__name__}"
             raise problem(
                 f"{type(optimizer).__name__}.step() changes param_groups[...][{key!r}], {kind}, which a graph holds "
@@ -156,11 +159,7 @@ def carry_of(
             copies[node] = graph.placeholder(f"number_{len(roles)}")
             roles.append(inputs[node][1].role)
         elif node.op == "placeholder" or isinstance(node.meta.get("val"), Tensor):
-            raise problem(
-                f"{type(optimizer).__name__}.step() computes the Python number {_place(key)} from values "
-                "of tensors (.item(), float(t))",
-                "keep it in optimizer.state as a 0-d tensor and change it in place",
-            )
+            raise _from_values(optimizer, key)
         else:
             copies[node] = graph.node_copy(node, lambda x: copies[x])
     graph.output(copies[made] if isinstance(made, fx.Node) else made)
@@ -183,6 +182,14 @@ def paths_of(carry: Carry, members: Iterable[Member]) -> Carry:
     is_held = carry.key.startswith(OF_STATE)
     paths = [m.path for m in members if is_held and m.group == carry.group and key in m.numbers]
     return replace(carry, paths=tuple(paths))
+
+
+def _from_values(optimizer: torch.optim.Optimizer, key: str) -> CaptureError:
+    return problem(
+        f"{type(optimizer).__name__}.step() computes the Python number {_place(key)} from values of tensors (.item(), "
+        "float(t))",
+        "keep it in optimizer.state as a 0-d tensor and change it in place",
+    )
 
 
 def _place(key: str) -> str:

@@ -33,6 +33,10 @@ class HostNumbers(TorchFunctionMode):
             for x, end in zip(args[0], args[1], strict=True):
                 x.lerp_(end, args[2].to(x.dtype))
             return args[0]
+        if isinstance(out := kwargs.get("out"), Tensor):
+            return out.copy_(func(*args, **{key: x for key, x in kwargs.items() if key != "out"}))
+        if (plain := _compat.functional_form(func)) is not None:
+            return args[0].copy_(plain(*args, **kwargs))
         factor = kwargs.get("value", kwargs.get("alpha"))
         if isinstance(factor, Tensor):
             x, *rest = args

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from graphzero import _compat
 from graphzero.capture.objects.entries import Entries
+from graphzero.capture.optimizer.branches import ALL, Outcomes, Ways, written
 from graphzero.capture.optimizer.carried import (
     carried,
     carry_of,
@@ -34,7 +35,6 @@ from graphzero.capture.optimizer.member import Member, marks_of
 from graphzero.capture.optimizer.plain_module import plain_module
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import problem
-from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
 from graphzero.ir.storage.overlap import Regions
@@ -173,7 +173,7 @@ def _stepped_states(
         state: dict[Any, Any] = defaultdict(dict)
         try:
             with stepping.on(groups, state, stand_ins, mode):
-                stepping.take()
+                stepping.take(Outcomes((), lambda x: ALL))
         except CaptureError:
             raise
         except KeyError:  # state made by __init__ only
@@ -254,20 +254,21 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
                     values.append(torch.empty(entry[1], dtype=member.stepped(entry[0])))
     results: list[tuple[Any, ...]] = []
 
-    def program(*given: Any) -> list[Any]:
-        results.clear()
-        named = dict(zip(labels, given, strict=True))
-        for label, number in named.items():
+    def program(step: Ways, *given: Any) -> list[Any]:
+        for label, number in zip(labels, given, strict=True):
             if label[0] == "hyper":
                 numbers[label[1].group][label[1].key] = number
-        return _step(stepping, members, numbers, named, results, mode)
+        made = step(given, lambda tensors, outcomes: _step(
+            stepping, members, numbers, dict(zip(labels, tensors, strict=True)), outcomes, mode))  # fmt: skip
+        results[:] = made
+        return list(made.values())
 
+    paths = [None if label[0] == "hyper" else label[1] for label in labels]
     try:
         counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
         numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(stepping.optimizer))
         with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
-            traced = torch.func.functionalize(program, remove="mutations")
-            module = _compat.make_fx(traced, decompositions.TABLE)(*values)
+            module = written(program, values, paths, stepping.name)
     except CaptureError:
         raise
     except Exception as error:
@@ -282,8 +283,9 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
 
 def _step(
     stepping: Stepping, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
-    results: list[tuple[Any, ...]], mode: _compat.FakeTensorMode,
-) -> list[Any]:  # fmt: skip
+    outcomes: Outcomes, mode: _compat.FakeTensorMode,
+) -> dict[tuple[Any, ...], Any]:  # fmt: skip
+    """What comes of a step, by ("param", path, ""), ("state", path, key) and ("number", group, key)."""
     params: list[Any] = []
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for member in members:
@@ -300,29 +302,25 @@ def _step(
     groups = _groups(stepping, stand_ins, numbers)
     before = [dict(group) for group in groups]
     with stepping.on(groups, state, stand_ins, mode):
-        stepping.take()
-    out = []
+        stepping.take(outcomes)
+    made: dict[tuple[Any, ...], Any] = {}
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
         for key in changed_of_group(stepping.optimizer, old, new):
-            results.append(("number", g, key))
-            out.append(new[key])
+            made["number", g, key] = new[key]
     for g, key in sorted({(member.group, key) for member in members for key in member.numbers}):
         held = [state[p][key] for m, p in zip(members, params, strict=True) if m.group == g and key in m.numbers]
-        results.append(("number", g, OF_STATE + key))
-        out.append(number_of_states(stepping.optimizer, key, held))
+        made["number", g, OF_STATE + key] = number_of_states(stepping.optimizer, key, held)
     for member, param in zip(members, params, strict=True):
         if extra := ", ".join(sorted(set(state[param]) - set(member.states) - member.numbers)):
             raise problem(
                 f"{stepping.name} makes more state after its first step: {extra}",
                 "make all state in the first step",
             )
-        results.append(("param", member.path, ""))
-        out.append(param)
+        made["param", member.path, ""] = param
         for key, entry in state[param].items():
             if isinstance(entry, Tensor):
-                results.append(("state", member.path, key))
-                out.append(entry.to(member.stepped(member.states[key][0])))  # type: ignore[index]
-    return out
+                made["state", member.path, key] = entry.to(member.stepped(member.states[key][0]))  # type: ignore[index]
+    return made
 
 
 def _read(

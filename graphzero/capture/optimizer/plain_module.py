@@ -18,6 +18,11 @@ def plain_module(module: fx.GraphModule) -> fx.GraphModule:
             module.graph.erase_node(node)
         elif node.op == "get_attr":
             _write_out(module, node)
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise problem(
+                f"an optimizer's step draws random numbers ({node.target}), which each rank would draw for itself",
+                "draw them before the first step, into optimizer.state, or in build",
+            )
     return module
 
 

@@ -24,6 +24,7 @@ from graphzero import _compat
 from graphzero.capture.objects.changes import changes_of
 from graphzero.capture.objects.contents import Contents, DictContents, TensorContents, put_all_back
 from graphzero.capture.objects.untouched import contents_behind
+from graphzero.capture.optimizer.branches import Outcomes
 from graphzero.capture.optimizer.fused_steps import FusedSteps
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
@@ -192,13 +193,13 @@ class Stepping:
                 stack.enter_context(_Ops(self, free))
             yield
 
-    def take(self) -> None:
-        """A step, as it is written down."""
+    def take(self, outcomes: Outcomes) -> None:
+        """A step, as it is written down; what it asks of values turns out as ``outcomes`` says."""
         kinds = dict.fromkeys(map(type, (self.optimizer, *self.inner)))
         with ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(symbolic_math(kind))
-            for mode in (HostNumbers(), FusedSteps()):
+            for mode in (HostNumbers(), FusedSteps(), outcomes):
                 stack.enter_context(mode)
             self.take_real()
 

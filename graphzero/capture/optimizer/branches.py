@@ -1,0 +1,207 @@
+"""A step that looks at values, ``if norm > 1:``, ``norm.item()``: every way that it may go is written down.
+
+``step`` is run once for each outcome of its conditions, from the same beginning, and ``torch.where`` chooses among what
+comes of it.  Conditions that follow from one parameter's values decide for that parameter alone, so parameters take
+their ways side by side; one that follows from several decides for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from graphzero import _compat
+from graphzero.capture.host_values.number import Number
+from graphzero.capture.problems import problem, problem_here
+from graphzero.capture.rewrite import decompositions
+from graphzero.errors import CaptureError
+
+MOST = 16  # ways that are written down
+ALL = ""  # whom a condition decides for that follows from values of several parameters
+Way = tuple[bool, ...]
+Label = tuple[Any, ...]
+
+
+def _close(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.isclose(*args, **kwargs).all()
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y).all() if x.shape == y.shape else torch.zeros((), dtype=torch.bool)
+
+
+_COMPARE: Mapping[Any, Callable[..., Tensor]] = {
+    torch.allclose: _close, Tensor.allclose: _close, torch.equal: _same, Tensor.equal: _same
+}  # fmt: skip
+_TAKEN: Mapping[Any, str] = {
+    Tensor.__float__: "float()", Tensor.__int__: "int()", Tensor.__index__: "an index or size",
+    Tensor.tolist: "tolist()", Tensor.numpy: "numpy()", Tensor.__array__: "numpy",
+}  # fmt: skip
+
+
+class BranchMetError(BaseException):
+    """A step that was traced as if it looked at no value does."""
+
+
+class SharedConditionError(BaseException):
+    """A condition that was taken to be of one parameter follows from values of several."""
+
+
+class Outcomes(TorchFunctionMode):
+    """While it is on, conditions turn out as ``way`` says, one after another, and true beyond that.
+
+    way: None to raise BranchMetError.  owner_of: the parameter for which a condition decides.
+    """
+
+    def __init__(self, way: Way | None, owner_of: Callable[[Tensor], str]) -> None:
+        super().__init__()
+        self.way, self.owner_of, self.taker = way, owner_of, ""
+        self.asked: dict[str, list[Tensor]] = {}
+        self.known: dict[Any, bool] = {}  # by what was asked: an equal condition turns out alike
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__:
+            return self.truth(args[0])
+        if func is Tensor.item:
+            x = args[0].reshape(())
+            return Number(x.double() if x.is_floating_point() else x.clone(), self)
+        if func in _COMPARE:
+            return self.truth(_COMPARE[func](*args, **(kwargs or {})))
+        if func in _TAKEN:
+            raise self.problem(f"{_TAKEN[func]} of a tensor", args[0])
+        if any(isinstance(x, Number) for x in pytree.tree_leaves((args, kwargs))):
+            return Number.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def truth(self, x: Tensor) -> bool:
+        if self.way is None:
+            raise BranchMetError
+        owner, condition = self.owner_of(x), _compat.traced_call(_compat.functional_value(x))
+        if condition not in self.known:
+            held = self.asked.setdefault(owner, [])
+            held.append(x.reshape(()) != 0)
+            self.known[condition] = self.way[len(held) - 1] if len(held) <= len(self.way) else True
+        return self.known[condition]
+
+    def text(self, x: Any) -> str:
+        return f"tensor of shape {list(x.shape)}"
+
+    def problem(self, what: str, x: Tensor) -> CaptureError:
+        return problem_here(
+            f"an optimizer's step takes the value of a tensor: {what}",
+            "compute with the tensor, or with .item() by arithmetic and comparisons alone",
+        )
+
+
+# What comes of a step, by label: of the inputs of the trace, and how it is run on them.
+Ways = Callable[[Sequence[Any], Callable[[Sequence[Any], Outcomes], dict[Label, Any]]], dict[Label, Any]]
+
+
+def written(program: Callable[..., list[Any]], values: list[Any], paths: list[str | None], name: str) -> fx.GraphModule:
+    """``program(ways, *values)`` as a graph.
+
+    paths: of the parameter that each of ``values`` belongs to.  name: of the optimizer.
+    """
+
+    def owner_of(x: Tensor) -> str:
+        found = {paths[i] for i in _compat.traced_from(_compat.functional_value(x)) or ()}
+        if len(found - {None}) != 1:
+            raise SharedConditionError
+        (owner,) = found - {None}
+        return str(owner)
+
+    def once(given: Sequence[Any], step: Any) -> dict[Label, Any]:
+        made: dict[Label, Any] = step(given, Outcomes(None, lambda x: ALL))
+        return made
+
+    def by(owner: Callable[[Tensor], str]) -> Ways:
+        def each(given: Sequence[Any], step: Any) -> dict[Label, Any]:
+            def anew(outcomes: Outcomes) -> dict[Label, Any]:
+                made: dict[Label, Any] = step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
+                return made
+
+            return merged(anew, owner, name)
+
+        return each
+
+    ways = [once, by(owner_of), by(lambda x: ALL)]
+    for i, way in enumerate(ways):
+        traced = torch.func.functionalize(partial(program, way), remove="mutations")
+        try:
+            return _compat.make_fx(traced, decompositions.TABLE)(*values)
+        except (BranchMetError, SharedConditionError):
+            if i == len(ways) - 1:
+                raise
+    raise AssertionError
+
+
+@dataclass
+class _Run:
+    """What came of a step on one way: by label, and the conditions that it met."""
+
+    results: dict[Label, Any]
+    asked: Mapping[str, list[Tensor]]
+
+
+def merged(
+    step: Callable[[Outcomes], dict[Label, Any]], owner_of: Callable[[Tensor], str], name: str
+) -> dict[Label, Any]:  # fmt: skip
+    """What comes of a step whichever way it goes.
+
+    step: from the same beginning each time; its results by label, of which the second entry is the parameter.
+    """
+    runs: dict[Way, _Run] = {}
+
+    def explore(way: Way) -> None:
+        if len(runs) == MOST:
+            raise problem(
+                f"{name}.step() branches on values of tensors in more than {MOST} ways",
+                "choose with torch.where, or clamp, where it decides element by element or parameter by parameter",
+            )
+        outcomes = Outcomes(way, owner_of)
+        runs[way] = _Run(step(outcomes), outcomes.asked)
+        depth = max(map(len, outcomes.asked.values()), default=0)
+        for i in range(len(way), depth):
+            explore((*way, *[True] * (i - len(way)), False))
+
+    explore(())
+    first = runs[()].results
+    for run in runs.values():
+        changed = [label for label in {**first, **run.results} if label not in first or label not in run.results]
+        changed += [
+            label for label, x in first.items() if label[0] == "number" and not _equal(x, run.results.get(label))
+        ]
+        if changed:
+            kind, _, key = changed[0]
+            what = "the Python number" if kind == "number" else "the state"
+            raise problem(
+                f"{name}.step() makes {what} {key!r} as a branch on values of tensors decides",
+                "make it in any case, as a tensor, and choose its value with torch.where",
+            )
+    return {label: x if label[0] == "number" else _chosen(label, runs, ()) for label, x in first.items()}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    kinds = (torch.SymInt, torch.SymFloat)
+    return str(a.node.expr if isinstance(a, kinds) else a) == str(b.node.expr if isinstance(b, kinds) else b)
+
+
+def _chosen(label: Label, runs: Mapping[Way, _Run], way: Way) -> Tensor:
+    """The result ``label`` where the first conditions turn out as ``way`` says."""
+    key = way
+    while key and key[-1]:
+        key = key[:-1]
+    run = runs[key]
+    asked = [*run.asked.get(ALL, ()), *run.asked.get(label[1], ())]
+    made: Tensor = run.results[label]
+    if len(asked) == len(way):
+        return made
+    met, otherwise = (_chosen(label, runs, (*way, outcome)) for outcome in (True, False))
+    return met if met is otherwise else torch.where(asked[len(way)], met, otherwise.to(met.dtype))

@@ -1,0 +1,42 @@
+"""Optimizers that look at values: every way is written down, and the values choose in each step."""
+
+import copy
+
+import pytest
+from branching_toys import Clipped, Converts, Counts, Draws, Often, Together, Trust
+from optimizer_reference import Small, Toy, Train, batch, distance, eager_step
+
+from graphzero.errors import CaptureError
+
+LIMIT = 1e-12
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", [Trust, Clipped, Together])
+def test_a_step_that_branches_on_values_goes_as_plain_pytorch_does(kind, stage):
+    model = Toy()
+    other = copy.deepcopy(model)
+    mine, plain = kind(model.parameters()), kind(other.parameters())
+    graph = Train(model, [mine], stage)
+    for number in range(6):
+        x, y = batch(number)
+        size = (1.0, 0.1, 3.0)[number % 3]
+        graph(x * size, y)
+        eager_step(other, [plain], number, size)
+        assert distance(model, [mine], other, [plain]) <= LIMIT
+    assert graph.count == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Counts, "Counts.step.. makes the Python number 'large' as a branch on values of tensors decides"),
+        (Often, "Often.step.. branches on values of tensors in more than 16 ways"),
+        (Converts, "an optimizer's step takes the value of a tensor: float"),
+        (Draws, "an optimizer's step draws random numbers"),
+    ],
+)
+def test_what_no_graph_can_follow_is_refused(kind, says):
+    model = Small()
+    with pytest.raises(CaptureError, match=says):
+        Train(model, [kind(model.parameters())], 1)(*batch(0))
