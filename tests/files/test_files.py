@@ -242,7 +242,7 @@ def test_files_beside_it_and_links_to_it_are_no_matter(saved, other, tmp_path):
 # ---- paths
 
 
-@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize("path", [None, 3, b"x", "", "a\0b", "a\ud800b", "~nobody-of-that-name/x"])
 def test_what_is_no_path_is_refused(trained, path):
     for ask in (lambda: gz.save(trained, path), lambda: gz.load(trained, path), lambda: gz.latest(path)):
         with pytest.raises(gz.CheckpointError, match="the path .* is none"):

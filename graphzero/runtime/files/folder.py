@@ -32,11 +32,12 @@ def path_of(given: object, asked: str) -> Path:
     try:
         found = Path(given).expanduser().absolute()  # type: ignore[arg-type]
         os.fsencode(found)
-        if "\0" not in str(found):
+        if "\0" not in str(found) and given != "":
             return found
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{asked}: the path {given!r:.80} is none: {error}") from None
-    raise CheckpointError(f"{asked}: the path {given!r:.80} is none: it holds a null character")
+    why = "it holds a null character" if given else "it is empty"
+    raise CheckpointError(f"{asked}: the path {given!r:.80} is none: {why}")
 
 
 def complete(path: Path) -> list[Path]:
