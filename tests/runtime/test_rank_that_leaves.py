@@ -1,6 +1,9 @@
 """A rank that ends while the others go on: they raise, and do not wait for it."""
 
+import logging.handlers
 import os
+import queue
+import time
 
 import failure_toys
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.transport import peer_memory
+from graphzero.runtime.transport import alive, communicator, peer_memory
 from graphzero.runtime.world.process import ProcessWorld
 
 
@@ -35,6 +38,32 @@ def fewer_calls(rank):
 def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_path):
     found = failure_toys.run(fewer_calls, 2, tmp_path, "memory")
     assert found[1] is None and "rank 0 waited" in found[0] and "fewer calls" in found[0]
+
+
+def calls_late(rank):
+    """Rank 1 does something else for a while between two calls."""
+    alive.LONG = communicator.LONG = 0.5
+    said = logging.handlers.QueueHandler(queue.SimpleQueue())
+    logging.getLogger("graphzero").addHandler(said)
+    graph = Train()
+    graph(torch.ones(2, 4))
+    if rank == 1:
+        time.sleep(4.0)
+    graph(torch.ones(2, 4))
+    texts = []
+    while not said.queue.empty():
+        texts.append(said.queue.get().getMessage())
+    return texts
+
+
+@pytest.mark.slow
+def test_who_waits_long_for_a_rank_that_does_not_call_says_so_once_and_for_what(tmp_path):
+    found = failure_toys.run(calls_late, 2, tmp_path, "memory")
+    (text,) = [text for text in found[0] if "has waited" in text]
+    assert (
+        "rank 0 has waited 1 s in its step of Train for all ranks to agree on" in text and "rank 1 is not there" in text
+    )
+    assert "after 60 s" in text and not any("has waited" in text for text in found[1])
 
 
 def die_in_a_step(rank):

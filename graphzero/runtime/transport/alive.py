@@ -24,6 +24,7 @@ import torch.distributed as dist
 from graphzero.errors import GraphZeroError
 from graphzero.runtime.transport import peer_memory
 
+LONG = 30.0  # seconds of a wait until others are told of it, and again until this process says so
 _GRACE = 1.0  # seconds in which what an ended rank has sent may still arrive
 # Seconds until the kernel asks a host that is silent, those until it asks again, and how often: a minute in all.
 ASKS = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
@@ -42,11 +43,12 @@ class Waiting:
 
     def __init__(self) -> None:
         self.on: Container[int] = ()
-        self.number = 0
+        self.number, self.what = 0, ""
 
-    def begin(self, on: Container[int]) -> None:
+    def begin(self, on: Container[int], what: str = "") -> None:
+        """``what``: is waited for."""
         self.number += 1
-        self.on = on
+        self.on, self.what = on, what
 
     def end(self) -> None:
         self.on = ()
@@ -66,13 +68,14 @@ class Lives:
 
     def __init__(
         self, places: Mapping[int, tuple[str | None, int]], far: Mapping[int, socket.socket], waiting: Waiting,
-        hang_up: Callable[[int], None], give_up: Callable[[], None],
+        hang_up: Callable[[int], None], give_up: Callable[[], None], tell: Callable[[str, bool], None],
     ):  # fmt: skip
         """places: ``whereabouts`` by rank; far: TCP connections with those that are not near, for nothing else.
 
         Called in another thread: hang_up, with each rank that has ended; give_up, where this one goes on to wait for
-        such a rank.
+        such a rank; tell, twice where this one waits long for all: what for, and whether it is the second time.
         """
+        self._tell, self._told = tell, (0, 0)  # number of the wait seen last, and how often that was
         self.ended: set[int] = set()
         self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
         self._files: dict[int, int] = {}
@@ -99,15 +102,25 @@ class Lives:
             poll.register(file, select.POLLIN)
         numbers: dict[int, int] = {}  # ended rank -> the wait in which that was seen last
         while True:
-            events = poll.poll(_GRACE * 1e3 if numbers else None)
+            events = poll.poll((_GRACE if numbers else LONG) * 1e3)
             for file, _ in events:
                 poll.unregister(file)
                 rank = self._files[file]
                 self.ended.add(rank)
                 self._hang_up(rank)
                 numbers[rank] = 0
-            if not events:
+            if not events and numbers:
                 self._look(numbers)
+            elif not events:
+                self._look_at_wait()
+
+    def _look_at_wait(self) -> None:
+        """Say what is waited for still, as at the last look, and the one before."""
+        waiting = self._waiting
+        number, times = self._told
+        self._told = waiting.number, (times + 1 if number == waiting.number and waiting.on else 0)
+        if waiting.on is EVERYBODY and self._told[1] in (1, 2):
+            self._tell(waiting.what, self._told[1] == 2)
 
     def _look(self, numbers: dict[int, int]) -> None:
         """Give up what has been waited for since an earlier look."""

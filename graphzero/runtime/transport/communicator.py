@@ -26,11 +26,13 @@ job's timeout.  *The store is gone with the rank that holds it*: what each rank 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import pickle
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.logs import event
 from graphzero.runtime.transport import dialing, meeting, peer_memory
-from graphzero.runtime.transport.alive import EVERYBODY, Lives, Waiting, check_own_process, near, whereabouts
+from graphzero.runtime.transport.alive import EVERYBODY, LONG, Lives, Waiting, check_own_process, near, whereabouts
 from graphzero.runtime.transport.notices import Attempt, Board, Notice, describe
 from graphzero.runtime.transport.pairs import Link, Pairs
 from graphzero.runtime.transport.reactor import Reactor
@@ -69,7 +71,7 @@ class Communicator:
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
         self._waiting = Waiting()
-        self._lives = Lives({}, {}, self._waiting, self._hang_up, self._give_up)  # nobody is known yet
+        self._lives = Lives({}, {}, self._waiting, self._hang_up, self._give_up, self._tell)  # nobody is known yet
         self._places: dict[int, tuple[str | None, int]] | None = None  # ``whereabouts`` of all
         self._is_acquainted = False
         self._missed: set[int] = set()
@@ -115,7 +117,7 @@ class Communicator:
 
     def _watched(self, far: Mapping[int, socket.socket]) -> Lives:
         assert self._places is not None
-        return Lives(self._places, far, self._waiting, self._hang_up, self._give_up)
+        return Lives(self._places, far, self._waiting, self._hang_up, self._give_up, self._tell)
 
     def _far(self, places: Mapping[int, tuple[str | None, int]]) -> dict[int, socket.socket]:
         """A connection with every rank that does not share a host with this one."""
@@ -129,6 +131,23 @@ class Communicator:
     def _hang_up(self, rank: int) -> None:
         for pairs in list(self._pairs.values()):
             pairs.link.hang_up(rank)
+
+    def _tell(self, what: str, is_again: bool) -> None:
+        """This rank waits for ``what``, and has done so for a while; called in another thread.
+
+        It writes so into the store, and the second time, a while later, says which ranks have written nothing.
+        """
+        with suppress(Exception):  # whatever a store does whose host has ended
+            board, others = Board(_compat.own_connection(self._generation_store())), set(self.ids) - {self.rank}
+            board.wait(self.rank)
+            late = sorted(others.difference(board.waiting(others, 3 * LONG))) if is_again else []
+            if late:
+                text = (
+                    f"rank {self.rank} has waited {2 * LONG:.0f} s in its {self.label} for {what}; {_ranks(late)} "
+                    f"{'is' if len(late) == 1 else 'are'} not there. Every rank must call a Graph equally often; after "
+                    f"{self.limit:.0f} s, the process group's timeout, this is an error"
+                )
+                event("waits", text, logging.WARNING, rank=self.rank, late=late)
 
     def _give_up(self) -> None:
         for pairs in list(self._pairs.values()):
@@ -236,7 +255,7 @@ class Communicator:
 
     def _wait(self, begin: Callable[[Any], Any], what: str) -> None:
         self.connect()
-        self._waiting.begin(EVERYBODY)
+        self._waiting.begin(EVERYBODY, what)
         try:
             begin(self._group).wait()
         except RuntimeError as error:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any, Generic, TypeVar
@@ -76,6 +77,16 @@ class Board:
     def marked(self, ranks: list[int]) -> list[int] | None:
         """Those of ``ranks`` that have done so; None where the store does not answer."""
         return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"waited {rank}"])])
+
+    def wait(self, rank: int) -> None:
+        """This rank waits, now."""
+        self._store.set(f"waits {rank}", str(time.time()))
+
+    def waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
+        """Those of ``ranks`` that have said so within so many seconds."""
+        keys = {rank: f"waits {rank}" for rank in ranks}
+        told = {rank: float(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return [rank for rank, when in told.items() if time.time() - when < seconds]
 
 
 class Attempt(Generic[T]):
