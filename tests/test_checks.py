@@ -104,6 +104,14 @@ def listed(self, x, loss):
             raise ValueError("spread")
 
 
+def parameter(self, x, loss):
+    torch.distributions.Normal(x.mean(1), 1e3 - x.abs().amax(1))
+
+
+def sample(self, x, loss):
+    torch.distributions.Uniform(-1e3, 1e3).log_prob(x)
+
+
 CHECKS = {
     "assert": (asserts, "AssertionError: x is large"),
     "item": (item, "ValueError: {x.max().item()} is large"),
@@ -118,6 +126,8 @@ CHECKS = {
     "isfinite": (finite, "AssertionError: math.isfinite"),
     "equal": (equal, "AssertionError: torch.equal(x.clamp(-1000.0, 1000.0), x)"),
     "tolist": (listed, "ValueError: spread"),
+    "a parameter of a distribution": (parameter, "ValueError: Expected parameter scale"),
+    "a sample of a distribution": (sample, "ValueError: Expected value argument"),
 }
 
 

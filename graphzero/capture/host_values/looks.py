@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -65,6 +66,16 @@ def _size(tensors: list[Any]) -> int:
         return math.prod(shape)
     except RuntimeError:
         return math.prod(x.numel() for x in tensors)
+
+
+def _filled(message: str, variables: Mapping[str, Any]) -> str:
+    """What a check says, with the words and integers that it names, as ``{param}``."""
+
+    def word(found: re.Match[str]) -> str:
+        held = variables.get(found[1])
+        return str(held) if type(held) in (str, int, bool) else found[0]
+
+    return re.sub(r"\{(\w+)\}", word, message)
 
 
 def read_problem(
@@ -228,7 +239,7 @@ class Looks:
                 holds = x if found.on else x.logical_not()
                 self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
                 return found.on
-            self.check(x.logical_not() if found.when else x, found.message)
+            self.check(x.logical_not() if found.when else x, _filled(found.message, frame.f_locals))
         while self.begun is not None and self.begun.ends(frame, found.behind):
             withdraw(self.begun.problem)
             self.begun = self.begun.outer

@@ -63,7 +63,6 @@ def surroundings(placement: Placement) -> Iterator[None]:
         stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
         stack.enter_context(patched(_compat.functions(), "dropout", _dropout))
         stack.enter_context(patched(nn.modules.batchnorm._BatchNorm, "forward", batch_norm))
-        stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         if device_type != "cpu":
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device_type)))
