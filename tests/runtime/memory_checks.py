@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel
 
+import graphzero as gz
 from graphzero.errors import ConfigError
 from graphzero.runtime.state import binding
 
@@ -133,6 +134,27 @@ def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_write
             model.last.weight.data = mapped.clone()
             graph(*share(0))
         dist.barrier()
+
+
+def check_initialising_by_the_memory_of_a_parameter_is_refused_and_by_a_copy_it_is_not():
+    def by_memory(module):
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+            module.weight.detach().numpy()[...] = 1
+
+    def by_copy(module):
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+            module.weight.copy_(torch.from_numpy(np.ones(module.weight.shape)))
+
+    with torch.device("meta"):
+        model = make(0)
+    graph = Train(model, sgd(model), 3)
+    what = r"init= takes the memory of model.first.weight \(numpy\)"
+    raises(ConfigError, what, functools.partial(gz.materialize, graph, by_memory))
+    gz.materialize(graph, by_copy)
+    graph(*share(0))
+    assert isinstance(model.first.weight, DTensor)
 
 
 def in_one_buffer(tensors):

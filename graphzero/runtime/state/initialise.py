@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,7 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
 _OVERWRITE = {"normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", "log_normal_", "cauchy_", "random_"}
+_MEMORY: Any = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__)
 _SHOWN = 4
 
 
@@ -80,6 +82,11 @@ class Initialising(TorchDispatchMode):
     def _entry(self, x: Any) -> Found | None:
         return self._by_storage.get(_compat.storage_id(x)) if isinstance(x, Tensor) else None
 
+    def cut_path(self, x: Any) -> str:
+        """The path of the stand-in in whose storage ``x`` lies, if it is to be cut; else ""."""
+        entry = self._entry(x)
+        return entry.path if entry is not None and self._is_cut(entry.path) else ""
+
     def _is_cut(self, path: str) -> bool:
         return not (self._placement.virtual or is_whole(self._nds[path]))
 
@@ -99,6 +106,22 @@ class Initialising(TorchDispatchMode):
             entry = self._open.pop(path)
             self._kept[path] = as_dtensor(entry.tensor.detach(), self._placement, self._nds[path])
             entry.tensor.untyped_storage().resize_(0)
+
+
+class NoMemory(TorchFunctionMode):
+    """Within it nobody gets at the memory of a stand-in that is to be cut: it comes and goes with the ops on it."""
+
+    def __init__(self, mode: Initialising) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MEMORY and (path := self._mode.cut_path(args[0])):
+            raise ConfigError(
+                f"init= takes the memory of {path} ({func.__name__}), which no rank keeps whole; make the values apart "
+                "and copy them: p.copy_(torch.from_numpy(array))"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def fill_storage(x: Tensor) -> None:

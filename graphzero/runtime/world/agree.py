@@ -190,7 +190,7 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         need = failure is None and needs(cast(T, made))
-        agreed = self.agree(matter, digest(*found, *found.values()), lambda: found, failure, needs=(need,))
+        agreed = self.agree(matter, digest(*found, *found.values()), lambda: found, failure, False, (need,))
         self.is_needed = agreed.needs[0]
         return cast(T, made)
 

@@ -20,7 +20,7 @@ from graphzero.runtime.files.index import Piece, Stored
 from graphzero.runtime.files.json_values import ODD, parsed
 from graphzero.runtime.host_memory import freed_at_once
 from graphzero.runtime.state import alive, torn
-from graphzero.runtime.state.initialise import Initialising, default_init, stood_in
+from graphzero.runtime.state.initialise import Initialising, NoMemory, default_init, stood_in
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.placed import check_trained_apart
 from graphzero.runtime.state.state import State
@@ -50,7 +50,7 @@ def materialize(source: Source, init: Callable[[nn.Module], Any] | None) -> None
         try:
             with freed_at_once(), stood_in(entries, state.world.device) as stand_ins, torch.no_grad():
                 placed = {entry.path for entry in entries if isinstance(entry.tensor, DTensor)}
-                with Initialising(stand_ins, nds, placed, source.placement) as mode:
+                with Initialising(stand_ins, nds, placed, source.placement) as mode, NoMemory(mode):
                     for module in source.modules.values():
                         module.apply(init or _default(entries))
                 made = ranks.agree_on(_INIT, mode.result, lambda _: {})
