@@ -2,13 +2,17 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import graphzero as gz
 from graphzero import _compat
-from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda, attention_kernels
-from graphzero.ops.attention_contract import Case, backward_by_definition, by_definition, wide
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda, attention_definition, attention_kernels
+from graphzero.ops.attention_contract import Case, wide
+from graphzero.ops.attention_definition import backward_by_definition, by_definition
 from graphzero.ops.attention_kernels import KERNELS, choose
 
 MASKS = [(None, False), (None, True), ("whole", False), ("rows", True), ("masked row", False)]
@@ -102,6 +106,128 @@ def test_a_cpu_with_a_unit_for_16_bit_products_keeps_torchs_backward(monkeypatch
 
     assert chosen(False) == chosen(False, torch.float16) == "flash_cpu_in_float32"
     assert chosen(True) == chosen(False, torch.float32) == chosen(False, backward=False) == "flash_cpu"
+
+
+# ---- dropout
+
+
+def dropped_by(draws, keys, p):
+    """Which weights the op drops: with equal scores and a unit vector for each key they are its result."""
+    q, k = (torch.zeros(*draws.shape[:2], n, 1, dtype=torch.float64) for n in (draws.shape[2], keys))
+    v = torch.eye(keys, dtype=torch.float64).expand(*draws.shape[:2], -1, -1)
+    return ATTENTION(q, k, v, None, False, 1.0, draws, p)[0] == 0
+
+
+def rows_of(*shape):
+    return torch.randint(0, 2**48, shape)
+
+
+@pytest.mark.parametrize("elements", [1, 40, 2**17])
+@pytest.mark.parametrize(("bias", "causal"), MASKS)
+def test_attention_with_dropout_is_plain_attention_with_the_mask_that_it_draws(monkeypatch, elements, bias, causal):
+    monkeypatch.setitem(attention_definition.ELEMENTS, "cpu", elements)
+    (q, k, v, mask), draws, p = sample(bias, queries=6), rows_of(2, 3, 6), 0.4
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.3 + (0.0 if mask is None else mask)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(6, 7, dtype=torch.bool).tril(), float("-inf"))
+    blind = scores.isneginf().all(-1, keepdim=True)  # a row that sees nothing attends to nothing
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind | dropped_by(draws, 7, p), 0.0)
+    expected = weights / (1 - p) @ leaves[2]
+    out, logsumexp = ATTENTION(q, k, v, mask, causal, 0.3, draws, p)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
+    grad = torch.randn_like(out)
+    found = ATTENTION_BACKWARD(grad, q, k, v, out, logsumexp, mask, causal, 0.3, draws, p)
+    for one, other in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
+def test_weights_are_dropped_as_often_as_said_and_apart_from_one_another(p):
+    torch.manual_seed(0)
+    dropped = dropped_by(rows_of(1, 2, 300), 512, p).double().flatten(0, 2)
+    if p in (0.0, 1.0):
+        assert (dropped == p).all()
+        return
+    spread = (p * (1 - p)) ** 0.5
+    z = (dropped - p) / spread
+    assert abs(z.mean()) * z.numel() ** 0.5 < 4
+    for ones in (z, z.mT):
+        of_lines, between = ones.mean(1) ** 2 * ones.shape[1], (ones @ ones.mT / ones.shape[1] ** 0.5).fill_diagonal_(0)
+        assert 0.7 < of_lines.mean() < 1.3 and 0.9 < between.square().mean() < 1.1
+
+
+def test_rows_and_keys_of_other_numbers_are_dropped_otherwise():
+    one = dropped_by(torch.arange(64).view(1, 1, 64), 64, 0.5)[0, 0]
+    assert len({tuple(row.tolist()) for row in (*one, *one.mT)}) == 128
+
+
+def test_dropout_in_16_bit_is_that_of_float32_rounded():
+    (q, k, v, _), draws = sample(None, torch.bfloat16), rows_of(2, 3, 5)
+    exact = ATTENTION(*(x.float() for x in (q, k, v)), None, True, 0.3, draws, 0.3)
+    found = ATTENTION(q, k, v, None, True, 0.3, draws, 0.3)
+    torch.testing.assert_close(found[0], exact[0].bfloat16(), rtol=1e-2, atol=1e-2)
+    grad = torch.randn_like(q)
+    wide_ones = [x.float() for x in (grad, q, k, v, found[0])]
+    exact = ATTENTION_BACKWARD(*wide_ones, found[1], None, True, 0.3, draws, 0.3)
+    found = ATTENTION_BACKWARD(grad, q, k, v, *found, None, True, 0.3, draws, 0.3)
+    for one, other in zip(found, exact, strict=True):
+        assert torch.equal(one, other.bfloat16()) and one.stride() == other.stride()
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3).transpose(1, 2).flatten(2)
+        )
+
+
+class Train(gz.Graph):
+    def __init__(self, ranks, names, stage=0, parts=1, memory=None, heads=None):
+        placed = gz.placement("cpu", ranks, names=names, virtual=True)
+        super().__init__(placed)
+        self.model = Attends().double()
+        if heads is not None:
+            gz.to_global(self.model.qkv, placement=placed, sbp=dict.fromkeys(("weight", "bias"), heads))
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
+        self.config.enable_zero(stage > 0, stage=stage or 2)
+        self.config.set_gradient_accumulation_steps(parts)
+        self.config.set_activation_memory(memory)
+
+    def build(self, x):
+        y = self.model(x)
+        y.square().mean().backward()
+        return y
+
+
+def test_dropout_in_attention_is_one_op_and_the_same_on_any_layout():
+    S, B = gz.sbp.S, gz.sbp.B
+    x = torch.randn(8, 6, 8, dtype=torch.float64)
+
+    def run(*args, **settings):
+        torch.manual_seed(5)
+        graph = Train(*args, **settings)
+        found = torch.stack([graph(x) for _ in range(2)])
+        assert {ATTENTION, ATTENTION_BACKWARD} <= {node.target for node in graph.program.nodes}
+        assert not any("softmax" in str(node.target) for node in graph.program.nodes)
+        assert str(gz.parse(str(graph.program))) == str(graph.program)
+        return found
+
+    wanted = run(range(1), ("dp",))
+    assert not torch.equal(*wanted)
+    for found in (
+        run(range(4), ("dp",), stage=3), run(range(2), ("dp",), stage=2, parts=4),
+        run(range(2), ("dp",), memory="checkpoint"),
+        run(np.arange(4).reshape(2, 2), ("dp", "tp"), stage=3, heads=(B, S(0, 3)), parts=2),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, wanted)
 
 
 # ---- choosing

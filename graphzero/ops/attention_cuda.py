@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphzero.ops.attention_contract import HALF, Case, Kernel, backward_by_definition, gradients, laid_out
+from graphzero.ops.attention_contract import HALF, Case, Kernel, gradients, laid_out
+from graphzero.ops.attention_definition import backward_by_definition
 
 aten = torch.ops.aten
 LAST = (12, 1)  # the newest compute capability that torch's kernels are built for

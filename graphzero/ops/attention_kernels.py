@@ -14,7 +14,8 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ops import attention_cuda
-from graphzero.ops.attention_contract import DEFINITION, HALF, Case, Kernel
+from graphzero.ops.attention_contract import HALF, Case, Kernel
+from graphzero.ops.attention_definition import DEFINITION
 
 aten = torch.ops.aten
 ELEMENTS = 2**15  # of an operand that the CPU's backward takes at a time: what a core's own cache holds of all of them
@@ -43,18 +44,25 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Result and logsumexp, by the kernel that fits."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, draws: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Result and logsumexp, by the kernel that fits; by definition with dropout."""
+    if draws is not None:
+        return DEFINITION.forward(q, k, v, bias, causal, scale, draws, dropout)
     return choose(case_of(q, k, bias, causal)).forward(q, k, v, bias, causal, scale)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, bias: Tensor | None, causal: bool,
-    scale: float,
+    scale: float, draws: Tensor | None = None, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, by the kernel that fits."""
-    kernel = choose(case_of(q, k, bias, causal, backward=True))
-    return kernel.backward(grad, q, k, v, out, logsumexp, bias, causal, scale)
+    """Gradients of q, k and v, by the kernel that fits; by definition with dropout."""
+    operands = (grad, q, k, v, out, logsumexp, bias, causal, scale)
+    if draws is not None:
+        return DEFINITION.backward(*operands, draws, dropout)
+    return choose(case_of(q, k, bias, causal, backward=True)).backward(*operands)
 
 
 # ---- the kernel of the CPU, which takes every row to be dense

@@ -23,7 +23,7 @@ def _signed(number: int) -> int:
     return ((number + 2**63) % 2**64) - 2**63
 
 
-def _mixed_(bits: Tensor) -> Tensor:
+def mixed_(bits: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place."""
     bits ^= (bits >> 30) & 0x3FFFFFFFF
     bits *= -0x40A7B892E31B1A47
@@ -36,7 +36,7 @@ def _mixed_(bits: Tensor) -> Tensor:
 def _rank_key(key: Tensor, at: list[int]) -> Tensor:
     """A key that nothing else has, for the rank that stands at ``at`` on some placement axes."""
     for place in at:
-        key = _mixed_(key + _signed((place + 1) * _PRIME_A))
+        key = mixed_(key + _signed((place + 1) * _PRIME_A))
     return key
 
 
@@ -73,7 +73,7 @@ def hashed(index: Tensor, key: Tensor, op: int) -> Tensor:
     """64 bits for each index, int64."""
     bits = (index + 1) * _PRIME_A
     bits += key + _signed((op + 1) * 0x1F123BB5159A55E5)
-    return _mixed_(bits)
+    return mixed_(bits)
 
 
 LIBRARY.impl("uniform_like", _uniform_like, ANYWHERE)

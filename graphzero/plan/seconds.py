@@ -36,6 +36,17 @@ READS_PLACES = (  # of the first operand they read what they are to find alone
 )  # fmt: skip
 
 
+class Dropping(NamedTuple):
+    """Attention with dropout.  draws, keys: places of arguments.  passes: how often a score is read or written."""
+
+    draws: int
+    keys: int
+    passes: int
+
+
+DROPPING = {ATTENTION: Dropping(6, 1, 29), ATTENTION_BACKWARD: Dropping(9, 2, 43)}
+
+
 class Work(NamedTuple):
     """What one op does on one rank.  op: its name.  dtype: of the arithmetic.  nbytes: read and written."""
 
@@ -83,7 +94,12 @@ def work_of(at: Liveness, node: fx.Node) -> Work | None:
     written = _nbytes(graph, node)
     if target in READS_PLACES:
         read[0] = min(read[0], written)
-    return Work(op_name(target), _dtype(node), _flops(graph, node), sum(read) + written)
+    name, dtype, more = op_name(target), _dtype(node), 0.0
+    if target in DROPPING and len(node.args) > DROPPING[target].draws:  # by definition, out of products and passes
+        (draws, keys, passes), is_causal = DROPPING[target], node.args[DROPPING[target].draws - 2]
+        scores = prod(_size(graph, node.args[draws])) * _size(graph, node.args[keys])[2]
+        name, dtype, more = "mm", "f32", 4.0 * passes * scores / (2.0 if is_causal else 1.0)
+    return Work(name, dtype, _flops(graph, node), sum(read) + written + more)
 
 
 def packing(layout: Layout) -> tuple[Work, Work] | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from graphzero.capture.trace.attention import attention
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
-from graphzero.ops.attention_contract import DEFINITION
+from graphzero.ops.attention_definition import DEFINITION
 from graphzero.ops.attention_kernels import KERNELS, case_of, choose
 
 BY_NAME = {kernel.name: kernel for kernel in (*KERNELS["cuda"], DEFINITION)}

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
+from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
 from graphzero.plan.device import Device
-from graphzero.plan.seconds import work_of
+from graphzero.plan.seconds import Work, work_of
 from graphzero.plan.timeline import Timeline, timeline
 
 # A product of 64 x 64 x 64 takes 2 s, a byte of memory nothing, a byte sent 1 s; a start takes what it is said to.
@@ -116,6 +117,21 @@ def test_a_grouped_convolutions_gradients_take_twice_its_operations() -> None:
     first, grouped, of_grouped, of_first = (work.flops for work in ops)
     assert of_grouped == 2 * grouped
     assert of_first == first  # nobody wants the gradient of the input
+
+
+def test_attention_with_dropout_reads_and_writes_its_scores_time_and_again() -> None:
+    def works(dropout: float) -> list[Work]:
+        graph = Net(ranks=1, stage=0)
+        graph.attention.dropout = dropout
+        program = graph.compile(torch.randn(4, 3, 6, 6)).program
+        at = liveness(program)
+        ours = [node for node in program.nodes if node.target in (ATTENTION, ATTENTION_BACKWARD)]
+        return [work for node in ours if (work := work_of(at, node))]
+
+    heads, length = 4 * 2, 16
+    for kept, dropped in zip(works(0.0), works(0.1), strict=True):
+        assert dropped.flops == kept.flops
+        assert dropped.nbytes > kept.nbytes + 20 * 4 * heads * length * length
 
 
 def test_micro_batches_run_as_often_as_they_are() -> None:

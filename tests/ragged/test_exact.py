@@ -64,6 +64,8 @@ EXACT = {
         lambda h, m, i: attend(h),
         lambda h, m, i: attend(h, is_causal=True),
         lambda h, m, i: attend(h, attn_mask=m[:, None, None, :]),
+        lambda h, m, i: attend(h, dropout_p=1e-12) + attend(h, is_causal=True, dropout_p=1e-12),  # drops nothing
+        lambda h, m, i: attend(h, attn_mask=m[:, None, None, :], dropout_p=1e-12),
         lambda h, m, i: (F.softmax(h @ h.mT, -1) @ h).square().mean(),
         lambda h, m, i: (h @ h.mT).masked_fill(torch.ones_like(h @ h.mT).triu(1) > 0, -1e9).softmax(-1).std(),
     ],

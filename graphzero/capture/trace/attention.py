@@ -1,7 +1,7 @@
 """``scaled_dot_product_attention`` becomes the op ``graphzero.ops.attention``.
 
-One op with one rule on every device; what the op does not do (dropout inside, a mask that wants a gradient, other
-than four dims) is written out as matrix products and a softmax.
+One op with one rule on every device; what the op does not do (a mask that wants a gradient, other than four dims) is
+written out as matrix products and a softmax.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def attention(
     if attn_mask is not None and not attn_mask.requires_grad:
         attn_mask = attn_mask.to(query.dtype)
         attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 and query.dim() == 4 else attn_mask
-    if dropout_p > 0 or not _has_kernel(query, key, value, attn_mask):
+    if not _has_kernel(query, key, value, attn_mask):
         return _written_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    out, _ = ATTENTION(query, key, value, attn_mask, is_causal, scale)
+    more = (_draws(query), dropout_p) if dropout_p > 0 else ()
+    out, _ = ATTENTION(query, key, value, attn_mask, is_causal, scale, *more)
     return out  # type: ignore[no-any-return]
 
 
@@ -51,6 +52,13 @@ def repeat_heads(x: Tensor, times: int) -> Tensor:
     *batch, heads, length, dim = x.shape
     wide = x.unsqueeze(-3).expand(*batch, heads, times, length, dim)
     return wide.reshape(*batch, heads * times, length, dim)
+
+
+def _draws(query: Tensor) -> Tensor:
+    """A random number of 48 bits for each query, which two of a step hardly share."""
+    like = query.detach().select(-1, 0)
+    first, second = ((torch.rand_like(like, dtype=torch.float32) * 2.0**24).to(torch.int64) for _ in range(2))
+    return first * 2**24 + second
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

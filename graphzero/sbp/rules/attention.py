@@ -19,24 +19,26 @@ def _mask(mask: TensorMeta | None, queries: str) -> str:
     return "" if mask is None else ",~" + broadcast(["b", "h", queries, "_"], mask.shape)
 
 
-def forward(causal: bool, mask: TensorMeta | None) -> str:
+def forward(causal: bool, mask: TensorMeta | None, draws: bool = False) -> str:
     q = "Q" if causal else "q"
-    return f"~bh{q}D,~bhKD,~bhKE{_mask(mask, q)}->bh{q}E,bh{q}"
+    more = f",~bh{q}" if draws else ""
+    return f"~bh{q}D,~bhKD,~bhKE{_mask(mask, q)}{more}->bh{q}E,bh{q}"
 
 
-def backward(causal: bool, mask: TensorMeta | None) -> str:
+def backward(causal: bool, mask: TensorMeta | None, draws: bool = False) -> str:
     q = "Q" if causal else "q"
-    return f"bh{q}E,~bh{q}D,~bhKD,~bhKE,~bh{q}E,~bh{q}{_mask(mask, q)}->bh{q}D,bhKD,bhKE"
+    more = f",~bh{q}" if draws else ""
+    return f"bh{q}E,~bh{q}D,~bhKD,~bhKE,~bh{q}E,~bh{q}{_mask(mask, q)}{more}->bh{q}D,bhKD,bhKE"
 
 
 @rule(torch.ops.graphzero.attention.default, nonempty=True)
 def attention(call: Call) -> str:
-    return forward(call["causal"], call["bias"])
+    return forward(call["causal"], call["bias"], call["draws"] is not None)
 
 
 @rule(torch.ops.graphzero.attention_backward.default, nonempty=True)
 def attention_backward(call: Call) -> str:
-    return backward(call["causal"], call["bias"])
+    return backward(call["causal"], call["bias"], call["draws"] is not None)
 
 
 @rule(overloads("_scaled_dot_product_flash_attention_for_cpu"), nonempty=True)
