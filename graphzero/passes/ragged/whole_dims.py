@@ -100,8 +100,8 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
         for i in operands.values():
             fill_all(work, i, 0.0, [2])
         if isinstance(work.argument(bias + 3, "draws"), fx.Node):  # what is drawn for padding is not read
-            for along in work.at(work.number_of(bias + 3), 2):
-                work.take(work.number_of(bias + 3), along)
+            for drawn in work.at(work.number_of(bias + 3), 2):
+                work.take(work.number_of(bias + 3), drawn)
         if isinstance(mask, fx.Node):
             i = work.number_of(bias)
             fill_all(work, i, 0.0, [2])
