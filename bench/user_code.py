@@ -238,7 +238,8 @@ def main() -> int:
     print(text)
     if options.write:
         line = f"```bash\n{command([word for word in sys.argv if word != '--write'])}\n```"
-        RESULTS.write_text(f"# Users' code\n\n{line}\n\ntorch {torch.__version__}, 2 cores, no GPU used.\n\n{text}")
+        machine = f"torch {torch.__version__}, {os.cpu_count()} cores, no GPU used."
+        RESULTS.write_text(f"# Users' code\n\n{line}\n\n{machine}\n\n{text}")
     return int(any(one.outcome == "fault" for one in found))
 
 
