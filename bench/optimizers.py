@@ -1,9 +1,9 @@
 """Optimizers as people publish them, five steps each at stages 0 and 3 on two virtual ranks, against plain PyTorch.
 
     pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchao transformers
-    python bench/optimizers.py                         # all of them, into bench/results/optimizers.md
-    python bench/optimizers.py --only 'prodigy'        # those whose name matches, printed
-    python bench/optimizers.py --page                  # the summary of the results, into docs/optimizers.md
+    python bench/optimizers.py                         # all of them, kept in optimizers.jsonl
+    python bench/optimizers.py --only 'prodigy'        # those whose name matches
+    python bench/optimizers.py --page                  # what is kept, into bench/results/ and docs/optimizers.md
 
 The packages are those of the extra ``optimizers``; what is not installed is left out.  Every class is constructed with
 its defaults but for what ``MADE`` says.  Outcomes: equal, to ``LIMITS``; refused, by a GraphZeroError; wrong; crash,
@@ -266,10 +266,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="classes whose name matches this regular expression")
     parser.add_argument("--save", default="optimizers.jsonl", help="where results are kept, a line for each class")
-    parser.add_argument("--page", action="store_true", help="write the summary of the results into the page")
+    parser.add_argument("--page", action="store_true", help="write what is kept into results and the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.page:
+        kept = map(json.loads, Path(options.save).read_text(encoding="utf-8").splitlines())
+        results = list({one["name"]: Result(**one) for one in kept}.values())
+        RESULTS.write_text(text_of(results), encoding="utf-8")
         write_page()
         return 0
     results = []
@@ -282,8 +285,6 @@ def main() -> int:
             with open(options.save, "a", encoding="utf-8") as kept:
                 kept.write(json.dumps(asdict(results[-1])) + "\n")
     print(summary(results))
-    if not options.only:
-        RESULTS.write_text(text_of(results), encoding="utf-8")
     return int(any(one.outcome in ("wrong", "crash") for one in results))
 
 
@@ -315,7 +316,7 @@ def text_of(results: list[Result]) -> str:
     for outcome in OUTCOMES:
         held = [one for one in results if one.outcome == outcome]
         if held:
-            lines = [f"* `{one.name}`: {one.says}" for one in held]
+            lines = [f"* `{one.name}`: {re.sub(' at 0x[0-9a-f]+', '', one.says)}" for one in held]
             parts += [f"\n## {outcome.capitalize()} ({len(held)})\n", *lines]
     return "\n".join(parts) + "\n"
 
