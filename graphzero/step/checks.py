@@ -113,6 +113,11 @@ def check_build(graph: type, build: Any) -> None:
 def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:
     if not isinstance(optim, torch.optim.Optimizer):
         raise ConfigError(f"add_optimizer({type(optim).__name__}): give a torch.optim.Optimizer")
+    if not hasattr(optim, "param_groups"):
+        raise ConfigError(
+            f"add_optimizer({type(optim).__name__}): it has no param_groups, as one around another that does without "
+            "Optimizer.__init__; give the inner optimizer, or super().__init__(inner.param_groups, inner.defaults)"
+        )
     held = {id(p) for group in optim.param_groups for p in group["params"]}
     for i, other in enumerate(others):
         shared = sum(id(p) in held for group in other.param_groups for p in group["params"])

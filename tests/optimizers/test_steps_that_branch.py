@@ -6,6 +6,7 @@ import pytest
 from branching_toys import Clipped, Converts, Counts, Draws, Often, Together, Trust
 from optimizer_reference import Small, Toy, Train, batch, distance, eager_step
 
+import graphzero as gz
 from graphzero.errors import CaptureError
 
 LIMIT = 1e-12
@@ -40,3 +41,10 @@ def test_what_no_graph_can_follow_is_refused(kind, says):
     model = Small()
     with pytest.raises(CaptureError, match=says):
         Train(model, [kind(model.parameters())], 1)(*batch(0))
+
+
+def test_an_optimizer_without_parameter_groups_is_refused():
+    model = Small()
+    bare = Trust.__new__(Trust)
+    with pytest.raises(gz.ConfigError, match="has no param_groups"):
+        Train(model, [bare], 1)
