@@ -270,8 +270,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.page:
-        kept = map(json.loads, Path(options.save).read_text(encoding="utf-8").splitlines())
-        results = list({one["name"]: Result(**one) for one in kept}.values())
+        known = map(json.loads, Path(options.save).read_text(encoding="utf-8").splitlines())
+        results = list({one["name"]: Result(**one) for one in known}.values())
         RESULTS.write_text(text_of(results), encoding="utf-8")
         write_page()
         return 0
