@@ -128,7 +128,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
             if index == i:
                 copies = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
                 state[params[path]] = {k: _unrounded(start, x) for k, x in copies.items()}
-        with stepping.on(groups, state, copy_of, strict=False):
+        with stepping.on(groups, state, {key: copy_of[key] for key in stepping.owned}, strict=False):
             if spec.clip_grad_norm is not None:
                 norm = nn.utils.clip_grad_norm_(owned, spec.clip_grad_norm, spec.norm_type)
                 found[f"grad_norm.{i}"] = norm.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,7 @@ PLACES = {
     "ids": by_identity(lambda params: {id(params[1])}, lambda o, p, g: 2.0 if id(p) in o.held else 1.0),
     "one of them": by_identity(lambda params: params[2], lambda o, p, g: 2.0 if p is o.held else 1.0),
     "pairs": by_identity(lambda ps: [("a", ps[0])], lambda o, p, g: 2.0 if p is o.held[0][1] else 1.0),
+    "a weak reference": by_identity(lambda ps: weakref.ref(ps[1]), lambda o, p, g: 2.0 if p is o.held() else 1.0),
     "a method": by_identity(lambda ps: [ps[0]].count, lambda o, p, g: 1.0),
 }
 
@@ -293,3 +295,77 @@ def test_a_gradient_that_a_step_ignores_is_named_in_a_warning() -> None:
     model = Small()
     with pytest.warns(UserWarning, match=r"nothing of the gradient of model.scale, model.enter.bias"):
         Train(model, [Matrices(model.parameters())], 0)(*batch(0))
+
+
+class Layers(torch.nn.Module):
+    """Parameters of one kind, more than two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all = torch.nn.ModuleList(torch.nn.Linear(6, 6, bias=False).double() for _ in range(4))
+        self.all[1].weight.requires_grad_(False)
+        self.last = torch.nn.Linear(6, 3).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.all:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def by_place(factor: Callable[[int, Any, list[Any]], float]) -> Any:
+    class Placed(Plain):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for i, p in enumerate(group["params"]):
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"] * factor(i, p, group["params"]))
+
+    return lambda model: [Placed(model.parameters())]
+
+
+BY_PLACE = {
+    "a rate for each layer": by_place(lambda i, p, params: 0.5**i),
+    "the number of parameters": by_place(lambda i, p, params: 1 / len(params)),
+    "the last": by_place(lambda i, p, params: 2.0 if p is params[-1] else 1.0),
+    "every other": by_place(lambda i, p, params: 1.0 + i % 2),
+}
+
+
+@pytest.mark.parametrize("what", BY_PLACE)
+def test_a_step_that_goes_by_places_in_the_group_is_traced_whole(what: str) -> None:
+    model, optimizers = copied(Layers(), [], BY_PLACE[what])
+    other, others = copied(model, [], BY_PLACE[what])
+    graph = Train(model, optimizers, 2)
+    for step in range(2):
+        torch.testing.assert_close(graph(*batch(step)), eager_step(other, others, step), rtol=0, atol=1e-9)
+    assert distance(model, optimizers, other, others) <= 1e-9
+
+
+def test_a_cached_property_that_a_step_asks_for_is_no_write() -> None:
+    class Cached(Plain):
+        @functools.cached_property
+        def factor(self) -> float:
+            return 2.0
+
+        def one(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+            p.sub_(grad * self.factor, alpha=group["lr"])
+
+    def make(model: Any) -> Any:
+        return [Cached(model.parameters())]
+
+    model, optimizers = copied(Small(), [], make)
+    other, others = copied(model, [], make)
+    torch.testing.assert_close(Train(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
+    assert distance(model, optimizers, other, others) <= 1e-9
+
+
+def test_a_step_that_needs_a_closure_is_refused_with_its_line() -> None:
+    class Closed(Plain):
+        def step(self, closure: Any = None) -> None:
+            assert closure is not None, "needs a closure"
+
+    model = Small()
+    with pytest.raises(gz.CaptureError, match=r"needs a closure(.|\n)*in step(.|\n)*without a closure"):
+        Train(model, [Closed(model.parameters())], 0)(*batch(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +24,9 @@ def changes_of(kept: Contents) -> Iterator[str]:
     if isinstance(kept, DictContents):
         before, now = dict(kept.items()), dict(kept.holder)
         for key in {**before, **now}:
-            if key not in _OF_TORCH and _is_other(before.get(key, MISSING), now.get(key, MISSING)):
+            if key in _OF_TORCH or (key not in before and _is_cached(owner, name, key)):
+                continue
+            if _is_other(before.get(key, MISSING), now.get(key, MISSING)):
                 yield f"{what}[{key!r}]" if name else f"{_named(owner)}.{key}"
     elif isinstance(kept, (SlotContents, GlobalContents)):
         names = kept.names if isinstance(kept, GlobalContents) else [x.__name__ for x in slots_of(type(kept.holder))]
@@ -30,6 +34,11 @@ def changes_of(kept: Contents) -> Iterator[str]:
         yield from (f"{of}{name}" for name, a, b in zip(names, kept.content, there, strict=True) if _is_other(a, b))
     elif len(there) != len(kept.content) or any(map(_is_other, kept.content, there)):
         yield f"an attribute of the class {kept.holder.__qualname__}" if isinstance(kept, ClassContents) else what
+
+
+def _is_cached(owner: Any, name: str, key: Any) -> bool:
+    """Whether an attribute is a ``functools.cached_property`` that has been asked for."""
+    return not name and isinstance(inspect.getattr_static(type(owner), str(key), None), functools.cached_property)
 
 
 def _named(owner: Any) -> str:

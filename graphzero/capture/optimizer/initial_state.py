@@ -10,6 +10,7 @@ it does not, no number fills the state, and the first step is a program of its o
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from graphzero.capture.optimizer.hyper import OF_STATE, is_number, with_numbers
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
+from graphzero.ir.source import line_of
 
 SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
 
@@ -87,8 +89,8 @@ class _Outcome:
         self.began |= {OF_STATE + key: recorder.first[key] for key in counts}
 
     def differs(self, other: _Outcome) -> bool:
-        states = any(_differ(x, other.state.get(key)) for key, x in self.state.items())
-        return states or self.group != other.group or _differ(self.param, other.param)
+        states = any(differ(x, other.state.get(key)) for key, x in self.state.items())
+        return states or self.group != other.group or differ(self.param, other.param)
 
 
 def _run(
@@ -105,7 +107,7 @@ def _run(
     for _ in range(more):
         held["params"].append(torch.nn.Parameter(param.detach().clone()))
         held["params"][-1].grad = None if param.grad is None else param.grad.clone()
-    recorders = {x: _Recorder(_start(stepping.optimizer, held, x)) for x in params}
+    recorders = {x: _Recorder(start_of(stepping.optimizer, held, x)) for x in params}
     if fills is not None and like is not None:
         recorders[param] = _Recorder(
             {
@@ -131,18 +133,24 @@ def _twin_groups(
     first = next((p for p in reals if p.dim() == ndim), None)
     stood_for = list(stepping.owned.values()) if stepping.mixes else [] if first is None else [first]
     dims = {id(p): ndim if p is first else p.dim() for p in stood_for}
-    tiny = {key: _tiny(dim, generator) for key, dim in dims.items()}
-    alone = [_tiny(ndim, generator)] if first is None else []
-    groups = []
-    for g, held in enumerate(stepping.groups):
-        params = [tiny[id(p)] for p in held["params"] if id(p) in tiny] + (alone if g == group else [])
-        settings = with_numbers({**held, "params": params}, {})
-        groups.append({key: x if key == "params" else _number_of(x) for key, x in settings.items()})
+    tiny = {key: tiny_parameter(dim, generator) for key, dim in dims.items()}
+    alone = [tiny_parameter(ndim, generator)] if first is None else []
+    groups = tiny_groups(stepping, tiny)
+    groups[group]["params"] += alone
     own = tiny[id(first)] if first is not None else alone[0]
     return groups, tiny, [own, *(x for x in tiny.values() if x is not own)]
 
 
-def _tiny(ndim: int, generator: torch.Generator) -> Tensor:
+def tiny_groups(stepping: Stepping, tiny: Mapping[int, Tensor]) -> list[dict[str, Any]]:
+    """The optimizer's groups with twins of parameters, by id, and numbers as numbers."""
+    made = []
+    for held in stepping.groups:
+        settings = with_numbers({**held, "params": [tiny[id(p)] for p in held["params"] if id(p) in tiny]}, {})
+        made.append({key: x if key == "params" else _number_of(x) for key, x in settings.items()})
+    return made
+
+
+def tiny_parameter(ndim: int, generator: torch.Generator) -> Tensor:
     param = torch.nn.Parameter(torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64))
     param.grad = torch.randn([SIDE] * ndim, generator=generator, dtype=torch.float64)
     return param
@@ -191,7 +199,7 @@ def _changed_by_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[st
     return begin, alike
 
 
-def _start(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def start_of(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """The state that an optimizer makes for a parameter when it is constructed."""
     if not optimizer.state:  # else it is loaded, stepped, or made by __init__ as Adagrad does
         return {}
@@ -224,7 +232,7 @@ def _common(entry: Tensor, other: Any) -> float:
     return float(flat[0]) if flat.numel() and bool((flat == flat[0]).all()) else 0.0
 
 
-def _differ(a: Any, b: Any) -> bool:
+def differ(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
     return isinstance(a, Tensor) or isinstance(b, Tensor)
@@ -241,8 +249,21 @@ def missing(optimizer: torch.optim.Optimizer, path: str, key: str) -> CaptureErr
 
 
 def cannot_step(optimizer: torch.optim.Optimizer, error: BaseException) -> CaptureError:
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    where = [shown for code, line in reversed(frames) if (shown := line_of(code, line))]
+    by_value = "Data" in type(error).__name__ or "data" in str(error) or where == []
     return problem(
         f"{type(optimizer).__name__}.step() cannot be written down as a graph: {first_line(error)}",
-        "an optimizer inside a Graph may not branch on values of tensors (.item(), float(t)); keep counters in 0-d "
-        "tensors and choose with torch.where, or step this optimizer outside of the Graph",
+        _BY_VALUE if by_value else _BY_CALL,
+        where[:3],
     )
+
+
+_BY_VALUE = (
+    "an optimizer inside a Graph may not branch on values of tensors (.item(), float(t)); keep counters in 0-d tensors "
+    "and choose with torch.where, or step this optimizer outside of the Graph"
+)
+_BY_CALL = (
+    "a Graph calls step() without a closure, on tensors that have shapes and no values yet; the exception above says "
+    "what this step needs besides. Step an optimizer that needs more outside of the Graph"
+)

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from graphzero import _compat
 from graphzero.capture.objects.entries import Entries
+from graphzero.capture.optimizer.alike import steps_alike
 from graphzero.capture.optimizer.branches import ALL, Outcomes, Ways, written
 from graphzero.capture.optimizer.carried import (
     carried,
@@ -111,6 +112,8 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
     for member in members:
         examples.setdefault(member.kind, []).append(member)
     two = [member for kin in examples.values() for member in kin[:2]]  # which may share a state
+    if not stepping.mixes and not steps_alike(stepping, members, [kin[0] for kin in examples.values()]):
+        stepping.mixes = True
     found = _states_by_step(stepping, members if stepping.mixes else two)
     for member in members:
         real = optimizer.state.get(member.param, {})

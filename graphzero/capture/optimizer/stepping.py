@@ -8,6 +8,7 @@ what it reads holds the capture, what it writes is refused, and afterwards all o
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -55,7 +56,7 @@ class Stepping:
     """The steps that one capture takes of an optimizer.
 
     index: of the optimizer in its Graph.  paths: id of a parameter -> its path.
-    mixes: whether it holds parameters outside of its groups, so that they cannot be stepped one by one.
+    mixes: whether it holds parameters outside of its groups, or goes by their places, so that all step together.
     """
 
     def __init__(self, optimizer: Optimizer, index: int = 0, paths: Mapping[int, str] | None = None) -> None:
@@ -98,6 +99,7 @@ class Stepping:
     def _is_owned(self, x: Any) -> bool:
         if isinstance(x, (tuple, frozenset)):
             return any(map(self._is_owned, x))
+        x = x() if type(x) is weakref.ref else x
         return (x if type(x) is int else id(x)) in self.owned
 
     def _check_inner(self) -> None:
@@ -280,6 +282,8 @@ def _replaced(x: Any, put: Mapping[int, Any]) -> Any:
     if type(x) in (tuple, frozenset):
         inside = [_replaced(y, put) for y in x]
         return x if all(a is b for a, b in zip(inside, x, strict=True)) else type(x)(inside)
+    if type(x) is weakref.ref and id(x()) in put:
+        return weakref.ref(put[id(x())])
     if type(x) is int:
         return id(put[x]) if x in put else x
     return put.get(id(x), x)
