@@ -121,8 +121,9 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
     for i, spec in enumerate(start.optimizers):
         optimizer = spec.optimizer
         stepping = Stepping(optimizer, i)
-        groups = [{**group, "params": [copy_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-        owned = [p for group in groups for p in group["params"]]
+        stand_ins = {id(p): copy_of[id(p)] for group in optimizer.param_groups for p in group["params"]}
+        groups = [{**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        owned = list(stand_ins.values())
         state: Any = defaultdict(dict)
         for (index, path), entry in start.states.items():
             if index == i:
