@@ -63,7 +63,7 @@ class Clock:
     def ticker(self, work: progress.Work) -> Any:
         self.work, self.due = work, self.now + progress.QUIET
         over = SimpleNamespace(set=lambda: setattr(self, "due", float("inf")))
-        return SimpleNamespace(start=lambda: None, over=over, join=lambda: None)
+        return SimpleNamespace(start=lambda: None, is_alive=lambda: True, over=over, join=lambda: None)
 
     def sleep(self, seconds: float) -> None:
         end = self.now + seconds

@@ -424,7 +424,7 @@ def attribute_of_a_parameter() -> Program:
     return Program(model, step)
 
 
-@program(is_open=True)
+@program()
 def subclass_of_a_parameter() -> Program:
     class Scaled(nn.Parameter):
         factor = 0.5

@@ -30,7 +30,9 @@ forward:
 
 
 def graph_of(body: str) -> StepGraph:
-    return parse(HEAD + body)
+    graph = parse(HEAD + body)
+    graph.is_read = False  # it stands for a captured one; what is read from a text runs op by op
+    return graph
 
 
 def order(graph: StepGraph) -> list[str | list[str]]:

@@ -124,17 +124,21 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
         states = {**known, **(made or {})}
         member.numbers = frozenset(key for key, entry in states.items() if entry == _NUMBER)
         member.states = {key: entry for key, entry in states.items() if entry != _NUMBER}
-        like = member.states if member.param.dim() else _states_of_a_vector(stepping, member)
+        like = member.states if member.param.dim() else _states_of_a_vector(stepping, member, members)
         member.counters = frozenset(key for key in member.states if like.get(key) == _COUNTER)
         member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in states.items())))
 
 
-def _states_of_a_vector(stepping: Stepping, member: Member) -> dict[str, Any]:
-    """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one."""
+def _states_of_a_vector(stepping: Stepping, member: Member, members: list[Member]) -> dict[str, Any]:
+    """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one.
+
+    It steps in the place of ``member``, among the others where the optimizer mixes them.
+    """
     with _compat.FakeTensorMode():
         vector = nn.Parameter(torch.empty(2, dtype=member.param.dtype))
     stand_in = Member(member.path, member.group, vector)
-    return _states_by_step(stepping, [stand_in], {id(vector): member.param}).get(stand_in.kind, {})
+    together = [stand_in if one is member else one for one in members] if stepping.mixes else [stand_in]
+    return _states_by_step(stepping, together, {id(vector): member.param}).get(stand_in.kind, {})
 
 
 def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: Any) -> tuple[torch.dtype, Shape] | None:

@@ -131,14 +131,11 @@ class OpWriter:
         return self.box(held, box, self.sizes.others(box, part), part)
 
     def _share_of(self, whole: fx.Node, node: fx.Node, part: str) -> fx.Node:
-        """A micro-batch's share of a value that all of them add up to: of k, (x + i) // k for integers."""
+        """A micro-batch's share of a value that all of them add up to: of integers the last one has all."""
         nd = value.nd_of(whole)
         if value.tensor_type(whole).dtype.is_floating_point or value.tensor_type(whole).dtype.is_complex:
             return self.call(aten.div.Tensor, (whole, self.sizes.count), node, nd, part)
-        shifted = self.call(aten.add.Tensor, (whole, self.number), node, nd, part)
-        share = self.call(aten.div.Tensor_mode, (shifted, self.sizes.count), node, nd, part)
-        share.kwargs = {"rounding_mode": "floor"}
-        return share
+        return whole if part == LAST else self.call(aten.mul.Tensor, (whole, 0), node, nd, part)
 
     def box(self, x: fx.Node, like: fx.Node, nd: Nd, part: str = "") -> fx.Node:
         if value.nd_of(x) == nd:

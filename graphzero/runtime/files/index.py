@@ -124,17 +124,18 @@ def _from_json(found: Mapping[str, Any], sha256: str) -> Index:
     files = {_file_name(name): _summed(held, f"files.{name}") for name, held in listed.items()}
     everything = _dict(found["tensors"], "tensors")
     tensors = {name: _stored(f"tensors.{name}", held, everything, files) for name, held in everything.items()}
-    _check_named_once(found["state"], tensors)
+    _check_named_once([found["state"], found["extra"]], tensors)
     made_by, step = _dict(found["made by"], "made by"), _count(found["step"], "step")
     return Index(step, tensors, files, found["state"], found["extra"], made_by, sha256)
 
 
 def _check_named_once(state: Any, tensors: Mapping[str, Stored]) -> None:
-    """Every tensor stands in one place of the state; only those of modules may be there as hashes."""
+    """Every tensor stands in one place of state and extra; only those of modules may be there as hashes."""
     names = collections.Counter(tensor_names(state))
     for name in names.keys() | tensors.keys():
         if name not in tensors or names[name] != 1:
-            raise ValueError(f"state names the tensor {name!r:.80} {names[name]} times, tensors {name in tensors:d}")
+            times = f"{names[name]} times, tensors {name in tensors:d}"
+            raise ValueError(f"state and extra name the tensor {name!r:.80} {times}")
         if tensors[name].hashes and not name.startswith("modules."):
             raise ValueError(f"tensors.{name} has hashes for values, and is no parameter")
 

@@ -51,7 +51,7 @@ class Restore:
         self._stand_ins: dict[int, tuple[Tensor, str]] = {}  # by id: for the values of a tensor in the files
         try:
             given = reading.with_metadata(from_json(index.state, self._given_in(index.state)))
-            self.extra = from_json(index.extra, _no_tensor)
+            self.extra = from_json(index.extra, self._whole)
         except ODD as error:
             raise CheckpointError(f"{where / INDEX} has been altered: {type(error).__name__}: {error}") from error
         sd = moved_in(given, state.modules)
@@ -189,10 +189,6 @@ class Restore:
                     have[key] if _is_own(module, have) and key in have else self._whole(self._stand_ins[id(x)][1])
                 )
         loading.load_module(module, made, self._state, self._strict)
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise ValueError(f"extra names the tensor {name!r:.80}")
 
 
 def _is_given(path: str, modules: Mapping[str, Mapping[str, Any]]) -> bool:
