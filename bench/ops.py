@@ -39,6 +39,7 @@ DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float3
 COARSE = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 UNSPECIFIED = ("aten.empty", "aten.new_empty", "aten.resize")  # memory as it is
 SAVED_WIDER = ("native_batch_norm", "_native_batch_norm_legit")  # their saved statistics stay float32 under bfloat16
+NAN_IN_16_BITS = ("matrix_exp", "linalg.matrix_exp")  # of torch's kernels; tests/capture compares ours with float32
 DRAWS = (UNIFORM_LIKE,)  # where a piece of it begins is localize's to say
 RANKS = (2, 3)
 PLACE = placement("cpu", range(1))
@@ -206,6 +207,8 @@ def _agrees(step: Sampled, captured: Captured, made: list[Any]) -> bool:
         return [x.shape for x in made] == [x.shape for x in step.expected]
     if step.name in SAVED_WIDER:
         return _close(made[0], step.expected[0])
+    if step.name in NAN_IN_16_BITS and made[0].dtype.itemsize == 2:
+        return not any(x.isnan().any() for x in made)
     return all(map(_close, made, step.expected))
 
 

@@ -12,14 +12,14 @@ from user_programs.program import Program, adam, classes, flags, floats, mlp, pr
 
 
 class Norm(nn.Module):
-    """Root mean square norm that computes in float32, as most language models do."""
+    """Root mean square norm that computes in float32 at least, as most language models do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)).to(x.dtype)
 
 
