@@ -206,3 +206,19 @@ def test_a_text_of_a_tensor_is_made_once_and_its_line_is_named(write, capsys):
     said = [str(warning.message) for warning in caught if "a text" in str(warning.message)]
     assert len(said) == 1 and "test_untouched.py" in said[0] and said[0].count(" in ") == 1
     assert "size=()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("puts_back", [False, True])
+def test_a_mode_that_build_leaves_is_put_back_and_named(puts_back, recwarn):
+    def build(self, x):
+        self.model.eval()
+        loss = self.model(x).mean()
+        self.model.train(puts_back)
+        return loss
+
+    owner, run = capture(build)
+    run()
+    said = [str(one.message) for one in recwarn if "another mode" in str(one.message)]
+    assert bool(said) is not puts_back
+    assert all(module.training for module in owner.model.modules())
+    assert all("build leaves" in text and "switch modes between calls" in text for text in said)

@@ -124,6 +124,7 @@ def untouched(step: Step, root: nn.Module, line: Callable[[Any, str], str]) -> I
     with same_settings() as streams, _compat.undoing(lambda: put_all_back(kept)):
         yield kept
         _warn_of_writes(kept, line)
+        _warn_of_modes(kept)
         _warn_of_draws(streams)
 
 
@@ -135,6 +136,24 @@ def _warn_of_writes(kept: list[Contents], line: Callable[[Any, str], str]) -> No
         warnings.warn(
             f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
             "value, or keep it in a buffer (register_buffer) and change it in place",
+            stacklevel=2,
+        )
+
+
+def _warn_of_modes(kept: list[Contents]) -> None:
+    """Each step begins in the modes of its call; in plain PyTorch it begins in those that the step before has left."""
+    left = [
+        type(contents.owner[0]).__name__
+        for contents in kept
+        if isinstance(contents, DictContents) and isinstance(contents.owner[0], nn.Module) and not contents.owner[1]
+        for key, *_ in contents.changed()
+        if key == "training"
+    ]
+    if left:
+        shown = ", ".join(dict.fromkeys(left[:4])) + (" ..." if len(left) > 4 else "")
+        warnings.warn(
+            f"build leaves {shown} in another mode than it has found it in (train() or eval()); a Graph puts the mode "
+            "back behind the step, which plain PyTorch does not. Put it back in build, or switch modes between calls",
             stacklevel=2,
         )
 
