@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 project = "graphzero"
-version = release = version_of(project)
+version = release = version_of("graphzero-torch")  # as it is installed
 extensions = ["myst_parser"]
 include_patterns = ["README.md", "docs/*.md", "bench/results/*.md"]
 exclude_patterns = [".*", "build", "dist", "docs/site"]  # not even looked into
