@@ -4,8 +4,9 @@
     python bench/programs.py KEPT --compare   # with the new one: the same again, and what differs from KEPT
 
 A cell is one of the benchmark models at a stage, on two data ranks or on two data times two tensor ranks, with
-AdamW and a clipped norm; some are compiled with the settings that let a plan decide.  Its text is the final program
-as it prints, its plan with decisions, and the losses of three steps as hexadecimal floats.  Exits with 1 where a cell
+AdamW and a clipped norm; on two data ranks also with micro-batches and in mixed precision, and some are compiled with
+the settings that let a plan decide.  Its text is the final program as it prints, its plan with decisions, and the
+losses of three steps as hexadecimal floats.  Exits with 1 where a cell
 differs.
 """
 
@@ -35,11 +36,14 @@ PLACEMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 SETTINGS: dict[str, Callable[[gz.Graph], None]] = {
     "plain": lambda graph: None,
+    "micro": lambda graph: graph.config.set_gradient_accumulation_steps(2),
+    "bf16": lambda graph: graph.config.enable_amp(),
     "in backward": lambda graph: graph.config.set_optimizer_in_backward(),
     "kept": lambda graph: graph.config.enable_zero(stage=3, keep_gathered=True),
     "budget": lambda graph: set_budget(graph),
     "links": lambda graph: graph.config.set_links({"dp": gz.Link(latency=1e-5, bandwidth=1e9)}),
 }
+AT_EVERY_STAGE = ("plain", "micro", "bf16")
 SHOWN = 40  # lines of a difference
 
 
@@ -56,13 +60,14 @@ class Cell:
 
 
 def cells(models: list[str]) -> Iterator[Cell]:
-    """Every model at every stage on every placement, and the other settings at stage 3 for two of them."""
+    """Every model at every stage, and the settings that let a plan decide at stage 3 for two of them."""
     for model in models:
-        for placement in PLACEMENTS:
-            yield from (Cell(model, placement, stage) for stage in STAGES)
+        for stage in STAGES:
+            yield Cell(model, "dp x tp", stage)
+            yield from (Cell(model, "dp", stage, setting) for setting in AT_EVERY_STAGE)
     for model in models:
         if model in ("convnet", "llama"):
-            yield from (Cell(model, "dp", 3, setting) for setting in SETTINGS if setting != "plain")
+            yield from (Cell(model, "dp", 3, setting) for setting in SETTINGS if setting not in AT_EVERY_STAGE)
 
 
 def text_of(cell: Cell) -> str:
@@ -74,9 +79,9 @@ def text_of(cell: Cell) -> str:
         parallelise(model, PLANS[cell.model], placement)
     optimizer, schedule = OPTIMIZERS["adamw"](model.parameters(), STEPS)
     graph = TrainGraph(model, optimizer, schedule, cell.stage, placement, clip_grad_norm=1.0)
-    if cell.setting != "plain":
+    if cell.setting not in AT_EVERY_STAGE:
         graph.compile(*case.batch(0, BATCH, torch.float32))
-        SETTINGS[cell.setting](graph)
+    SETTINGS[cell.setting](graph)
     losses = [float(graph(*case.batch(step, BATCH, torch.float32))).hex() for step in range(STEPS)]
     return "\n".join((str(graph.program), str(graph.plan), *losses, ""))
 
