@@ -6,7 +6,7 @@
 A cell is one of the benchmark models at a stage, on two data ranks or on two data times two tensor ranks, with
 AdamW and a clipped norm; on two data ranks also with micro-batches and in mixed precision, and some are compiled with
 the settings that let a plan decide.  Its text is the final program as it prints, its plan with decisions, and the
-losses of three steps as hexadecimal floats.  Exits with 1 where a cell
+losses of three steps as hexadecimal floats, or the sentence that refuses it.  Exits with 1 where a cell
 differs.
 """
 
@@ -82,7 +82,10 @@ def text_of(cell: Cell) -> str:
     if cell.setting not in AT_EVERY_STAGE:
         graph.compile(*case.batch(0, BATCH, torch.float32))
     SETTINGS[cell.setting](graph)
-    losses = [float(graph(*case.batch(step, BATCH, torch.float32))).hex() for step in range(STEPS)]
+    try:
+        losses = [float(graph(*case.batch(step, BATCH, torch.float32))).hex() for step in range(STEPS)]
+    except gz.GraphZeroError as error:  # as where micro-batches cannot be: the first sentence is what a user gets
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
     return "\n".join((str(graph.program), str(graph.plan), *losses, ""))
 
 
