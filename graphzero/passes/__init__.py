@@ -14,10 +14,10 @@ from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
-from graphzero.passes.memory.keep import Keep
-from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.delay_gradients import Order
+from graphzero.passes.memory.in_place import Reuse
+from graphzero.passes.memory.keep_gathered import Keep
 from graphzero.passes.memory.recompute import Recompute
-from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.pipeline import NAMES, Fuse, Options, Schedule, default_passes
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.narrow import Narrow
@@ -29,9 +29,9 @@ from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
 from graphzero.passes.schedule.launch import Launch
+from graphzero.passes.schedule.optimizer_in_backward import StepEarly
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
-from graphzero.passes.schedule.step_early import StepEarly
 from graphzero.passes.text import parse_passes, print_passes
 
 __all__ = [

@@ -20,10 +20,10 @@ from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
-from graphzero.passes.memory.keep import Keep
-from graphzero.passes.memory.order import Order
+from graphzero.passes.memory.delay_gradients import Order
+from graphzero.passes.memory.in_place import Reuse
+from graphzero.passes.memory.keep_gathered import Keep
 from graphzero.passes.memory.recompute import Recompute
-from graphzero.passes.memory.reuse import Reuse
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.micro.tile_rows import TileRows
@@ -38,9 +38,9 @@ from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
 from graphzero.passes.schedule.gather_casts import GatherCasts
 from graphzero.passes.schedule.launch import Launch
+from graphzero.passes.schedule.optimizer_in_backward import StepEarly
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
-from graphzero.passes.schedule.step_early import StepEarly
 from graphzero.sbp.links import Links
 from graphzero.sbp.types import Nd
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from graphzero.ir import value
 from graphzero.passes import Keep, Options
-from graphzero.passes.memory.keep import gathered_again
+from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.plan.budget import Budget
-from graphzero.plan.knapsack import Choice
+from graphzero.plan.gather_search import Choice
 from graphzero.plan.order import in_best_order
 from graphzero.plan.plan import mega
 from graphzero.plan.variants import Candidate, Variants

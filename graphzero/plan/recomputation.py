@@ -14,9 +14,9 @@ from graphzero.ir import value
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options
 from graphzero.passes.memory.recompute import merge_gathers
-from graphzero.plan.again import Choice, Limits, names_of
+from graphzero.plan.memory_estimate import Ops, Sketch
 from graphzero.plan.plan import MemoryPlan, mega, memory_of
-from graphzero.plan.sketch import Ops, Sketch
+from graphzero.plan.recompute_search import Choice, Limits, names_of
 from graphzero.plan.variants import Candidate, Variants
 
 TRIES = 5  # programs that are made to find what fits

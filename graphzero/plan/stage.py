@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphzero.ir.graph import StepGraph
 from graphzero.passes import Options, Pass
-from graphzero.passes.schedule.step_early import describe_early
+from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
 from graphzero.plan.budget import Budget, does_not_fit
 from graphzero.plan.gathers import Gathers

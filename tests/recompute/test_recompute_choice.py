@@ -13,8 +13,8 @@ import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Pipeline, Recompute
 from graphzero.passes.memory.recompute import merge_gathers
-from graphzero.plan.again import Choice, Limits, names_of
-from graphzero.plan.sketch import Sketch
+from graphzero.plan.memory_estimate import Sketch
+from graphzero.plan.recompute_search import Choice, Limits, names_of
 
 plan = Captured()
 

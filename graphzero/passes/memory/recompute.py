@@ -23,7 +23,7 @@ from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import Role
 from graphzero.ops import CHECK
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.memory.keep import follows_parameter, gathered_again, read_first
+from graphzero.passes.memory.keep_gathered import follows_parameter, gathered_again, read_first
 
 _WILD = set("*?[")
 _HELD = (*ops.COMMUNICATING, *ops.WRITING, CHECK)  # ranks meet there, or it has an effect

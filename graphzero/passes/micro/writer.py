@@ -11,7 +11,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_view, unnamed
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role, TensorType
-from graphzero.passes.memory.keep import Keep
+from graphzero.passes.memory.keep_gathered import Keep
 from graphzero.passes.micro.handed_on import HandedOn, Joined
 from graphzero.passes.micro.op_writer import OpWriter
 from graphzero.passes.micro.parts import SHAPED, Parts

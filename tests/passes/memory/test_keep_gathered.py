@@ -10,7 +10,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Bucket, Keep, Pipeline, Zero, default_passes
-from graphzero.passes.memory.keep import gathered_again
+from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.plan import plan_of
 from graphzero.testing import assert_graph
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
-from graphzero.passes.memory.order import rooms_of, takes_memory
+from graphzero.passes.memory.delay_gradients import rooms_of, takes_memory
 from graphzero.passes.memory.recompute import Forward
 from graphzero.plan.seconds import plain, seconds_of
 

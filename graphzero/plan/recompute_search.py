@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from graphzero.ir.storage.liveness import bytes_held
-from graphzero.plan.sketch import Held, Ops, Sketch
+from graphzero.plan.memory_estimate import Held, Ops, Sketch
 
 STEPS = 400  # sketches on the way down from one beginning
 SPARED = 200  # values that are tried whether they may stay after all

@@ -11,7 +11,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Bucket, Zero
-from graphzero.passes.schedule.step_early import describe_early
+from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.testing import assert_graph
 
 MOMENTUM = step(("linear 8", "relu", "linear 4"), optimizer="momentum", ranks=2)
