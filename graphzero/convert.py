@@ -19,7 +19,7 @@ from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError, hides_frames
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.placed import check_kept, check_trained_apart
+from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap

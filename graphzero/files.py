@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from graphzero import _compat
+from graphzero.checkpoint.checkpointer import Checkpoints
+from graphzero.checkpoint.files import folder
+from graphzero.checkpoint.files.async_save import Saved
 from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
-from graphzero.runtime.files import folder
-from graphzero.runtime.files.background import Saved
-from graphzero.step.saved.checkpoints import Checkpoints
 
 
 @hides_frames

@@ -24,13 +24,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
 from graphzero.capture import AverageSpec, OptimizerSpec, is_capturing
+from graphzero.checkpoint.checkpointer import Checkpoints
 from graphzero.config import GraphConfig
 from graphzero.errors import CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
 from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
-from graphzero.runtime.state import modules, whole
+from graphzero.runtime.state import full_tensors, modules
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.agree import tensor_text
@@ -40,7 +41,6 @@ from graphzero.step import checks
 from graphzero.step.checks import check_attribute, missing_attribute
 from graphzero.step.full_parameters import FullParameters
 from graphzero.step.program import Program
-from graphzero.step.saved.checkpoints import Checkpoints
 from graphzero.step.selection import Prepared, Selection
 from graphzero.step.source import Source
 from graphzero.step.steps import Steps
@@ -355,7 +355,7 @@ class Graph:
         self._check_not_whole(what)
 
     def _check_not_whole(self, what: str) -> None:
-        who = whole.opened(self._source.modules) if whole.is_any_open() else ""
+        who = full_tensors.opened(self._source.modules) if full_tensors.is_any_open() else ""
         if who:
             raise ConfigError(
                 f"the Graph {self.name} is {what} within full_parameters() of {who}: its modules hold whole tensors "

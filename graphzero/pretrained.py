@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from graphzero import _compat
+from graphzero.checkpoint.checkpointer import Checkpoints
+from graphzero.checkpoint.files.export import export
+from graphzero.checkpoint.files.folder import path_of
 from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
-from graphzero.runtime.files.export import export
-from graphzero.runtime.files.folder import path_of
-from graphzero.step.saved.checkpoints import Checkpoints
 
 
 @hides_frames

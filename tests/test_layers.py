@@ -19,6 +19,7 @@ LAYERS = (  # what stands in one line does not know each other
     {"plan"},
     {"config"},
     {"step"},
+    {"checkpoint"},
     {"graph", "region", "convert"},
     {"nn", "inspect", "files", "pretrained", "tune"},
     {"testing", "page"},

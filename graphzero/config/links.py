@@ -11,7 +11,7 @@ from typing import Any
 
 from graphzero.errors import ConfigError
 from graphzero.plan.device import is_way
-from graphzero.runtime.files.json_file import read_json
+from graphzero.runtime.json_file import read_json
 from graphzero.sbp.links import Link, Links, link_of
 from graphzero.sbp.placement import Placement
 

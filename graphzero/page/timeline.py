@@ -10,7 +10,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.page.lines import Pool
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
-from graphzero.runtime.files.json_file import read_json
+from graphzero.runtime.json_file import read_json
 from graphzero.sbp.links import is_finite
 
 TEXTS = ("name", "stream", "kind", "phase")

@@ -1,6 +1,6 @@
 """``Graph.full_parameters``: eager code sees whole tensors, and what it writes is taken back.
 
-Ranks meet at both ends of the block and nowhere in it.  How tensors are exchanged is ``runtime.state.whole``'s.
+Ranks meet at both ends of the block and nowhere in it.  How tensors are exchanged is ``runtime.state.full_tensors``'s.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError, GraphZeroError
 from graphzero.plan import Plan
 from graphzero.plan.plan import mega
-from graphzero.runtime.state import torn, whole
-from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state import full_tensors, partial_update
+from graphzero.runtime.state.full_tensors import Left, Shown
+from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.placed import check_held
-from graphzero.runtime.state.whole import Left, Shown
+from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.agree import Matter
 from graphzero.runtime.world.launch import has_fake_world
@@ -68,20 +68,20 @@ class FullParameters:
     def _begin(self) -> None:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
-            found = ranks.agree_on(_BEGIN, self._found, lambda found: whole.facts(state, found))
+            found = ranks.agree_on(_BEGIN, self._found, lambda found: full_tensors.facts(state, found))
             state.meet()
-            self._shown = whole.gather(state, found)
+            self._shown = full_tensors.gather(state, found)
         _compat.note_change(self._put_back)
         self._is_open = True
-        whole.mark(self._shown, source.name)
-        whole.show(self._shown)
+        full_tensors.mark(self._shown, source.name)
+        full_tensors.show(self._shown)
         _compat.forget_change(self._put_back)
 
     def _put_back(self) -> None:
         """What stood in the modules stands there again."""
-        whole.put_back(self._shown)
-        whole.unmark(self._shown)
-        whole.let_go(self._shown)
+        full_tensors.put_back(self._shown)
+        full_tensors.unmark(self._shown)
+        full_tensors.let_go(self._shown)
         self._is_open = False
 
     def _found(self) -> dict[str, Found]:
@@ -101,7 +101,7 @@ class FullParameters:
             check_held(entry, source.placement)
         budget, plan = source.config.settings.memory_budget, self._plan
         if budget is not None and plan is not None:
-            held, extra = sum(plan.memory.resident.values()), whole.extra_bytes(found)
+            held, extra = sum(plan.memory.resident.values()), full_tensors.extra_bytes(found)
             if extra and held + extra > budget:
                 raise ConfigError(
                     f"full_parameters() of {source.name} needs {mega(extra)} for whole tensors and what gathers them, "
@@ -114,8 +114,8 @@ class FullParameters:
     def _end(self, error: BaseException | None) -> None:
         """``error``: what the block has raised on this rank, which this raises too, if not all do."""
         _compat.note_change(self._put_back)
-        left, lost = whole.put_back(self._shown)
-        whole.unmark(self._shown)
+        left, lost = full_tensors.put_back(self._shown)
+        full_tensors.unmark(self._shown)
         try:
             doing = f"the end of full_parameters() of {self._source.name}"
             with self._source.ranks.together(doing), _compat.outside_inference_mode(), torch.no_grad():
@@ -127,7 +127,7 @@ class FullParameters:
                     raise failure
         finally:
             self._is_open = False
-            whole.let_go(self._shown)
+            full_tensors.let_go(self._shown)
             _compat.forget_change(self._put_back)
 
     def _met(self, error: Exception | None, lost: Sequence[str]) -> Exception | None:
@@ -167,10 +167,11 @@ class FullParameters:
         except BaseException as error:
             why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
             hint = "load a checkpoint, graph.load_state_dict(...), or make modules and optimizer anew"
-            torn.mark((one.of.entry.tensor for one in taken), f"{why} ({type(error).__name__}: {error}); {hint}")
+            reason = f"{why} ({type(error).__name__}: {error}); {hint}"
+            partial_update.mark((one.of.entry.tensor for one in taken), reason)
             raise
         if failure is not None:
-            torn.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
+            partial_update.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
             raise failure
 
 

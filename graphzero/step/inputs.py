@@ -21,7 +21,7 @@ from graphzero import _compat
 from graphzero.capture import Input, Inputs
 from graphzero.capture.objects import tree
 from graphzero.errors import CaptureError, ConfigError
-from graphzero.runtime.state.placed import check_here
+from graphzero.runtime.state.placement_checks import check_here
 from graphzero.runtime.tensors.shards import global_shape, piece
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.runtime.world.world import World

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 from _ranks import start  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime.files.filling import WINDOW  # noqa: E402
+from graphzero.checkpoint.files.read_chunks import WINDOW  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -12,8 +12,8 @@ from file_checks import everyone, shared_folder
 from file_toys import Train, losses
 
 import graphzero as gz
-from graphzero.runtime.files import blocks
-from graphzero.runtime.files.background import Saved
+from graphzero.checkpoint.files import blocks
+from graphzero.checkpoint.files.async_save import Saved
 
 SOON = 45.0  # seconds, on a busy machine
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from file_toys import Train, TrainLora, losses
 
 import graphzero as gz
-from graphzero.runtime.files import blocks
+from graphzero.checkpoint.files import blocks
 
 
 def shared_folder(name):

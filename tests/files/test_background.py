@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from graphzero.runtime.files import background
-from graphzero.runtime.files.background import Saved
-from graphzero.runtime.files.notes import Notes
+from graphzero.checkpoint.files import async_save
+from graphzero.checkpoint.files.async_save import Saved
+from graphzero.checkpoint.files.markers import Notes
 
 
 class Thread:
@@ -32,7 +32,7 @@ def notes(tmp_path):
 @pytest.fixture
 def thread(monkeypatch, tmp_path):
     made = Thread(Saved(tmp_path / "done", 1, 1000))
-    monkeypatch.setattr(background.time, "thread_time", lambda: made.taken)
+    monkeypatch.setattr(async_save.time, "thread_time", lambda: made.taken)
     monkeypatch.setattr(made.saved._hurry, "wait", made.wait)
     return made
 

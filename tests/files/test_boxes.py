@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.runtime.files.boxes import SMALL, Box, covers, held_at, whole_box, writers
+from graphzero.checkpoint.files.chunks import SMALL, Box, covers, held_at, whole_box, writers
 from graphzero.runtime.tensors.shards import piece
 
 B, S = gz.sbp.B, gz.sbp.S

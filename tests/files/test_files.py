@@ -21,9 +21,9 @@ import altered_index  # noqa: E402
 from file_toys import Train, TrainLora, batch, losses, virtual  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime.files import blocks  # noqa: E402
-from graphzero.runtime.files.blocks import BLOCK  # noqa: E402
-from graphzero.runtime.files.json_values import from_json, to_json  # noqa: E402
+from graphzero.checkpoint.files import blocks  # noqa: E402
+from graphzero.checkpoint.files.blocks import BLOCK  # noqa: E402
+from graphzero.checkpoint.files.json_values import from_json, to_json  # noqa: E402
 
 
 @pytest.fixture(scope="module")

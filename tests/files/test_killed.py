@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.files.blocks import BLOCK
+from graphzero.checkpoint.files.blocks import BLOCK
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -15,8 +15,8 @@ sys.path[:0] = [str(Path(__file__).parent)]
 from file_toys import virtual  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime.files import folder, partial  # noqa: E402
-from graphzero.runtime.files.partial import PartialCheckpoint  # noqa: E402
+from graphzero.checkpoint.files import folder, partial_checkpoint  # noqa: E402
+from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint  # noqa: E402
 
 
 class Evaluate(gz.Graph):
@@ -39,7 +39,7 @@ def begun(path, step=1):
 def other_host():
     """What is done within it is done on another host, which does not see the locks of this one."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(partial, "_host", lambda: "00000000")
+        patched.setattr(partial_checkpoint, "_host", lambda: "00000000")
         patched.setattr(fcntl, "flock", lambda *_: None)
         yield
 
@@ -81,10 +81,10 @@ def test_what_another_host_left_is_removed_when_it_has_not_changed_for_long(tmp_
     with other_host():
         abandoned = begun(tmp_path)
     now = [0.0]
-    monkeypatch.setattr(partial.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(partial_checkpoint.time, "monotonic", lambda: now[0])
     for size, is_there in ((1, True), (2, True), (2, True), (2, False)):
         (abandoned.path / "rank-00000.safetensors").write_bytes(b"x" * size)
-        now[0] += 0.6 * partial.ABANDONED
+        now[0] += 0.6 * partial_checkpoint.ABANDONED
         begun(tmp_path).drop()
         assert abandoned.path.exists() == is_there
     with pytest.raises(FileNotFoundError):
@@ -116,7 +116,7 @@ def test_keep_counts_checkpoints_of_other_jobs_and_never_removes_what_was_just_s
 
 def interrupted_at(line, call):
     """``call`` with Ctrl-C as so many lines of the modules that make and name folders are over; whether it came."""
-    files = {folder.__file__, partial.__file__, sys.modules["graphzero.step.saved.writing"].__file__}
+    files = {folder.__file__, partial_checkpoint.__file__, sys.modules["graphzero.checkpoint.save_operation"].__file__}
     count = 0
 
     def trace(frame, event, _):

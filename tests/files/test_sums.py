@@ -11,12 +11,12 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent)]
+from graphzero.checkpoint.files.blocks import BLOCK, Summed, seen, sizes_add_up, write  # noqa: E402
+from graphzero.checkpoint.files.checksum import ROW, RUN, Sum  # noqa: E402
+from graphzero.checkpoint.files.chunks import Box, whole_box  # noqa: E402
+from graphzero.checkpoint.files.read_chunks import of_box  # noqa: E402
+from graphzero.checkpoint.files.verified_read import Target, scatter  # noqa: E402
 from graphzero.errors import CheckpointError  # noqa: E402
-from graphzero.runtime.files.blocks import BLOCK, Summed, seen, sizes_add_up, write  # noqa: E402
-from graphzero.runtime.files.boxes import Box, whole_box  # noqa: E402
-from graphzero.runtime.files.filling import of_box  # noqa: E402
-from graphzero.runtime.files.reading import Target, scatter  # noqa: E402
-from graphzero.runtime.files.sums import ROW, RUN, Sum  # noqa: E402
 
 WORDS = ROW // 8
 

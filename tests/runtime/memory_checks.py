@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import graphzero as gz
 from graphzero.errors import ConfigError
-from graphzero.runtime.state import binding
+from graphzero.runtime.state import bind
 
 
 class Averaged(Train):
@@ -57,18 +57,18 @@ def check_the_memory_of_a_split_parameter_goes_at_once_where_nobody_else_holds_i
     whole = Train(model)
     loss = whole(*share(0))[1]
     storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
-    alive, lay_out = [], binding.lay_out
+    alive, lay_out = [], bind.lay_out
 
     def counting(*args, **kwargs):
         alive.append(sum(not storage.expired() for storage in storages))
         return lay_out(*args, **kwargs)
 
-    binding.lay_out = counting
+    bind.lay_out = counting
     try:
         graph = Train(model, sgd(model), stage=3)
         graph(*share(0))
     finally:
-        binding.lay_out = lay_out
+        bind.lay_out = lay_out
     assert alive[: len(storages)] == list(range(len(storages), 0, -1)), alive
     assert all(storage.expired() for storage in storages)
     assert whole(*share(0))[1] < loss  # it follows, and computes with what is trained

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import failure_toys  # noqa: E402
 
 import graphzero as gz  # noqa: E402
-from graphzero.runtime.checkpoint import loading  # noqa: E402
-from graphzero.runtime.files import notes  # noqa: E402
+from graphzero.checkpoint.files import markers  # noqa: E402
+from graphzero.checkpoint.state_dict import loading  # noqa: E402
 from graphzero.runtime.state import modules  # noqa: E402
 from graphzero.runtime.tensors import gather, resplit  # noqa: E402
 from graphzero.runtime.transport import peer_memory  # noqa: E402
@@ -182,7 +182,7 @@ def killed_while_all_save(rank: int, path: str, asynchronous: bool) -> Any:
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
-        notes.Notes.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        markers.Notes.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return [tried(lambda: gz.save(graph, path, asynchronous=asynchronous).wait() or 0)]
 
 

@@ -11,8 +11,8 @@ from torch import nn
 import graphzero as gz
 from graphzero import _compat
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.lay_out import lay_out
-from graphzero.runtime.state.watch import ModulesWatch, StatesWatch
+from graphzero.runtime.state.layout import lay_out
+from graphzero.runtime.state.mutation_watch import ModulesWatch, StatesWatch
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp import B, S
 

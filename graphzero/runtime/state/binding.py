@@ -1,150 +1,78 @@
-"""Binding: the tensors behind a program's placeholders, laid out as it wants them, with rank 0's values.
-
-New tensors are put wherever the user holds the old ones, so that these stay the only truth.  How one tensor is laid
-out is ``storage``'s; what is known of the user's tensors between calls is ``state``'s.
-"""
+"""What of a Graph's state is bound to a program, and what tells that somebody has changed it since."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from operator import is_
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.optim import Optimizer
 
-from graphzero import _compat
-from graphzero.errors import CaptureError
-from graphzero.ir import value
-from graphzero.ir.graph import StepGraph
-from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state import preflight
-from graphzero.runtime.state.bound import Bound, Counter, Spec
-from graphzero.runtime.state.lay_out import Laid, filled, lay_out
-from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.state import Moved, State
-from graphzero.runtime.state.tensor_ref import TensorRef
+from graphzero.runtime.state.modules import Found, Holder
+from graphzero.runtime.state.mutation_watch import StatesWatch
 
 
-def bind(
-    state: State, graph: StepGraph, specs: Sequence[Spec], constants: Mapping[str, Tensor], found: Mapping[str, Found]
-) -> dict[str, list[Tensor]]:
-    """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
+class Spec(Protocol):
+    """What ``bind`` needs to know of one optimizer state: capture's StateSpec."""
 
-    specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
-    ``preflight`` has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are
-    taken from rank 0.
+    @property
+    def optimizer(self) -> int: ...
+    @property
+    def param(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def fill(self) -> float: ...
+    @property
+    def placeholder(self) -> str: ...
+    @property
+    def born(self) -> bool: ...
+
+
+@dataclass
+class Counter:
+    """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter.
+
+    copies: one tensor; what the user holds are its elements, ``own``, so that one write sets all.
     """
-    binder = _Binder(state, found, graph.updates)
-    with torch.no_grad():
-        values = binder.tensors(graph) | binder.states(graph, specs)
-        for node in graph.placeholders("constant"):
-            given = constants[node.name].to(state.world.device)
-            values[node.name] = lay_out(given, value.nd_of(node), state.world, node.name).ranks
-        for entry in found.values():  # those that the program does not read
-            if not isinstance(entry.tensor, DTensor) and not entry.tensor.is_meta:
-                state.first_values.take(entry.tensor, entry.path)
-    state.hold(binder.bound)
-    return values
+
+    tensor: Tensor
+    copies: Tensor
+    own: Sequence[Tensor]
+
+    def flush(self) -> None:
+        self.copies.copy_(self.tensor)
 
 
-class _Binder:
-    def __init__(self, state: State, found: Mapping[str, Found], updates: Container[str]) -> None:
-        """updates: names of the placeholders that the program writes."""
-        self.state, self.found, self.updates = state, found, updates
-        self.world, self.optimizers = state.world, state.optimizers
-        self.bound = Bound()
+@dataclass
+class Bound:
+    """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
 
-    def tensors(self, graph: StepGraph) -> dict[str, list[Tensor]]:
-        """Parameters and buffers."""
-        found = {}
-        for node in graph.placeholders("param", "buffer"):
-            role = value.role_of(node)
-            assert role is not None
-            found[node.name] = self._tensor(node, self.found[role.of])
-        return found
+    copies: (place in the whole tensor, piece) where a rank's tensor is no view; written: those that a step writes.
+    states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
+    optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
+    holder: what keeps them for the program.
+    """
 
-    def states(self, graph: StepGraph, specs: Sequence[Spec]) -> dict[str, list[Tensor]]:
-        """States of optimizers; a placeholder may stand for the equal counters of many parameters."""
-        members: dict[str, list[Spec]] = {}
-        for spec in specs:
-            members.setdefault(spec.placeholder, []).append(spec)
-        values, counts = {}, preflight.counters(graph, specs, self.found)
-        for node in graph.placeholders("state"):
-            here = members.get(node.name, [])
-            if not here:
-                raise CaptureError(f"nobody says how the optimizer state '{node.name}' begins")
-            if node.name in counts:
-                values[node.name] = self._counter(here)
-            else:
-                values[node.name] = self._state(node, here[0])
-        return values
+    counters: list[Counter] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
+    births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
+    found: Mapping[str, Found] = field(default_factory=dict)
+    params: list[Tensor] = field(default_factory=list)
+    watch: StatesWatch | None = None
+    holder: Holder | None = None
 
-    def _tensor(self, node: fx.Node, entry: Found) -> list[Tensor]:
-        state = self.state
-        if not isinstance(entry.tensor, DTensor):
-            state.first_values.take(entry.tensor, entry.path)
-        before, now, known = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
-        was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
-        laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
-        old, stays = entry.tensor, laid.kept is entry.tensor
+    def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
+        self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
 
-        def note_moved() -> None:
-            if stays or entry.tensor is not old:
-                state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
-
-        with _compat.undoing(note_moved):  # also where an interrupt comes when the tensor has been replaced
-            if not stays:
-                state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
-        return self._ranks(node, laid)
-
-    def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
-        what, nd = preflight.name_of(spec), value.nd_of(node)
-        param = self.found[spec.param].tensor
-        if spec.born:
-            laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
-            self.bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
-            self.state.first_values.note(laid.kept, what)
-            return self._ranks(node, laid)
-        state = self.optimizers[spec.optimizer].state[param]
-        tensor = state.get(spec.key)
-        if tensor is None:
-            tensor = filled(spec.shape, spec.dtype, spec.fill, nd, self.world)
-        elif tensor.dtype != spec.dtype:
-            tensor = tensor.to(spec.dtype)
-        if spec.key in state and not isinstance(tensor, DTensor):
-            self.state.first_values.take(tensor, what)
-        laid = lay_out(tensor, nd, self.world, what, plain=True)
-        state[spec.key] = laid.kept
-        self.state.first_values.note(laid.kept, what)
-        self.bound.add(spec, param, state)
-        return self._ranks(node, laid)
-
-    def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
-        """The count of a program; each parameter's own becomes an element of one tensor."""
-        held = [preflight.count_of(self.state, spec, self.found) for spec in specs]
-        which = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)
-        counter = self.state.counters.get(which)
-        if counter is not None and all(map(is_, held, counter.own)):
-            counter.tensor.copy_(counter.copies[0])  # where it is, whichever program has run since
-        else:
-            # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
-            tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
-            self.state.first_values.take_count(tensor, map(preflight.name_of, specs))
-            copies = tensor.expand(len(specs)).clone()
-            counter = self.state.counters[which] = Counter(tensor, copies, copies.unbind())
-        for spec, own in zip(specs, counter.own, strict=True):
-            optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
-            if spec.born:
-                self.bound.births.append((optimizer, param, spec.key, own))
-            else:
-                optimizer.state[param][spec.key] = own
-                self.bound.add(spec, param, optimizer.state[param])
-        self.bound.counters.append(counter)
-        return [counter.tensor] * len(self.world.local_ranks)
-
-    def _ranks(self, node: fx.Node, laid: Laid) -> list[Tensor]:
-        self.bound.copies += laid.copies
-        if node.name in self.updates:
-            self.bound.written += laid.copies
-        return laid.ranks
+    def is_held(self) -> bool:
+        """Whether the states are the same, where they were, and the program still has everything."""
+        return self.watch is not None and self.holder is not None and self.holder.is_bound and self.watch.hold()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir.storage.overlap import without_copies
-from graphzero.runtime.state import torn
+from graphzero.runtime.state import partial_update
 from graphzero.runtime.transport.communicator import communicator
 from graphzero.runtime.world.agree import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
@@ -175,7 +175,7 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
 
 
 def _stand_in(found: Found, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    torn.follow(old, new)
+    partial_update.follow(old, new)
     put(found, new)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

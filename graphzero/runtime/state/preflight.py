@@ -19,11 +19,11 @@ from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.replicated import arithmetic
-from graphzero.runtime.state.bound import Spec
-from graphzero.runtime.state.lay_out import check_real
-from graphzero.runtime.state.mappings import places
+from graphzero.runtime.state.binding import Spec
+from graphzero.runtime.state.layout import check_real
+from graphzero.runtime.state.memory_maps import places
 from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.placed import check_apart, name_of_tensor
+from graphzero.runtime.state.placement_checks import check_apart, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.tensors.shards import is_whole

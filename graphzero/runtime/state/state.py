@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 from graphzero import _compat
 from graphzero.ir.value import Role
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state import torn
-from graphzero.runtime.state.bound import Bound, Counter, Spec
+from graphzero.runtime.state import partial_update
+from graphzero.runtime.state.binding import Bound, Counter, Spec
 from graphzero.runtime.state.first_rank import FirstValues, decisions_of, follow
-from graphzero.runtime.state.lay_out import check_real
+from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import Found, Holder
-from graphzero.runtime.state.placed import check_held
+from graphzero.runtime.state.mutation_watch import ModulesWatch, StatesWatch
+from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.state.seed import Stream
 from graphzero.runtime.state.tensor_ref import TensorRef
-from graphzero.runtime.state.watch import ModulesWatch, StatesWatch
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.runtime.world.agree import Ranks
 from graphzero.runtime.world.world import World, check_device
@@ -215,15 +215,15 @@ class State:
         A buffer that no state dict has is left out: none could bring it back.
         """
         found = [entry for path, entry in self.tensors().items() if paths is None or path in paths]
-        torn.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
-        torn.mark(self._states(), why)
+        partial_update.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
+        partial_update.mark(self._states(), why)
 
     def why_torn(self) -> str:
         """What has happened to the first torn tensor, or nothing."""
-        if not torn.is_marked():
+        if not partial_update.is_marked():
             return ""
         held = chain((entry.tensor for entry in self.tensors().values()), self._states())
-        return next(filter(None, map(torn.of, held)), "")
+        return next(filter(None, map(partial_update.of, held)), "")
 
     def _states(self) -> Iterator[Tensor]:
         """The tensors in optimizers' states of parameters of this Graph."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from graphzero.checkpoint.files.json_values import NUMBERS
 from graphzero.errors import CheckpointError, PlacementError
-from graphzero.runtime.files.json_values import NUMBERS
-from graphzero.runtime.state import torn
+from graphzero.runtime.state import partial_update
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.runtime.world.agree import tensor_text
@@ -69,8 +69,8 @@ def _why_unfit(have: Tensor | None, given: Tensor, state: State, replaced: bool,
         return "has no values in the state dict (meta device)"
     if not _is_dense(given):
         return f"is no dense tensor in the state dict ({given.layout})"
-    if torn.of(given):
-        return f"was saved when {torn.of(given)}"
+    if partial_update.of(given):
+        return f"was saved when {partial_update.of(given)}"
     if have is None:
         return "" if given.dtype in NUMBERS else f"is {tensor_text(given)} in the state dict, which are no numbers"
     if have.is_meta and not wakes:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from graphzero._compat import is_dtensor
+from graphzero.checkpoint.files import save_plan
+from graphzero.checkpoint.files.blocks import sha256_of
+from graphzero.checkpoint.files.chunks import Box
+from graphzero.checkpoint.files.index import Stored
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import saving
-from graphzero.runtime.files.blocks import sha256_of
-from graphzero.runtime.files.boxes import Box
-from graphzero.runtime.files.index import Stored
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import local_of
 from graphzero.sbp.placement import Placement
@@ -40,8 +40,8 @@ def different(
     stored, have: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
     """
     names = list(have)
-    parts = saving.boxes_of([have[name] for name in names], placement, [is_first_alone] * len(names))
-    here = saving.place_of(placement)
+    parts = save_plan.boxes_of([have[name] for name in names], placement, [is_first_alone] * len(names))
+    here = save_plan.place_of(placement)
     found = []
     for name, held in zip(names, parts, strict=True):
         x, wanted = have[name], {box: text for text, box in stored[name].hashes}

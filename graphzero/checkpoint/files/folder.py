@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from graphzero.errors import CheckpointError
-from graphzero.logs import event
-from graphzero.runtime.files.index import NAME as INDEX
-from graphzero.runtime.files.partial import (
+from graphzero.checkpoint.files.index import NAME as INDEX
+from graphzero.checkpoint.files.partial_checkpoint import (
     NAME,
     PARTIAL,
     PartialCheckpoint,
@@ -25,6 +23,8 @@ from graphzero.runtime.files.partial import (
     remove,
     remove_abandoned,
 )
+from graphzero.errors import CheckpointError
+from graphzero.logs import event
 
 
 def path_of(given: object, asked: str) -> Path:

@@ -25,8 +25,8 @@ from graphzero._compat import storage_id
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state import torn
-from graphzero.runtime.state.lay_out import filled
+from graphzero.runtime.state import partial_update
+from graphzero.runtime.state.layout import filled
 from graphzero.runtime.state.modules import group_paths
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.gather import wholes
@@ -151,7 +151,7 @@ def full(x: Any, placement: Placement, torn_by: str = "") -> Any:
         return found
 
     found = _map(x, own, copy.deepcopy)
-    torn.mark(made.values() if torn_by else (), torn_by)
+    partial_update.mark(made.values() if torn_by else (), torn_by)
     return found
 
 

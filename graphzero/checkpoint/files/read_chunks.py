@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero._compat import storage_id
-from graphzero.runtime.files.blocks import Summed, seen, typed
-from graphzero.runtime.files.boxes import Box, Held, held_at, whole_box
-from graphzero.runtime.files.index import Stored
-from graphzero.runtime.files.reading import Target, scatter
-from graphzero.runtime.files.sums import RUN
+from graphzero.checkpoint.files.blocks import Summed, seen, typed
+from graphzero.checkpoint.files.checksum import RUN
+from graphzero.checkpoint.files.chunks import Box, Held, held_at, whole_box
+from graphzero.checkpoint.files.index import Stored
+from graphzero.checkpoint.files.verified_read import Target, scatter
 from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from graphzero.checkpoint.files.markers import Notes
 from graphzero.errors import CheckpointError
 from graphzero.logs import event
-from graphzero.runtime.files.notes import Notes
 
 _NICE = 19  # what a thread that writes yields to those that compute, where the system has such a thing by thread
 _SHARE = 1 / 16  # of a core, which it takes at the most from those that compute on it

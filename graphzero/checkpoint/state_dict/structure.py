@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphzero.checkpoint.state_dict.mismatches import SHOWN, is_word
 from graphzero.errors import CheckpointError
-from graphzero.runtime.checkpoint.problems import SHOWN, is_word
 
 
 def check_outline(sd: Any) -> None:

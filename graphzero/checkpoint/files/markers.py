@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from graphzero.checkpoint.files import partial_checkpoint as names
+from graphzero.checkpoint.files.blocks import Summed
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import partial as names
-from graphzero.runtime.files.blocks import Summed
 from graphzero.runtime.transport.notices import within
 
 T = TypeVar("T")

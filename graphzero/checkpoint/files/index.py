@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from graphzero.checkpoint.files.blocks import BLOCK, Summed, sizes_add_up
+from graphzero.checkpoint.files.chunks import Box, covers
+from graphzero.checkpoint.files.json_values import DTYPES, ODD, STORED, tensor_names
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files.blocks import BLOCK, Summed, sizes_add_up
-from graphzero.runtime.files.boxes import Box, covers
-from graphzero.runtime.files.json_values import DTYPES, ODD, STORED, parsed, tensor_names
+from graphzero.runtime.json_file import parse_json
 
 NAME = "index.json"
 FORMAT, VERSION = "graphzero checkpoint", 2
@@ -96,7 +97,7 @@ def read(folder: Path) -> Index:
     """The index of a complete checkpoint.  Raises CheckpointError for a folder that is none."""
     path = folder / NAME
     try:
-        found = parsed(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

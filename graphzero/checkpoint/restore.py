@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE
+from graphzero.checkpoint import frozen_hashes
+from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.files import blocks
+from graphzero.checkpoint.files.index import NAME as INDEX
+from graphzero.checkpoint.files.index import Index
+from graphzero.checkpoint.files.json_values import ODD, from_json
+from graphzero.checkpoint.files.read_chunks import Wish, fill
+from graphzero.checkpoint.state_dict import collect, loading, validate
+from graphzero.checkpoint.state_dict.loss_scale import moved_in
+from graphzero.checkpoint.state_dict.validate import StateKeys
 from graphzero.errors import CheckpointError
-from graphzero.runtime.checkpoint import fit, loading, reading
-from graphzero.runtime.checkpoint.fit import StateKeys
-from graphzero.runtime.files import blocks
-from graphzero.runtime.files.filling import Wish, fill
-from graphzero.runtime.files.index import NAME as INDEX
-from graphzero.runtime.files.index import Index
-from graphzero.runtime.files.json_values import ODD, from_json
-from graphzero.runtime.state import alive, torn
+from graphzero.runtime.state import materialize, partial_update
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.lay_out import filled
+from graphzero.runtime.state.layout import filled
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.shards import local_of
-from graphzero.step.saved import frozen
-from graphzero.step.saved.layouts import Layouts
-from graphzero.step.saved.loss_scale import moved_in
 
 
 class Restore:
@@ -50,19 +50,19 @@ class Restore:
         self._strict = strict
         self._stand_ins: dict[int, tuple[Tensor, str]] = {}  # by id: for the values of a tensor in the files
         try:
-            given = reading.with_metadata(from_json(index.state, self._given_in(index.state)))
+            given = collect.with_metadata(from_json(index.state, self._given_in(index.state)))
             self.extra = from_json(index.extra, self._whole)
         except ODD as error:
             raise CheckpointError(f"{where / INDEX} has been altered: {type(error).__name__}: {error}") from error
         sd = moved_in(given, state.modules)
-        self.checked = fit.check(sd, state, schedulers, strict, to_come, wakes=True)
+        self.checked = validate.check(sd, state, schedulers, strict, to_come, wakes=True)
         self._frozen = {
             f"modules.{attribute}.{key}": x
             for attribute, module in state.modules.items()
             for key, x in module.state_dict().items()
             if isinstance(x, Tensor) and self._is_hashed(f"modules.{attribute}.{key}")
         }
-        frozen.check_present(index.tensors, self._frozen, str(where))
+        frozen_hashes.check_present(index.tensors, self._frozen, str(where))
 
     def _is_hashed(self, name: str) -> bool:
         return name in self._index.tensors and bool(self._index.tensors[name].hashes)
@@ -70,11 +70,11 @@ class Restore:
     def different(self) -> list[str]:
         """Frozen parameters whose values are not those that were saved.  Every rank calls it."""
         state = self._state
-        return frozen.different(self._index.tensors, self._frozen, state.placement, state.program is None)
+        return frozen_hashes.different(self._index.tensors, self._frozen, state.placement, state.program is None)
 
     def check(self, names: list[str]) -> None:
         """Raise CheckpointError if some are different."""
-        frozen.refuse(names, str(self._where))
+        frozen_hashes.refuse(names, str(self._where))
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks."""
@@ -132,17 +132,17 @@ class Restore:
                 loading.load_optimizer(i, entry, state, found, lambda i, path, key, given, _: (
                     states[i, path, key][1] if isinstance(given, Tensor) else copy.deepcopy(given)))  # fmt: skip
             loading.load_rest(self.checked, state, schedulers)
-        torn.heal(wish.into for wish in wishes)
+        partial_update.heal(wish.into for wish in wishes)
         for name, module in state.modules.items():
             if name in self.checked.modules:
-                torn.heal(entry.tensor for entry in tree.tensors({"": module}).values())
+                partial_update.heal(entry.tensor for entry in tree.tensors({"": module}).values())
 
     def _wake(self) -> None:
         """Allocate what is on the meta device and in the files."""
         state, given = self._state, self.checked.modules
-        found = [entry for entry in alive.lifeless(state) if _is_given(entry.path, given)]
+        found = [entry for entry in materialize.lifeless(state) if _is_given(entry.path, given)]
         nds = {entry.path: self._layouts.of_tensor(entry) for entry in found}
-        alive.put(state, {e.path: (alive.allocated(e, nds[e.path], state), nds[e.path]) for e in found})
+        materialize.put(state, {e.path: (materialize.allocated(e, nds[e.path], state), nds[e.path]) for e in found})
 
     def _states(self) -> Iterator[tuple[tuple[int, str, str], tuple[Tensor, Tensor]]]:
         """(optimizer, path, key) -> what stands in for its values, and the tensor that is to have them."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graphzero.checkpoint.files.blocks import BLOCK, Summed
+from graphzero.checkpoint.files.checksum import RUN, Sum
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files.blocks import BLOCK, Summed
-from graphzero.runtime.files.sums import RUN, Sum
 
 _STRAIGHT = 1 << 16  # bytes from which on something is read straight to where it belongs
 _SHOWN = 3

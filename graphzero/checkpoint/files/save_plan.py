@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero._compat import is_dtensor, storage_id
+from graphzero.checkpoint.files import blocks, folder, safetensors
+from graphzero.checkpoint.files.chunks import Box, Held, writers
+from graphzero.checkpoint.files.index import NAME as INDEX
+from graphzero.checkpoint.files.index import Index, Piece, Stored
+from graphzero.checkpoint.files.json_values import STORED
+from graphzero.checkpoint.files.markers import Note
+from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import blocks, folder, safetensors
-from graphzero.runtime.files.boxes import Box, Held, writers
-from graphzero.runtime.files.index import NAME as INDEX
-from graphzero.runtime.files.index import Index, Piece, Stored
-from graphzero.runtime.files.json_values import STORED
-from graphzero.runtime.files.notes import Note
-from graphzero.runtime.files.partial import PartialCheckpoint
 from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement

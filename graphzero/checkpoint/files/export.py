@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from graphzero.checkpoint.files import blocks, folder, index, safetensors
+from graphzero.checkpoint.files.index import Index, Stored
+from graphzero.checkpoint.files.read_chunks import Wish, fill
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import blocks, folder, index, safetensors
-from graphzero.runtime.files.filling import Wish, fill
-from graphzero.runtime.files.index import Index, Stored
 from graphzero.sbp.placement import Placement, placement
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphzero.checkpoint.files.checksum import RUN, Sum
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files.sums import RUN, Sum
 
 BLOCK = 1 << 23  # bytes
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero._compat import storage_id
-from graphzero.runtime.checkpoint.fit import Checked
+from graphzero.checkpoint.state_dict.validate import Checked
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state import torn
+from graphzero.runtime.state import partial_update
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.resplit import resplit, whole
@@ -32,7 +32,7 @@ def load(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool
     with written_whole(state, "load_state_dict()"):
         _write(checked, state, schedulers, strict, nds)
     for name, module in state.modules.items():
-        torn.heal(_written(module, checked.modules.get(name, {})))
+        partial_update.heal(_written(module, checked.modules.get(name, {})))
 
 
 @_compat.contextmanager

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.runtime.checkpoint.outline import check_outline
-from graphzero.runtime.checkpoint.problems import Problems
+from graphzero.checkpoint.state_dict.mismatches import Problems
+from graphzero.checkpoint.state_dict.structure import check_outline
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import Found, group_paths
 from graphzero.runtime.state.state import State

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.checkpoint.files import folder, save_plan
+from graphzero.checkpoint.files.async_save import Saved
+from graphzero.checkpoint.files.markers import Note, Notes
+from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, named
+from graphzero.checkpoint.snapshot import Content
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files import folder, saving
-from graphzero.runtime.files.background import Saved
-from graphzero.runtime.files.notes import Note, Notes
-from graphzero.runtime.files.partial import PartialCheckpoint, named
 from graphzero.runtime.world.agree import Matter, Ranks
-from graphzero.step.saved.content import Content
 
 PATIENCE = 600.0  # seconds that a rank waits while nobody writes
 HINT = "Every rank must save the same: give all of them one path and extra"
@@ -79,7 +79,7 @@ class Writing:
         def write_part() -> None:
             try:
                 _check_shared(where)
-                file = saving.write_file(where, what.layout, what.position, what.boxes(), notes.check_now_and_then)
+                file = save_plan.write_file(where, what.layout, what.position, what.boxes(), notes.check_now_and_then)
                 notes.leave(Note(file, what.frozen()))
             except Exception as error:
                 notes.fail(error)
@@ -100,7 +100,7 @@ class Writing:
 
         try:
             notes.check()
-            file = saving.write_file(where, what.layout, what.position, boxes, rest)
+            file = save_plan.write_file(where, what.layout, what.position, boxes, rest)
             boxes.clear()
             notes.leave(Note(file, frozen))
             if what.is_first:
@@ -116,14 +116,14 @@ class Writing:
 
     def _complete(self, notes: Notes) -> Path:
         what = self._what
-        done = saving.complete(self._partial, what.layout, notes.parts(), what.index, self._keep)
+        done = save_plan.complete(self._partial, what.layout, notes.parts(), what.index, self._keep)
         notes.complete()
         return done
 
 
 def first_does(ranks: Ranks, matter: Matter, make: Callable[[], Path]) -> Path:
     """What the first rank makes, on all ranks; what it raises, all raise."""
-    made = ranks.agree_on(matter, lambda: make() if saving.place_of(ranks.placement) == 0 else None, _nothing)
+    made = ranks.agree_on(matter, lambda: make() if save_plan.place_of(ranks.placement) == 0 else None, _nothing)
     return Path(ranks.share(lambda: str(made)))
 
 

@@ -1,7 +1,6 @@
 """What a Graph saves and loads: state dicts, and checkpoints in files.
 
-What there is to save is ``runtime.checkpoint``'s, files are ``runtime.files``'; here is what ranks do together, and in
-which order.
+This module has what ranks do together, and in which order.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from graphzero.checkpoint import pretrained
+from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.files import folder, index
+from graphzero.checkpoint.files.async_save import Saved
+from graphzero.checkpoint.restore import Restore
+from graphzero.checkpoint.save_operation import HINT, Writing, first_does
+from graphzero.checkpoint.snapshot import Content
+from graphzero.checkpoint.state_dict import collect, loading, validate
+from graphzero.checkpoint.state_dict.expected_states import StatesToCome
+from graphzero.checkpoint.state_dict.loss_scale import moved_in, moved_out
+from graphzero.checkpoint.state_dict.validate import Checked
 from graphzero.errors import ConfigError
 from graphzero.logs import event
-from graphzero.runtime.checkpoint import fit, loading, reading
-from graphzero.runtime.checkpoint.fit import Checked
-from graphzero.runtime.files import folder, index
-from graphzero.runtime.files.background import Saved
 from graphzero.runtime.world.agree import FULL, LOAD, SAVE, Matter
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
-from graphzero.step.saved import pretrained
-from graphzero.step.saved.content import Content
-from graphzero.step.saved.layouts import Layouts
-from graphzero.step.saved.loss_scale import moved_in, moved_out
-from graphzero.step.saved.restore import Restore
-from graphzero.step.saved.states_to_come import StatesToCome
-from graphzero.step.saved.writing import HINT, Writing, first_does
 from graphzero.step.selection import Selection
 from graphzero.step.source import Source
 
@@ -52,22 +51,22 @@ class Checkpoints:
         if torn:
             warnings.warn(torn, stacklevel=5)
         program = (None, ()) if last is None else (last.graph, last.captured.states)
-        return moved_out(reading.outline(state, self._source.schedulers, *program))
+        return moved_out(collect.outline(state, self._source.schedulers, *program))
 
     def state_dict(self) -> dict[str, Any]:
         outline, ranks, placement = self.outline(), self._source.ranks, self._source.placement
-        if not any(reading.is_sectioned(x) for _, x in reading.tensors_in(outline)):
-            return cast("dict[str, Any]", reading.saveable(outline, placement))
+        if not any(collect.is_sectioned(x) for _, x in collect.tensors_in(outline)):
+            return cast("dict[str, Any]", collect.saveable(outline, placement))
         with ranks.together(f"state_dict() of {self._source.name}"):
-            ranks.agree_on(SAVE, lambda: outline, reading.facts)
-            made: dict[str, Any] = reading.saveable(outline, placement)
+            ranks.agree_on(SAVE, lambda: outline, collect.facts)
+            made: dict[str, Any] = collect.saveable(outline, placement)
         return made
 
     def full_state_dict(self) -> dict[str, Any]:
         ranks = self._source.ranks
         with ranks.together(f"full_state_dict() of {self._source.name}"):
-            outline = ranks.agree_on(FULL, self.outline, reading.facts)
-            made: dict[str, Any] = reading.full(outline, self._source.placement, self._source.state().why_torn())
+            outline = ranks.agree_on(FULL, self.outline, collect.facts)
+            made: dict[str, Any] = collect.full(outline, self._source.placement, self._source.state().why_torn())
         return made
 
     def load_state_dict(self, sd: Any, strict: bool) -> None:
@@ -77,13 +76,13 @@ class Checkpoints:
         source.forget_epochs()
 
         def check() -> Checked:
-            return fit.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))
+            return validate.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))
 
-        if program is None and not fit.is_split(sd, state):
+        if program is None and not validate.is_split(sd, state):
             loading.load(check(), state, schedulers, strict, self._nds())
         else:
             with source.ranks.together(f"load_state_dict() of {source.name}"):
-                fitting = source.ranks.agree_on(LOAD, check, fit.contents)
+                fitting = source.ranks.agree_on(LOAD, check, validate.contents)
                 loading.load(fitting, state, schedulers, strict, self._nds())
                 self._begin_anew(fitting)
 

@@ -7,7 +7,6 @@ finite, tensors (by name; they stand in a file of their own).
 from __future__ import annotations
 
 import collections
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -105,24 +104,3 @@ def tensor_names(x: Any) -> Iterator[str]:
     elif isinstance(x, (dict, list)):
         for held in x.values() if isinstance(x, dict) else x:
             yield from tensor_names(held)
-
-
-def parsed(text: str | bytes) -> Any:
-    """A JSON text from a file.  Raises ValueError for what is none: also where a key stands twice, a number is none of
-    JSON's, or it is nested deeper than anything that is meant."""
-    try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} stands twice in it")
-    return made
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")

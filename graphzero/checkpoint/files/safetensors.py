@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from graphzero.checkpoint.files.blocks import size_of
+from graphzero.checkpoint.files.json_values import ODD
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files.blocks import size_of
-from graphzero.runtime.files.json_values import ODD, parsed
+from graphzero.runtime.json_file import parse_json
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -70,7 +71,7 @@ def entries(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST):
                 raise CheckpointError(f"{path} is no safetensors file, or is cut short: it has {size} bytes")
-            listed = parsed(file.read(length))
+            listed = parse_json(file.read(length))
         found = {name: _entry(held, 8 + length) for name, held in listed.items() if name != _METADATA}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

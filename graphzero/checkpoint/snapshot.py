@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from graphzero._compat import storage_id
+from graphzero.checkpoint.files import blocks, save_plan
+from graphzero.checkpoint.files.index import Index
+from graphzero.checkpoint.files.json_values import to_json
+from graphzero.checkpoint.files.save_plan import Layout
+from graphzero.checkpoint.state_dict import collect
 from graphzero.errors import CheckpointError
-from graphzero.runtime.checkpoint import reading
-from graphzero.runtime.files import blocks, saving
-from graphzero.runtime.files.index import Index
-from graphzero.runtime.files.json_values import to_json
-from graphzero.runtime.files.saving import Layout
 from graphzero.runtime.tensors.shards import local_of
 from graphzero.step.source import Source
 
@@ -25,7 +25,7 @@ EXTRA = "extra"
 
 
 class Content:
-    """All of one.  outline: what there is to save, see ``reading.outline``.  extra: of the user.
+    """All of one.  outline: what there is to save, see ``collect.outline``.  extra: of the user.
 
     is_hashed: whether of frozen parameters only hashes are kept.
 
@@ -39,17 +39,17 @@ class Content:
         if torn:
             raise CheckpointError(f"{source.name} is not saved: {torn}")
         self.tensors: dict[str, Tensor] = {}
-        self._state = _in_words(reading.plain(outline), "", self._keep)
+        self._state = _in_words(collect.plain(outline), "", self._keep)
         self._extra = _in_words(extra, EXTRA, self._keep)
         self.step = int(outline["random"]["step"])
         self.placement = source.placement
         found = state.tensors().values()
         frozen = {storage_id(local_of(x.tensor)) for x in found if x.kind == "param" and not x.tensor.requires_grad}
-        self.layout: Layout = saving.lay_out(
+        self.layout: Layout = save_plan.lay_out(
             self.tensors, self.placement, lambda _: state.program is None,
             lambda name: is_hashed and name.startswith("modules.") and self._storage(name) in frozen,
         )  # fmt: skip
-        self.position = saving.place_of(self.placement)
+        self.position = save_plan.place_of(self.placement)
 
     def _keep(self, x: Tensor, path: str) -> str:
         name = path.removeprefix(".")
@@ -67,7 +67,7 @@ class Content:
         ties = {f"tie of {name}": held.same_as for name, held in self.layout.stored.items() if held.same_as}
         own = {name: blocks.sha256_of(local_of(x)) for name, x in self.tensors.items() if name.startswith(f"{EXTRA}.")}
         facts = {"path": str(self._path), EXTRA: json.dumps(self._extra), **values, **ties}
-        return {**facts, **reading.facts(self.tensors), **{f"values of {name}": held for name, held in own.items()}}
+        return {**facts, **collect.facts(self.tensors), **{f"values of {name}": held for name, held in own.items()}}
 
     @property
     def is_first(self) -> bool:
@@ -75,14 +75,14 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        return sum(saving.nbytes(self.layout, position) for position in range(len(self.layout.files)))
+        return sum(save_plan.nbytes(self.layout, position) for position in range(len(self.layout.files)))
 
     def boxes(self) -> list[Tensor]:
-        return saving.own_boxes(self.layout.files[self.position], self.tensors)
+        return save_plan.own_boxes(self.layout.files[self.position], self.tensors)
 
     def frozen(self) -> list[str]:
         """Hashes of what this rank only hashes, in order."""
-        return [blocks.sha256_of(box) for box in saving.own_boxes(self.layout.frozen[self.position], self.tensors)]
+        return [blocks.sha256_of(box) for box in save_plan.own_boxes(self.layout.frozen[self.position], self.tensors)]
 
     def staged(self) -> list[Tensor]:
         """Copies of them, which the next step does not write to."""

@@ -25,8 +25,8 @@ import uuid
 from pathlib import Path
 from typing import IO
 
+from graphzero.checkpoint.files.blocks import sync
 from graphzero.errors import CheckpointError
-from graphzero.runtime.files.blocks import sync
 
 ABANDONED = 1200.0  # seconds without a change, twice as long as ranks wait for each other
 NAME = re.compile(r"(\d{6,})\.step-(\d+)")

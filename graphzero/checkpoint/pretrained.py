@@ -11,22 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero.capture import LOSS_SCALE
+from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.files import safetensors
+from graphzero.checkpoint.files.chunks import whole_box
+from graphzero.checkpoint.files.index import Piece, Stored
+from graphzero.checkpoint.files.json_values import ODD
+from graphzero.checkpoint.files.read_chunks import Wish, fill
+from graphzero.checkpoint.state_dict import loading
 from graphzero.errors import CheckpointError, ConfigError
-from graphzero.runtime.checkpoint import loading
-from graphzero.runtime.files import safetensors
-from graphzero.runtime.files.boxes import whole_box
-from graphzero.runtime.files.filling import Wish, fill
-from graphzero.runtime.files.index import Piece, Stored
-from graphzero.runtime.files.json_values import ODD, parsed
 from graphzero.runtime.host_memory import freed_at_once
-from graphzero.runtime.state import alive, torn
-from graphzero.runtime.state.initialise import Initialising, NoMemory, default_init, stood_in
+from graphzero.runtime.json_file import parse_json
+from graphzero.runtime.state import materialize as meta_tensors
+from graphzero.runtime.state import partial_update
+from graphzero.runtime.state.deferred_init import Initialising, NoMemory, default_init, stood_in
 from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.placed import check_trained_apart
+from graphzero.runtime.state.placement_checks import check_trained_apart
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.agree import Matter
 from graphzero.runtime.world.launch import has_fake_world
-from graphzero.step.saved.layouts import Layouts
 from graphzero.step.source import Source
 
 _INIT = Matter("gz.materialize of {}", "what comes to life", "Every rank must hold the same modules")
@@ -40,7 +42,7 @@ def materialize(source: Source, init: Callable[[nn.Module], Any] | None) -> None
     ranks, state = source.ranks, source.state()
     _check_world(source.name)
     with ranks.together(f"gz.materialize of {source.name}"):
-        entries = alive.lifeless(state)
+        entries = meta_tensors.lifeless(state)
         nds = ranks.agree_on(_INIT, lambda: _nds(source, state), lambda nds: {k: str(nd) for k, nd in nds.items()})
         if not source.placement.virtual:
             state.meet()
@@ -57,7 +59,7 @@ def materialize(source: Source, init: Callable[[nn.Module], Any] | None) -> None
         finally:
             if not is_first:
                 torch.set_rng_state(own)
-        alive.put(state, made)
+        meta_tensors.put(state, made)
 
 
 def load_pretrained(
@@ -76,7 +78,7 @@ def load_pretrained(
             _wake(source, state, module, given)
             have = {key: x for key, x in module.state_dict().items() if isinstance(x, Tensor)}
             fill([Wish(key, stored, have[key]) for key, stored in given.items()], Path(), {}, source.placement)
-        torn.heal(x for x in module.state_dict(keep_vars=True).values() if isinstance(x, Tensor))
+        partial_update.heal(x for x in module.state_dict(keep_vars=True).values() if isinstance(x, Tensor))
 
 
 def _default(entries: Sequence[Found]) -> Callable[[nn.Module], None]:
@@ -91,7 +93,7 @@ def _check_world(name: str) -> None:
 
 
 def _nds(source: Source, state: State) -> dict[str, Any]:
-    layouts, entries = Layouts(source, {}), alive.lifeless(state)
+    layouts, entries = Layouts(source, {}), meta_tensors.lifeless(state)
     check_trained_apart(entries)
     return {entry.path: layouts.of_tensor(entry) for entry in entries}
 
@@ -100,8 +102,8 @@ def _wake(source: Source, state: State, module: nn.Module, given: Mapping[str, S
     """Allocate what is on the meta device and in the files."""
     held = {id(x) for key, x in module.state_dict(keep_vars=True).items() if key in given}
     nds = _nds(source, state)
-    found = [entry for entry in alive.lifeless(state) if id(entry.tensor) in held]
-    alive.put(state, {e.path: (alive.allocated(e, nds[e.path], state), nds[e.path]) for e in found})
+    found = [entry for entry in meta_tensors.lifeless(state) if id(entry.tensor) in held]
+    meta_tensors.put(state, {e.path: (meta_tensors.allocated(e, nds[e.path], state), nds[e.path]) for e in found})
 
 
 def _module_name(source: Source, attribute: str | None) -> str:
@@ -191,7 +193,7 @@ def _tensors_in(file: Path) -> dict[str, Stored]:
 def _of_shards(index: Path) -> dict[str, Stored]:
     """Each tensor from the file that the index names for it."""
     try:
-        names = dict(parsed(index.read_text(encoding="utf-8"))["weight_map"])
+        names = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
         if not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
             raise ValueError("it names files that do not stand beside it")
     except OSError as error:

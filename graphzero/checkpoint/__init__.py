@@ -1,0 +1,1 @@
+"""State dicts of a Graph, and checkpoints in files: saved, checked and loaded."""

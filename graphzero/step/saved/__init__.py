@@ -1,1 +1,0 @@
-"""What of a Graph is saved and loaded: its state dicts, and checkpoints in files."""
