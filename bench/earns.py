@@ -25,7 +25,7 @@ from peers import graph as graph_of
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pipeline
+from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pass_list
 from graphzero.plan.plan import memory_of
 from graphzero.testing import fake_world
 
@@ -74,9 +74,9 @@ class Small(gz.Graph):
 
 def join_updates(width: int, layers: int, rounds: int) -> list[Any]:
     graphs, x = {joined: Small(width, layers) for joined in (True, False)}, torch.randn(8, width)
-    apart = tuple(entry for entry in pipeline.PASSES if entry.kind is not JoinUpdates)
+    apart = tuple(entry for entry in pass_list.PASSES if entry.kind is not JoinUpdates)
     graphs[True](x)
-    with patch.object(pipeline, "PASSES", apart):
+    with patch.object(pass_list, "PASSES", apart):
         graphs[False](x)
     found = timed({joined: lambda graph=graph: graph(x) for joined, graph in graphs.items()}, rounds)
     joined, alone = found[True] * 1e6, found[False] * 1e6

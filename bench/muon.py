@@ -25,9 +25,9 @@ from torch import Tensor
 
 import graphzero as gz
 from graphzero.ir.graph import StepGraph
-from graphzero.passes import StackUpdates, pipeline
+from graphzero.passes import StackUpdates, pass_list
 from graphzero.passes.place.forward_sweep import swept
-from graphzero.passes.place.whole_chains import is_split, whole_chains
+from graphzero.plugins.stacked_updates.whole_chains import is_split, whole_chains
 from graphzero.sbp.types import B
 
 WAYS = ("stacked", "gathered", "in pieces")
@@ -93,8 +93,8 @@ def measured(rank: int, shape: Shape, stage: int, rounds: int) -> dict[str, Any]
     x, y = (torch.randint(shape.vocabulary, (shape.batch, shape.context)) for _ in range(2))
     graphs = {}
     for way in WAYS:
-        apart = tuple(entry for entry in pipeline.PASSES if entry.kind is not StackUpdates or way == "stacked")
-        with patch.object(pipeline, "PASSES", apart):
+        apart = tuple(entry for entry in pass_list.PASSES if entry.kind is not StackUpdates or way == "stacked")
+        with patch.object(pass_list, "PASSES", apart):
             graphs[way] = Train(shape, way, stage)
             graphs[way](x, y)  # the first step is a program of its own
             graphs[way](x, y)

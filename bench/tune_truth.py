@@ -32,14 +32,14 @@ from graphzero.cli.calibrate_compute import measured_device
 from graphzero.config import Settings
 from graphzero.plan import mega
 from graphzero.plan.device import INSIDE, Device
+from graphzero.plugins.tune.captured_step import captured_step
+from graphzero.plugins.tune.layout import Layout, axes_of
+from graphzero.plugins.tune.patterns import patterns
+from graphzero.plugins.tune.price import Price
+from graphzero.plugins.tune.search import Found, Search
 from graphzero.sbp.placement import placement
 from graphzero.sbp.types import Sbp
 from graphzero.testing import fake_world
-from graphzero.tune.captured_step import captured_step
-from graphzero.tune.layout import Layout, axes_of
-from graphzero.tune.patterns import patterns
-from graphzero.tune.price import Price
-from graphzero.tune.search import Found, Search
 
 WITHIN = 0.05  # of the best one measured, in which the first choice should be
 STEPS = 4  # of a round, the first of which does not count

@@ -30,7 +30,7 @@ def refreshed(page: str) -> str:
 
 def _passes() -> Iterator[str]:
     from graphzero.passes.contract import contract_of
-    from graphzero.passes.pipeline import PASSES
+    from graphzero.passes.pass_list import PASSES
 
     for entry in PASSES:
         contract = contract_of(entry.kind)

@@ -17,7 +17,7 @@ that is not enabled) are silent; keys that DeepSpeed does not know are an error,
 
 def section() -> str:
     """The section."""
-    from graphzero.config.deepspeed.keys import ALIASES, KEYS
+    from graphzero.plugins.deepspeed.keys import ALIASES, KEYS
 
     rows = [f"| `{key.path}` | {key.way} | {key.text} |" for key in KEYS]
     names = [f"* `{old}` is read as `{new}`" for old, new in ALIASES.items()]

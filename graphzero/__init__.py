@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from graphzero import sbp as sbp
     from graphzero import testing as testing
     from graphzero.config import GraphConfig
-    from graphzero.config.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.convert import to_global, to_local
     from graphzero.errors import CaptureError as CaptureError
     from graphzero.errors import CheckError as CheckError
@@ -36,12 +35,13 @@ if TYPE_CHECKING:
     from graphzero.ir.graph import StepGraph
     from graphzero.ir.text.parser import parse
     from graphzero.logs import set_logs as set_logs
-    from graphzero.measure import TensorBoard as TensorBoard
-    from graphzero.measure import Trace as Trace
-    from graphzero.measure import trace as trace
-    from graphzero.page import save_page as save_page
     from graphzero.passes import Pipeline
     from graphzero.plan import Plan
+    from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
+    from graphzero.plugins.page import save_page as save_page
+    from graphzero.plugins.profiler import TensorBoard as TensorBoard
+    from graphzero.plugins.profiler import Trace as Trace
+    from graphzero.plugins.profiler import trace as trace
     from graphzero.pretrained import load_pretrained as load_pretrained
     from graphzero.pretrained import materialize as materialize
     from graphzero.pretrained import save_pretrained as save_pretrained
@@ -71,7 +71,7 @@ _HOMES = {
     "CheckError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
-    "DeepSpeed": "config.deepspeed",
+    "DeepSpeed": "plugins.deepspeed",
     "Graph": "graph",
     "GraphConfig": "config",
     "GraphZeroError": "errors",
@@ -83,8 +83,8 @@ _HOMES = {
     "RankError": "errors",
     "SbpError": "errors",
     "StepGraph": "ir.graph",
-    "TensorBoard": "measure",
-    "Trace": "measure",
+    "TensorBoard": "plugins.profiler",
+    "Trace": "plugins.profiler",
     "VerifyError": "errors",
     "check": "inspect",
     "explain": "inspect.explain",
@@ -97,12 +97,12 @@ _HOMES = {
     "parse": "ir.text.parser",
     "placement": "sbp.placement",
     "save": "files",
-    "save_page": "page",
+    "save_page": "plugins.page",
     "save_pretrained": "pretrained",
     "set_logs": "logs",
     "to_global": "convert",
     "to_local": "convert",
-    "trace": "measure",
+    "trace": "plugins.profiler",
 }
 _MODULES = ("errors", "nn", "passes", "sbp", "testing")
 

@@ -12,7 +12,7 @@ import torch
 
 import graphzero as gz
 from graphzero.cli import command, main, opt
-from graphzero.page.output import check_output, write_output
+from graphzero.cli.output import check_output, write_output
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import graphzero as gz
 from graphzero.cli import main
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Options, Pipeline, default_passes
-from graphzero.passes.pipeline import PASSES
+from graphzero.passes.pass_list import PASSES
 from graphzero.testing import assert_same_step
 
 STEP = step(optimizer="momentum")

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from graphzero.cli import factory
 from graphzero.cli.calibrate_compute import measured_device
+from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
-from graphzero.page.output import check_output, write_output
 from graphzero.plan.device import Device
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.world import launch

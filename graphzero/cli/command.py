@@ -23,8 +23,11 @@ from collections.abc import Sequence
 import torch
 
 from graphzero import __version__
-from graphzero.cli import calibrate, opt, plan, show, trace, tune
+from graphzero.cli import calibrate, opt, plan
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
+from graphzero.plugins.page import command as show
+from graphzero.plugins.profiler import command as trace
+from graphzero.plugins.tune import command as tune
 
 COMMANDS = {  # name: (its module, which has add_arguments(parser), in a few words)
     "calibrate": (calibrate, "time the links of a placement"),

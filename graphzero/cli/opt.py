@@ -22,7 +22,7 @@ from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, parse_passes
 from graphzero.passes.base import snake_case
-from graphzero.passes.pipeline import GROUPS, NAMES
+from graphzero.passes.pass_list import GROUPS, NAMES
 from graphzero.passes.text import listing
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 

@@ -19,16 +19,16 @@ from graphzero.config.links import links_of
 from graphzero.config.members import add_members, no_such_setting
 from graphzero.config.named import with_input, with_pass
 from graphzero.config.settings import Settings
-from graphzero.config.shapes import shapes_of
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
+from graphzero.plugins.ragged.shapes import shapes_of
 from graphzero.runtime.world import launch
 from graphzero.sbp.links import Link
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
 if TYPE_CHECKING:
-    from graphzero.config.deepspeed import DeepSpeed
+    from graphzero.plugins.deepspeed import DeepSpeed
 
 
 class GraphConfig:
@@ -55,7 +55,7 @@ class GraphConfig:
         Raises ConfigError for batch sizes that contradict each other or the ranks, for keys that DeepSpeed does not
         know, for "auto" where it cannot be computed, and for keys without which results would be others.
         """
-        from graphzero.config.deepspeed import Document, land  # which few need
+        from graphzero.plugins.deepspeed import Document, land  # which few need
 
         made, document = cls(placement), Document(given)
         made._deepspeed = land(document, made._placement, made)

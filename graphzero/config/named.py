@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from graphzero.config.setting import choices
 from graphzero.errors import ConfigError
 from graphzero.passes import NAMES, pass_name
-from graphzero.passes.pipeline import GROUPS
+from graphzero.passes.pass_list import GROUPS
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 

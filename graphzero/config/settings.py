@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
-from graphzero.config.shapes import Shapes
 from graphzero.config.zero import ZeroSettings
+from graphzero.plugins.ragged.shapes import Shapes
 from graphzero.sbp.links import Link, Links
 
 EXECUTORS = ("eager", "inductor")

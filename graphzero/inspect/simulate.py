@@ -19,7 +19,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.passes import Options, Pipeline, default_passes
-from graphzero.passes.pipeline import first_on
+from graphzero.passes.pass_list import first_on
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.tensors.shards import join, piece
 from graphzero.runtime.world.virtual import VirtualWorld

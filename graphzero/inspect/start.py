@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from graphzero.capture import Input, OptimizerSpec, Step
 from graphzero.inspect.wide import wide
 from graphzero.ir import value
+from graphzero.plugins.ragged.padding import Padded
 from graphzero.runtime.state.modules import names
 from graphzero.runtime.state.seed import key_tensor
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import wrap
 from graphzero.sbp.placement import Placement
-from graphzero.step.ragged.padding import Padded
 from graphzero.step.selection import Prepared
 
 

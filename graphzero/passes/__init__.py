@@ -18,12 +18,11 @@ from graphzero.passes.memory.delay_gradients import Order
 from graphzero.passes.memory.in_place import Reuse
 from graphzero.passes.memory.keep_gathered import Keep
 from graphzero.passes.memory.recompute import Recompute
-from graphzero.passes.pipeline import NAMES, Fuse, Options, Schedule, default_passes
+from graphzero.passes.pass_list import NAMES, Fuse, Options, Schedule, default_passes
 from graphzero.passes.place.expand import Expand
 from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
-from graphzero.passes.place.stack_updates import StackUpdates
 from graphzero.passes.place.zero import Zero
 from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
@@ -33,6 +32,7 @@ from graphzero.passes.schedule.optimizer_in_backward import StepEarly
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
 from graphzero.passes.text import parse_passes, print_passes
+from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
 
 __all__ = [
     "NAMES",

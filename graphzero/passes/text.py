@@ -15,7 +15,7 @@ from graphzero.ir.text.words import Reader
 from graphzero.passes.base import Pass, pass_text
 from graphzero.passes.contract import contract_of
 from graphzero.passes.option_text import forms_of, made, read_options, refused
-from graphzero.passes.pipeline import GROUPS, NAMES, PASSES, Options, default_passes, first_on, level_behind
+from graphzero.passes.pass_list import GROUPS, NAMES, PASSES, Options, default_passes, first_on, level_behind
 
 DEFAULT = "default"
 SHOWN = 60  # characters of a text at either side of what is wrong

@@ -13,12 +13,12 @@ from typing import Any
 from graphzero.capture import Inputs, baked_of_average
 from graphzero.config import Settings
 from graphzero.ir.value import Role
+from graphzero.plugins.ragged.padding import Padded, Padding
 from graphzero.runtime.state.state import State
 from graphzero.step.attributes import Attributes
 from graphzero.step.groups import Groups
 from graphzero.step.inputs import Reader
 from graphzero.step.key import Key, Keys
-from graphzero.step.ragged.padding import Padded, Padding
 from graphzero.step.source import Source
 
 

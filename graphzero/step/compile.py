@@ -9,13 +9,13 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
 from graphzero.ops import CHECK
+from graphzero.plugins.ragged.unpadded import unpadded
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
 from graphzero.sbp.types import Nd
 from graphzero.step.call import Call
 from graphzero.step.choice import program_of
 from graphzero.step.program import Part, Program
-from graphzero.step.ragged.unpadded import unpadded
 
 YOUNG = 1  # generations of the collector in which is what compiling has made
 

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along
+from graphzero.plugins.ragged.padding import Padded
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import join, wrap
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd, S
-from graphzero.step.ragged.padding import Padded
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 import graphzero as gz
 from graphzero.config import AmpSettings, ZeroSettings
-from graphzero.config.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED
+from graphzero.plugins.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED
 
 TWO = gz.placement("cpu", range(2), virtual=True)
 LEAST = {"train_batch_size": 16, "gradient_clipping": 0}

@@ -15,7 +15,7 @@ import graphzero as gz
 from graphzero.config import AmpSettings, GraphConfig, Settings, ZeroSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import Checked, Setting, settings_of
-from graphzero.config.shapes import shapes_of
+from graphzero.plugins.ragged.shapes import shapes_of
 
 WRONG = (object(), -1, 2.5, "nothing of the kind", (object(),))
 OTHER = (

@@ -13,11 +13,11 @@ import torch
 import graphzero as gz
 from graphzero.cli import main
 from graphzero.ir.transfer import awaited, transfer_of
-from graphzero.measure.clocks import offsets_of
-from graphzero.measure.compare import EXPOSED, HOST, exact, shares
-from graphzero.measure.data import RankTrace
-from graphzero.measure.recorder import DeviceClock
 from graphzero.plan.timeline import COMPUTE, Event, Timeline
+from graphzero.plugins.profiler.clocks import offsets_of
+from graphzero.plugins.profiler.compare import EXPOSED, HOST, exact, shares
+from graphzero.plugins.profiler.data import RankTrace
+from graphzero.plugins.profiler.recorder import DeviceClock
 from graphzero.runtime.world.world import Sent
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -279,7 +279,7 @@ def test_a_wrong_command_says_what_to_write(
 def test_a_step_that_is_not_as_planned_ends_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphzero.measure.compare.peak_of", lambda *call: (1, ""))
+    monkeypatch.setattr("graphzero.plugins.profiler.compare.peak_of", lambda *call: (1, ""))
     assert main(["trace", f"{STEPS}:make", "--steps", "1", "--output", str(tmp_path / "t.json")]) == 1
     assert "NOT as planned" in capsys.readouterr().out
 

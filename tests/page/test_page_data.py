@@ -17,12 +17,12 @@ import graphzero as gz
 from graphzero.cli import factory
 from graphzero.inspect.snapshots import snapshots
 from graphzero.ir.text.printer import print_graph
-from graphzero.page import plan_data, render
-from graphzero.page.lines import Pool
-from graphzero.page.render import SCRIPTS, STYLES, embedded
-from graphzero.page.timeline import read_measured
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
+from graphzero.plugins.page import plan_data, render
+from graphzero.plugins.page.lines import Pool
+from graphzero.plugins.page.render import SCRIPTS, STYLES, embedded
+from graphzero.plugins.page.timeline import read_measured
 from graphzero.step.program import Program
 
 Json = dict[str, Any]

@@ -21,7 +21,7 @@ from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.ops import PIN
 from graphzero.passes import BuiltinPass, Options, Pipeline, default_passes, parse_passes
 from graphzero.passes.contract import Contract, Example, contract_of
-from graphzero.passes.pipeline import PASSES
+from graphzero.passes.pass_list import PASSES
 from graphzero.passes.schedule.bucket import JOINED
 from graphzero.testing import assert_same_step
 

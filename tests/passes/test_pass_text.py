@@ -14,7 +14,7 @@ from graphzero.ir.text.parser import ParseError, parse
 from graphzero.ir.value import Role
 from graphzero.passes import NAMES, Keep, Options, Pin, Pipeline, Propagate, Zero, default_passes
 from graphzero.passes.option_text import form_of, forms_of, write_options
-from graphzero.passes.pipeline import GROUPS, PASSES, Entry
+from graphzero.passes.pass_list import GROUPS, PASSES, Entry
 from graphzero.passes.text import listing, parse_passes, print_passes
 from graphzero.sbp.links import Link
 from graphzero.sbp.types import B, P, S, partial

@@ -30,7 +30,7 @@ from graphzero.passes import (
     default_passes,
     pass_name,
 )
-from graphzero.passes.pipeline import PASSES
+from graphzero.passes.pass_list import PASSES
 from graphzero.sbp.links import Link
 from graphzero.sbp.types import P, S
 from graphzero.testing import assert_same_step

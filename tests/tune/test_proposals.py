@@ -10,15 +10,15 @@ import torch
 from tuned_steps import LOATH, MODELS, WILLING, Train, example
 
 import graphzero as gz
+from graphzero.plugins.tune.captured_step import captured_step
+from graphzero.plugins.tune.groups import groups
+from graphzero.plugins.tune.layout import Layout
+from graphzero.plugins.tune.patterns import patterns
+from graphzero.plugins.tune.price import price
+from graphzero.plugins.tune.proposal import propose
+from graphzero.plugins.tune.report import lines_of
 from graphzero.sbp import S
 from graphzero.testing import fake_world
-from graphzero.tune.captured_step import captured_step
-from graphzero.tune.groups import groups
-from graphzero.tune.layout import Layout
-from graphzero.tune.patterns import patterns
-from graphzero.tune.price import price
-from graphzero.tune.proposal import propose
-from graphzero.tune.report import lines_of
 
 GRID = (("dp", 2), ("tp", 2))
 WHERE = gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True)

@@ -17,14 +17,14 @@ from tuned_steps import LOATH, WILLING, Train, example
 import graphzero as gz
 from graphzero.cli import main
 from graphzero.plan.device import Device
+from graphzero.plugins.tune.bound import Bound
+from graphzero.plugins.tune.captured_step import captured_step, with_rows
+from graphzero.plugins.tune.layout import Layout, axes_of, counts, hybrid_axes, layouts
+from graphzero.plugins.tune.price import price
+from graphzero.plugins.tune.proposal import propose
+from graphzero.plugins.tune.report import does_not_fit, report, why
+from graphzero.plugins.tune.search import Search
 from graphzero.testing import fake_world
-from graphzero.tune.bound import Bound
-from graphzero.tune.captured_step import captured_step, with_rows
-from graphzero.tune.layout import Layout, axes_of, counts, hybrid_axes, layouts
-from graphzero.tune.price import price
-from graphzero.tune.proposal import propose
-from graphzero.tune.report import does_not_fit, report, why
-from graphzero.tune.search import Search
 
 DATA, GRID = (("dp", 4),), (("dp", 2), ("tp", 2))
 HYBRID = (("dp_replicate", 2), ("dp_shard", 2))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from graphzero.cli import plan, tune
+from graphzero.cli import plan
 from graphzero.plan.device import Device, names
+from graphzero.plugins.tune import command as tune
+from graphzero.plugins.tune.layout import Layout
 from graphzero.sbp.placement import placement
-from graphzero.tune.layout import Layout
 
 HERE = Path(__file__).parent
 FACTORY = """

@@ -1,0 +1,241 @@
+"""The list of built-in passes: their order, the level each runs on, and the condition under which it is there.
+
+Whoever needs passes, all of them, those up to one, or those that are still to come, asks ``default_passes``; nothing
+else lists or cuts them.  Which options a program is worth making with is asked above: see ``graphzero.plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from graphzero.ir.value import Role
+from graphzero.passes.base import BuiltinPass, Group, Pass, pass_name, snake_case
+from graphzero.passes.boxing.insert_boxing import InsertBoxing
+from graphzero.passes.boxing.localize import Localize
+from graphzero.passes.boxing.lower_boxing import LowerBoxing
+from graphzero.passes.fuse.fuse_accumulate import FuseAccumulate
+from graphzero.passes.fuse.fuse_adam import FuseAdam
+from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
+from graphzero.passes.fuse.fuse_pieces import FusePieces
+from graphzero.passes.fuse.join_updates import JoinUpdates
+from graphzero.passes.memory.dead_code import DeadCode
+from graphzero.passes.memory.delay_gradients import Order
+from graphzero.passes.memory.in_place import Reuse
+from graphzero.passes.memory.keep_gathered import Keep
+from graphzero.passes.memory.recompute import Recompute
+from graphzero.passes.micro.count_targets import CountTargets
+from graphzero.passes.micro.micro_batches import MicroBatches
+from graphzero.passes.micro.tile_rows import TileRows
+from graphzero.passes.place.expand import Expand
+from graphzero.passes.place.narrow import Narrow
+from graphzero.passes.place.pin import Pin
+from graphzero.passes.place.propagate import Propagate
+from graphzero.passes.place.zero import Zero
+from graphzero.passes.schedule.assign import Assign
+from graphzero.passes.schedule.bucket import Bucket
+from graphzero.passes.schedule.copy_old import CopyOld
+from graphzero.passes.schedule.gather_casts import GatherCasts
+from graphzero.passes.schedule.launch import Launch
+from graphzero.passes.schedule.optimizer_in_backward import StepEarly
+from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
+from graphzero.passes.schedule.slots import Slots
+from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
+from graphzero.sbp.links import Links
+from graphzero.sbp.types import Nd
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the built-in passes are told: a pass is given those of these options that it has a field for, by name.
+
+    placed: role of a placeholder -> its SBP, where the user said; see ``Pin``.
+    stage: of ZeRO; 0 for none.
+    shard_min_size, axis: see ``Zero``.
+    masters: whether parameters are masters of 16-bit casts, which forward reads.
+    optimizer_in_backward: whether the optimizer steps a parameter while backward runs.
+    links: what communication costs on each placement axis, outermost first; () where bytes decide.
+    recompute: names and patterns of values of forward that are computed again in backward.
+    keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
+        read them; None leaves the pass out.
+    order: whether what backward makes may wait, to lower the most bytes held at a time.
+    micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
+    whole_accumulators: see ``MicroBatches``.
+    tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
+    bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
+    optimise: whether passes are there that a program also runs without, only with more memory or time.
+    """
+
+    placed: Mapping[Role, Nd] = field(default_factory=dict)
+    stage: int = 0
+    shard_min_size: int = 1
+    axis: tuple[str, ...] | None = None
+    masters: bool = False
+    optimizer_in_backward: bool = False
+    links: Links = ()
+    recompute: tuple[str, ...] = ()
+    keep_gathered: tuple[str, ...] | None = None
+    order: bool = False
+    micro_batches: int = 1
+    whole_accumulators: bool = False
+    tiles: int = 1
+    bucket_bytes: int | None = None
+    optimise: bool = True
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are split between steps, so that forward gathers them."""
+        return self.stage == 3 or (self.masters and self.stage > 0)
+
+
+def _always(options: Options) -> bool:
+    return True
+
+
+def _adds_up(options: Options) -> bool:
+    """Whether what is a sum over the batch is added up part by part."""
+    return options.micro_batches > 1 or options.tiles > 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the list.
+
+    level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
+    beside it also go by.
+    """
+
+    kind: type[BuiltinPass]
+    level: str
+    when: Callable[[Options], bool] = _always
+    group: str = ""
+
+    @property
+    def name(self) -> str:
+        return snake_case(self.kind.__name__)
+
+    def made(self, options: Options) -> BuiltinPass:
+        return self.kind(**{one.name: getattr(options, one.name) for one in fields(self.kind)})  # type: ignore[arg-type]
+
+
+PASSES: tuple[Entry, ...] = (
+    Entry(Pin, "captured"),
+    Entry(Zero, "captured", lambda options: options.stage > 0),
+    Entry(Narrow, "captured", lambda options: options.masters),
+    Entry(CountTargets, "captured", _adds_up),
+    Entry(StackUpdates, "captured"),
+    Entry(Expand, "captured"),
+    Entry(Propagate, "captured"),
+    Entry(InsertBoxing, "propagated"),
+    Entry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
+    Entry(TileRows, "boxed", lambda options: options.tiles > 1),
+    Entry(LowerBoxing, "boxed"),
+    Entry(Localize, "lowered"),
+    Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
+    Entry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
+    Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
+    Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
+    Entry(Recompute, "local", lambda options: bool(options.recompute)),
+    Entry(Keep, "local", lambda options: options.gathers and options.keep_gathered is not None),
+    Entry(Order, "local", lambda options: options.order),
+    Entry(GatherCasts, "local", lambda options: options.optimise and options.masters),
+    Entry(Bucket, "local"),
+    Entry(Launch, "local", group="schedule"),
+    Entry(Overlap, "local", group="schedule"),
+    Entry(StepEarly, "local", lambda options: options.optimizer_in_backward, "schedule"),
+    Entry(OverlapUpdate, "local", group="schedule"),
+    Entry(CopyOld, "local", group="schedule"),
+    Entry(Assign, "local", group="schedule"),
+    Entry(Slots, "local", group="schedule"),
+    Entry(DeadCode, "local"),
+    Entry(Reuse, "local", lambda options: options.optimise),
+    Entry(JoinUpdates, "local", lambda options: options.optimise),
+)
+
+_LAST = {entry.group: entry for entry in PASSES if entry.group}  # of each group
+NAMES = tuple(entry.name for entry in PASSES)
+
+
+@dataclass(frozen=True)
+class Fuse(Group):
+    """Several ops become one that computes the same, in less memory or time.
+
+    Changes no value, but for the rounding of Adam's update and the sign of zeros.  Sizes in arguments are this rank's
+    by now: an op that is still ATen's sees the dims that it works on whole.
+    """
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes in order."""
+        return _group("fuse", Options())
+
+
+@dataclass(frozen=True)
+class Schedule(Group):
+    """Orders the program in time; it changes no value.
+
+    bucket_bytes: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
+    optimizer_in_backward: whether the optimizer steps a parameter while backward runs, as soon as its gradient is
+        there.
+    """
+
+    bucket_bytes: int | None = None
+    optimizer_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        Overlap(self.bucket_bytes)  # which checks it
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes in order."""
+        told = Options(bucket_bytes=self.bucket_bytes, optimizer_in_backward=self.optimizer_in_backward)
+        return _group("schedule", told)
+
+
+GROUPS: Mapping[str, type[Group]] = {"fuse": Fuse, "schedule": Schedule}
+
+
+def _group(name: str, options: Options) -> tuple[Pass, ...]:
+    return tuple(entry.made(options) for entry in PASSES if entry.group == name and entry.when(options))
+
+
+def default_passes(
+    options: Options | None = None, own: Sequence[tuple[Pass, str]] = (), *, since: str = "", until: str = ""
+) -> list[Pass]:
+    """The passes in order.
+
+    options: by default plain data parallelism, stage 0.
+    own: passes of the user's, each with the name of the pass that it follows, a built-in one or one above; where that
+        is not there, it stands where that would stand.
+    since, until: only those from the built-in pass of that name on, there or not, and only those before it.
+    """
+    options, left, found = options or Options(), list(own), list[Pass]()
+    for entry in PASSES[slice(_first(since) if since else None, _first(until) if until else None)]:
+        found += [entry.made(options)] if entry.when(options) else []
+        found += _behind(entry.name, left)
+        found += _behind(entry.group, left) if _LAST.get(entry.group) is entry else ()
+    return found
+
+
+def _first(name: str) -> int:
+    """The number of the first entry that goes by a name."""
+    return next(i for i, entry in enumerate(PASSES) if name in (entry.name, entry.group))
+
+
+def _behind(name: str, own: list[tuple[Pass, str]]) -> Iterator[Pass]:
+    """The user's passes that follow the pass of that name, each with those that follow it; they are taken out."""
+    for one in [one for one in own if one[1] == name]:
+        if one in own:
+            own.remove(one)
+            yield one[0]
+            yield from _behind(pass_name(one[0]), own)
+
+
+def first_on(level: str) -> str:
+    """The name of the first pass that runs on graphs of that level."""
+    return next(entry.name for entry in PASSES if entry.level == level)
+
+
+def level_behind(entry: Entry) -> str:
+    """The level of what the pass returns: the last one of a level takes a graph on to the next."""
+    return PASSES[min(PASSES.index(entry) + 1, len(PASSES) - 1)].level

@@ -1,0 +1,112 @@
+"""Where the values of DeepSpeed's JSON land: the settings of a Graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from graphzero.errors import ConfigError
+from graphzero.passes.schedule.bucket import LARGEST
+from graphzero.plugins.deepspeed.batch import Batch, batch_of
+from graphzero.plugins.deepspeed.document import Document
+from graphzero.plugins.deepspeed.ported import DeepSpeed, ported
+from graphzero.sbp.placement import Placement
+
+DTYPES = {
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+NEVER = 2**31 - 1  # the most that a count of steps holds
+
+
+class Settable(Protocol):
+    """A GraphConfig, which this package does not know."""
+
+    bucket_bytes: int | None
+
+    def enable_zero(self, mode: bool = True, *, stage: int | str = 2, shard_min_size: int = 1) -> None: ...
+    @property
+    def enable_amp(self) -> Callable[..., None]: ...
+    def set_gradient_accumulation_steps(self, steps: int) -> None: ...
+
+
+def land(document: Document, placement: Placement, config: Settable) -> DeepSpeed:
+    """Set what a JSON says; returns what is no setting.  Raises ConfigError for values without a meaning."""
+    batch = batch_of(document, placement)
+    rest = ported(document, batch)
+    config.set_gradient_accumulation_steps(batch.steps)
+    _zero(document, batch, config)
+    told = _precision(document)
+    if told:
+        config.enable_amp(**told)
+    _buckets(document, told, config)
+    return rest
+
+
+def _zero(document: Document, batch: Batch, config: Settable) -> None:
+    path = "zero_optimization.stage"
+    stage = document.count(path, 0)
+    if stage > 3:
+        raise document.wrong(path, "the stages are 0, 1, 2 and 3")
+    threshold = document.count("zero_optimization.stage3_param_persistence_threshold", 0)
+    if stage:
+        config.enable_zero(stage=stage, shard_min_size=threshold // batch.ranks + 1 if stage == 3 else 1)
+
+
+def _precision(document: Document) -> dict[str, Any]:
+    """The arguments of ``enable_amp``; none for full precision."""
+    switches = [name for name in ("fp16", "bf16", "torch_autocast") if document.flag(f"{name}.enabled")]
+    if len(switches) > 1:
+        raise ConfigError(f"{document.name}: {' and '.join(switches)} are both enabled; a step has one 16-bit dtype")
+    reduced = _dtype(document, "communication_data_type")
+    if not switches:
+        if reduced not in (None, torch.float32):
+            raise document.wrong(
+                "communication_data_type", "without fp16 or bf16 gradients are reduced in float32; write fp32"
+            )
+        return {}
+    if switches == ["fp16"]:
+        return {"dtype": torch.float16, "reduce_dtype": reduced, **_scaling(document)}
+    if switches == ["bf16"]:
+        return {"dtype": torch.bfloat16, "reduce_dtype": reduced}
+    dtype = _dtype(document, "torch_autocast.dtype")
+    if dtype in (None, torch.float32):
+        raise document.wrong("torch_autocast.dtype", "write bfloat16 or float16")
+    return {"dtype": dtype, "reduce_dtype": reduced}
+
+
+def _scaling(document: Document) -> dict[str, Any]:
+    """The loss scale, with DeepSpeed's defaults."""
+    static = float(document.number("fp16.loss_scale", 0))
+    if static:
+        return {"init_scale": static, "min_scale": static, "growth_interval": NEVER}
+    return {
+        "init_scale": 2.0 ** document.count("fp16.initial_scale_power", 16),
+        "growth_interval": document.count("fp16.loss_scale_window", 1000, least=1),
+        "hysteresis": document.count("fp16.hysteresis", 2, least=1),
+        "consecutive_hysteresis": document.flag("fp16.consecutive_hysteresis"),
+        "min_scale": float(document.number("fp16.min_loss_scale", 1)),
+    }
+
+
+def _buckets(document: Document, amp: dict[str, Any], config: Settable) -> None:
+    """Set ``bucket_bytes`` where its own default would be above the limit.
+
+    Limits are some 1e9 bytes in most files.  Buckets of that size would gather a whole model at once at stage 3.
+    """
+    names = ("reduce_bucket_size", "allgather_bucket_size")
+    limits = [document.count(f"zero_optimization.{name}", least=1) for name in names]
+    dtype = (amp.get("reduce_dtype") or amp["dtype"]) if amp else torch.float32
+    nbytes = min((limit for limit in limits if limit is not None), default=LARGEST) * dtype.itemsize
+    if nbytes < LARGEST:
+        config.bucket_bytes = nbytes
+
+
+def _dtype(document: Document, path: str) -> torch.dtype | None:
+    name = document.get(path)
+    if name is not None and str(name).removeprefix("torch.").lower() not in DTYPES:
+        raise document.wrong(path, "write fp16, bf16 or fp32")
+    return None if name is None else DTYPES[str(name).removeprefix("torch.").lower()]

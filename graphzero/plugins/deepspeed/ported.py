@@ -1,0 +1,154 @@
+"""What of DeepSpeed's JSON is no setting of a Graph: its batch, its optimizer, its schedule and its clipping."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphzero.errors import ConfigError
+from graphzero.plugins.deepspeed import optimizers, schedules
+from graphzero.plugins.deepspeed.batch import Batch
+from graphzero.plugins.deepspeed.document import Document, unknown
+from graphzero.plugins.deepspeed.keys import AUTO
+
+Section = tuple[str, dict[str, Any]] | None  # a type and its parameters
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What ``config.deepspeed`` has: what DeepSpeed's JSON says beside settings.
+
+    train_batch_size: samples of a step, on all ranks.  micro_batch_size: of a micro-batch, on one rank.
+    gradient_clipping: None for none.
+    """
+
+    train_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float | None
+    _optimizer: Section = field(default=None, repr=False)
+    _scheduler: Section = field(default=None, repr=False)
+
+    @property
+    def batch_per_rank(self) -> int:
+        """Samples that one rank gives to a call, all its micro-batches: what its DataLoader's batch_size is."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    def make_optimizer(self, params: Parameters) -> Optimizer:
+        """The JSON's optimizer, one of torch's, for these parameters or groups.  ConfigError if it names none."""
+        if self._optimizer is None:
+            raise ConfigError("the DeepSpeed configuration has no optimizer section; give an optimizer of your own")
+        kind, given = self._optimizer
+        made, told = optimizers.optimizer_of(kind, given)
+        return made(params, **told)
+
+    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The JSON's schedule for an optimizer, DeepSpeed's rates step by step; None if it names none."""
+        if self._scheduler is None:
+            return None
+        kind, given = self._scheduler
+        return schedules.make_schedule(kind, given, optimizer)
+
+    def optimizer_arguments(self, made_or_params: Optimizer | Parameters) -> dict[str, Any]:
+        """The arguments of ``add_optimizer``: an optimizer, its schedule, and the largest norm of its gradients.
+
+        made_or_params: an optimizer of your own, or the parameters (or groups) for the JSON's::
+
+            self.add_optimizer(**self.config.deepspeed.optimizer_arguments(model.parameters()))
+        """
+        made = made_or_params if isinstance(made_or_params, Optimizer) else self.make_optimizer(made_or_params)
+        return {"optim": made, "lr_sch": self.make_scheduler(made), "clip_grad_norm": self.gradient_clipping}
+
+
+def ported(document: Document, batch: Batch) -> DeepSpeed:
+    """What a JSON says beside settings.  Raises ConfigError for an optimizer or a schedule that cannot be made."""
+    optimizer, scheduler = _optimizer(document), _scheduler(document)
+    clipping = document.number("gradient_clipping", 0)
+    made = DeepSpeed(batch.all, batch.micro, batch.steps, float(clipping) if clipping else None, optimizer, scheduler)
+    try:
+        _try(made, optimizer, scheduler)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{document.name}: the optimizer or the scheduler cannot be made: {error}") from error
+    return made
+
+
+def _try(made: DeepSpeed, optimizer: Section, scheduler: Section) -> None:
+    """Make both once, for parameters of no use.  Raises what torch raises for wrong values."""
+    lists = [held for held in scheduler[1].values() if isinstance(held, list)] if scheduler else []
+    groups = [{"params": [torch.zeros(())]} for _ in range(max(map(len, lists), default=1))]
+    made.make_scheduler(made.make_optimizer(groups) if optimizer else torch.optim.SGD(groups))
+
+
+def _optimizer(document: Document) -> Section:
+    kind, given = _section(document, "optimizer")
+    if kind is None:
+        return None
+    _refuse_auto(document, "optimizer", given, optimizers.FILLED)
+    return kind, given
+
+
+def _section(document: Document, name: str) -> tuple[str | None, dict[str, Any]]:
+    """The type and the parameters of a section; None where it is not there."""
+    kind, given = document.get(f"{name}.type"), document.section(f"{name}.params")
+    if (kind is None and given) or not isinstance(kind, (str, type(None))):
+        raise document.wrong(f"{name}.type", "write the name of one")
+    for key, held in given.items():
+        for value in held if isinstance(held, list) else [held]:
+            if isinstance(value, str) and _is_number(value):
+                what = f"{name}.params.{key}: {held!r}; write the number, without quotes: {value}"
+                raise ConfigError(f"{document.name}: {what}")
+    return kind, given
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _scheduler(document: Document) -> Section:
+    kind, given = _section(document, "scheduler")
+    if kind is None:
+        return None
+    rate = document.section("optimizer.params").get("lr", AUTO)
+    computed = {"warmup_min_lr": 0.0, "warmup_max_lr": rate}  # as the Trainer does
+    given = {name: computed.get(name, AUTO) if value == AUTO else value for name, value in given.items()}
+    _refuse_auto(document, "scheduler", given, schedules.FILLED)
+    if kind not in schedules.SCHEDULES:
+        return kind, given
+    if given.pop("last_batch_iteration", -1) != -1:
+        raise ConfigError(
+            f"{document.name}: scheduler.params.last_batch_iteration: gz.load resumes a schedule; take it out"
+        )
+    known = inspect.signature(schedules.SCHEDULES[kind]).parameters
+    names = [name for name in known if name not in ("base", "self")]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise ConfigError(f"{document.name}: " + unknown(f"scheduler.params.{name}", near))
+    for name in names:
+        if known[name].default is inspect.Parameter.empty and name not in given:
+            raise ConfigError(f"{document.name}: scheduler.params.{name}: {kind} needs it; give it")
+    return kind, given
+
+
+def _refuse_auto(document: Document, section: str, given: dict[str, Any], filled: dict[str, str]) -> None:
+    problems = [
+        f'{section}.params.{name}: "auto", which the Hugging Face Trainer fills in from '
+        f"{filled.get(name, 'its arguments')}; give the value"
+        for name, value in given.items()
+        if value == AUTO
+    ]
+    if problems:
+        raise ConfigError(f"{document.name}:\n  " + "\n  ".join(problems))

@@ -1,0 +1,201 @@
+"""A measured step: ``gz.trace``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from graphzero import _compat
+from graphzero.errors import ConfigError, hides_frames
+from graphzero.graph import Graph
+from graphzero.plan.device import Device
+from graphzero.plan.timeline import Event, timeline
+from graphzero.plugins.profiler import chrome, compare, words
+from graphzero.plugins.profiler.clocks import Offsets, compare_clocks
+from graphzero.plugins.profiler.data import RankTrace, TraceData
+from graphzero.plugins.profiler.recorder import Recorder
+from graphzero.runtime.world.accelerators import synchronize
+from graphzero.runtime.world.launch import has_fake_world
+from graphzero.runtime.world.world import Sent
+from graphzero.step.selection import Prepared
+
+WARM_UP = 2  # calls: the first compiles, the second finds all memory
+
+
+class Trace(TraceData):
+    """A step as it was measured, beside what was planned.
+
+    ranks: of every rank, in the placement's order.  traced, untraced: seconds of a step on the first rank, median.
+    clock_error: how far the ranks' clocks may be apart, in seconds.
+    sent: the collectives of the first rank.  peak: bytes of its storages at the worst moment; None where that was not
+    measured, for the reason ``no_peak``.
+    planned: the plan's timeline on ``device``; None without one.
+    """
+
+    def differences(self, threshold: float = 0.05) -> list[compare.Difference]:
+        """Ops by phase whose part of the step's seconds differs from the planned part by more than ``threshold``."""
+        return [] if self.planned is None else compare.shares(self.planned, self.first, threshold)
+
+    def broken(self) -> list[compare.Difference]:
+        """What must be as planned to the byte and the call, and is not: collectives, and the peak of memory."""
+        return compare.exact(self.plan, self.sent, self.peak)
+
+    def to_chrome(self) -> dict[str, Any]:
+        """As the Trace Event Format has it, which Perfetto and chrome://tracing read."""
+        return chrome.document(self)
+
+    def to_timeline(self) -> dict[str, list[dict[str, Any]]]:
+        """Planned and measured events of the first rank as plain data; the program begins at 0."""
+        since = self.first.program[0]
+        found = {"measured": [as_data(event, since) for event in self.first.events]}
+        if self.planned is not None:
+            found["planned"] = [as_data(event, 0.0) for event in self.planned.events]
+        return found
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``to_chrome()`` as JSON.  Raises ConfigError where it cannot be written."""
+        where = Path(path)
+        try:
+            where.write_text(json.dumps(self.to_chrome()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the trace {where} cannot be written: {error.strerror or error}") from error
+        return where
+
+    def report(self, threshold: float = 0.05) -> str:
+        """In a few lines: where the step's seconds went, and what of ``differences`` and ``broken`` there is."""
+        return words.report(self, threshold)
+
+    def __str__(self) -> str:
+        return self.report()
+
+
+@hides_frames
+@_compat.cpu_by_default
+def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None = None, **kwargs: Any) -> Trace:
+    """Take steps with these arguments, and note when every op and collective of one began and ended, on every rank.
+
+    ``args`` and ``kwargs`` are those of a call.  **Steps are taken:** parameters and optimizer states change, as in so
+    many calls.  Three calls warm up; then ``steps`` calls that are traced and as many that are not, in turn, for what
+    tracing costs.  The traced one of median length is kept.  Every rank calls it, and gets all ranks' events.
+
+    device: what seconds are planned for: a ``Device``, or the name or path of one; None plans none.
+
+    On virtual ranks ops run one after the other in this process: the tracks show that.  On CUDA events are of the
+    device's queue; a recorded step (``set_cuda_graph``) is run op by op while it is traced.
+
+    Raises ConfigError for ``steps`` below 1, and in a fake world, in which nothing takes time.
+    """
+    if type(steps) is not int or steps < 1:
+        raise ConfigError(f"gz.trace(steps={steps!r}): it is how many steps are traced, at least 1")
+    _check()
+    made_for = Device.named(device) if isinstance(device, str) else device
+    for _ in range(WARM_UP):
+        graph(*args, **kwargs)
+    with graph.prepared_call(f"tracing a step of {graph.name}", args, kwargs, alone=True) as prepared:
+        pass
+    own, no_peak = _take_steps(prepared, graph, args, kwargs, steps)
+    with graph.prepared_call(f"tracing a step of {graph.name}", args, kwargs, alone=True):
+        ranks = prepared.source.ranks
+        everywhere = ranks.collect(own)
+        clocks = compare_clocks(ranks)
+    order = graph.placement.ranks.ravel().tolist()
+    first = everywhere[ranks.ids.index(order[0]) if ranks.active else 0]  # which holds the fullest pieces, as planned
+    seconds = [one[0].seconds for one in first.traced]
+    chosen = _median_step(seconds)
+    found = _aligned([each.traced[chosen] for each in everywhere], clocks)
+    return Trace(
+        name=graph.name,
+        placement=repr(graph.placement),
+        program=prepared.program.graph,
+        plan=prepared.program.plan,
+        ranks=tuple(sorted(found, key=lambda one: order.index(one.rank))),
+        traced=median(seconds),
+        untraced=median(first.untraced),
+        clock_error=clocks.error,
+        sent=tuple(first.sent),
+        peak=first.peak,
+        no_peak=no_peak,
+        planned=None if made_for is None else timeline(prepared.program.graph, made_for),
+        device="" if made_for is None else made_for.name,
+    )
+
+
+class _Own(NamedTuple):
+    """What one process has measured: of each traced step its ranks, and of its first rank the rest."""
+
+    traced: list[list[RankTrace]]
+    untraced: list[float]
+    sent: list[Sent]
+    peak: int | None
+
+
+def _take_steps(
+    prepared: Prepared, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int
+) -> tuple[_Own, str]:
+    """What this process measures of so many steps that are traced and as many that are not; why it knows no peak."""
+    traced, untraced = [], []
+    _, sent = _traced(prepared, graph, args, kwargs)  # lines that tell the recorder are compiled when they first run
+    for _ in range(steps):
+        untraced.append(_plain(prepared, graph, args, kwargs))
+        found, sent = _traced(prepared, graph, args, kwargs)
+        traced.append(found)
+    peak, no_peak = compare.peak_of(graph, args, kwargs)
+    return _Own(traced, untraced, sent, peak), no_peak
+
+
+def as_data(event: Event, since: float) -> dict[str, Any]:
+    """For JSON, in seconds from ``since`` on."""
+    named = {"name": event.name, "stream": event.stream, "kind": event.kind, "phase": event.phase}
+    return {**named, "begin": event.begin - since, "end": event.end - since}
+
+
+def _check() -> None:
+    if has_fake_world():
+        raise ConfigError("gz.trace in a fake world: nothing is sent there; use virtual ranks, or torchrun")
+
+
+def _plain(prepared: Prepared, graph: Graph, args: Any, kwargs: Any) -> float:
+    """Seconds of one call."""
+    device = prepared.source.world.device
+    synchronize(device)
+    began = time.perf_counter()
+    graph(*args, **kwargs)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _traced(prepared: Prepared, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
+    """One call: of each local rank, and the collectives of the first."""
+    executor, world = prepared.executor, prepared.source.world
+    sent = world.trace = []
+    executor.meter = recorder = Recorder(executor.graph, world)
+    began = time.perf_counter()
+    try:
+        graph(*args, **kwargs)
+        synchronize(world.device)
+        ended = time.perf_counter()
+        if not recorder.has_run:
+            raise ConfigError(
+                f"{graph.name} ran another program while it was traced than just before: something that selects one "
+                "changes from call to call (a rate that build branches on, an attribute); trace it where that is still"
+            )
+        program, events = recorder.events()
+    finally:
+        executor.meter = world.trace = None
+    found = zip(world.rank_ids, events, strict=True)
+    return [RankTrace(rank, began, ended, program, tuple(held)) for rank, held in found], sent
+
+
+def _median_step(seconds: Sequence[float]) -> int:
+    """Number of the step of median length."""
+    return sorted(range(len(seconds)), key=seconds.__getitem__)[(len(seconds) - 1) // 2]
+
+
+def _aligned(found: Sequence[Sequence[RankTrace]], clocks: Offsets) -> list[RankTrace]:
+    """found: of each process, its ranks."""
+    return [one.shifted(ahead) for local, ahead in zip(found, clocks.ahead, strict=True) for one in local]

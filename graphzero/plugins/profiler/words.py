@@ -1,0 +1,84 @@
+"""A trace in a few lines of text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from graphzero.plan.plan import mega
+from graphzero.plan.timeline import COMPUTE, Event
+from graphzero.plugins.profiler.compare import COPIES, exact, shares
+from graphzero.plugins.profiler.data import TraceData
+from graphzero.plugins.profiler.recorder import AWAIT, LAUNCH
+
+
+def report(trace: TraceData, threshold: float) -> str:
+    """The trace in a few lines."""
+    first, ranks = trace.first, len(trace.ranks)
+    lines = [
+        f"a step of {trace.name} on {ranks} rank{'s' * (ranks > 1)}: {_time(trace.traced)} traced, "
+        f"{_time(trace.untraced)} not traced ({trace.overhead:+.1%})"
+    ]
+    if trace.clock_error:
+        lines.append(f"the ranks' clocks are brought together to {_time(trace.clock_error)}")
+    lines += [f"  {what:<24}{_time(seconds):>12}{seconds / first.seconds:>8.1%}" for what, seconds in _parts(trace)]
+    return "\n".join([*lines, "", *_exact_lines(trace), *_share_lines(trace, threshold)])
+
+
+def _parts(trace: TraceData) -> list[tuple[str, float]]:
+    """Where the first rank's call went."""
+    found: dict[str, float] = defaultdict(float)
+    for event in trace.first.events:
+        if event.stream == COMPUTE:
+            found[_part(event)] += event.seconds
+    if trace.is_virtual:
+        found["other virtual ranks"] = trace.first.seconds - trace.first.own
+    found["around the program"] = trace.first.around
+    return list(found.items())
+
+
+def _part(event: Event) -> str:
+    if event.kind == AWAIT:
+        return "awaiting collectives"
+    if event.kind == LAUNCH:
+        return "launching collectives"
+    return "copies for collectives" if event.kind in COPIES else event.phase
+
+
+def _exact_lines(trace: TraceData) -> list[str]:
+    plan = trace.plan
+    broken = exact(plan, trace.sent, trace.peak)
+    calls, sent = len(plan.collectives), mega(plan.comm_bytes)
+    peak = (
+        f"peak of memory {mega(plan.memory.peak)}" if trace.peak is not None else f"peak not measured: {trace.no_peak}"
+    )
+    if not broken:
+        return [f"as planned: {calls} collectives, {sent} sent by a rank, {peak}"]
+    rows = (f"  {row.what:<34}{row.planned:>16,.0f}{row.measured:>16,.0f}" for row in broken)
+    return [f"NOT as planned:{'planned':>37}{'measured':>16}", *rows]
+
+
+def _share_lines(trace: TraceData, threshold: float) -> list[str]:
+    planned = trace.planned
+    if planned is None:
+        return ["seconds are not compared: no device was named for which they are planned"]
+    own = trace.first.own
+    head = (
+        f"rank {trace.first.rank} takes {_time(own)}, planned for {trace.device}: {_time(planned.seconds)}; "
+        f"measured is {own / planned.seconds:.2f} of planned"
+    )
+    rows = shares(planned, trace.first, threshold)
+    if not rows:
+        return [head, f"no op's part of the step differs by more than {threshold * 100:g} %"]
+    lines = [head, f"parts of the step that differ by more than {threshold * 100:g} % of it:"]
+    lines.append(f"  {'phase, op':<36}{'planned':>11}{'':>8}{'measured':>12}")
+    for row in rows:
+        parts = (row.planned, row.planned / planned.seconds), (row.measured, row.measured / own)
+        lines.append(f"  {row.what:<36}" + "".join(f"{_time(seconds):>11}{part:>8.1%}" for seconds, part in parts))
+    return lines
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"

@@ -1,0 +1,164 @@
+"""What the rules of splits say of padding: which dims of operands belong together, and which of results are padded.
+
+A dim that is padded is taken for one that is split: what was given is one piece, and padding another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import calls, value
+from graphzero.ir.ragged import Along
+from graphzero.plugins.ragged.table import bounds
+from graphzero.plugins.ragged.work import Work
+from graphzero.sbp import registry
+from graphzero.sbp.signature import Signature
+
+aten = torch.ops.aten
+SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.nansum.default, aten.count_nonzero.default,
+        aten.count_nonzero.dim_IntList)  # fmt: skip
+LARGEST = (aten.amax.default, aten.max.default)
+SMALLEST = (aten.amin.default, aten.min.default)
+TRUTHS = {
+    aten.any.default: 0,
+    aten.any.dim: 0,
+    aten.any.dims: 0,
+    aten.all.default: 1,
+    aten.all.dim: 1,
+    aten.all.dims: 1,
+}
+
+
+def _signatures(work: Work, sections: set[int]) -> Sequence[Signature]:
+    node = work.node
+    kwargs = value.own_kwargs(node)
+    return registry.signatures(
+        node.target,  # type: ignore[arg-type]
+        [calls.meta_of(arg) for arg in node.args],
+        {name: calls.meta_of(arg) for name, arg in kwargs.items()},
+        calls.result_metas(node),
+        sections=sections - {1},
+    )
+
+
+def speak_for_one(work: Work, flat: Collection[fx.Node]) -> None:
+    """Speak for one padded dim, and the dims of other operands that belong to it.
+
+    flat: values of one number everywhere, whose ragged dims may be any.
+    """
+    i, along = min(work.left, key=lambda x: (x[0], x[1].dim, -x[1].sections, x[1].name))
+    for signature in _fitting(work, i, along):
+        mates = _mates(work, signature, along, flat)
+        if mates is None or not _has_results(work, signature, along):
+            continue
+        zeros = _zeros(work, signature, [j for j, _ in mates])
+        if zeros is None:
+            continue
+        for j, mate in mates:
+            work.take(j, mate)
+            work.cut.add((j, mate.dim, mate.name))
+            if j in zeros:
+                work.fill(j, mate, zeros[j])
+        for result, sbp in _results(work.node, signature):
+            if sbp.is_split:
+                work.make(result, Along(along.name, sbp.dim, sbp.sections, along.more))
+        return
+    raise work.refusal(along.name, "reads all of it at once, and nothing tells it what is padding")
+
+
+def _fitting(work: Work, i: int, along: Along) -> list[Signature]:
+    """Those that cut the dim and take nothing for partial; first those whose results are cut."""
+    found = [s for s in _signatures(work, {along.sections}) if s.inputs[i] is along.sbp
+             and not any(sbp.is_partial for sbp in s.inputs)]  # fmt: skip
+    return sorted(found, key=lambda s: sum(not sbp.is_split for sbp in s.outputs))
+
+
+def _mates(work: Work, signature: Signature, along: Along, flat: Collection[fx.Node]) -> list[tuple[int, Along]] | None:
+    """What a signature cuts, by operand; None if it would cut what is not padded."""
+    wanted = [(j, Along(along.name, sbp.dim, sbp.sections, along.more))
+              for j, sbp in enumerate(signature.inputs) if sbp.is_split]  # fmt: skip
+    return wanted if all(one in work.left or _may_be(work, flat, *one) for one in wanted) else None
+
+
+def _may_be(work: Work, flat: Collection[fx.Node], j: int, along: Along) -> bool:
+    """Whether an operand is one number everywhere, in a dim that may be padded so."""
+    x = work.operands[j]
+    return x in flat and work.sizes.fits(x, 0, along)
+
+
+def _has_results(work: Work, signature: Signature, along: Along) -> bool:
+    return all(
+        work.sizes.fits(work.node, result, Along(along.name, sbp.dim, sbp.sections, along.more))
+        for result, sbp in _results(work.node, signature)
+        if sbp.is_split
+    )
+
+
+def _zeros(work: Work, signature: Signature, cut: Sequence[int]) -> dict[int, float] | None:
+    """What operands hold in padded places so that these add nothing to results that are sums; None for nothing."""
+    node, found = work.node, dict[int, float]()
+    for result, sbp in _results(node, signature):
+        if not sbp.is_partial:
+            continue
+        numbers = _neutral(work, sbp.reduction, result, cut)
+        if numbers is None:
+            return None
+        found |= numbers
+    return found
+
+
+def _neutral(work: Work, reduction: str, result: int, cut: Sequence[int]) -> dict[int, float] | None:
+    target, x = work.node.target, value.tensor_type(work.operands[cut[0]])
+    if target in TRUTHS:
+        return {cut[0]: TRUTHS[target]}
+    if target in LARGEST or target in SMALLEST:
+        low, high = bounds(x.dtype)
+        return {cut[0]: low if target in LARGEST else high}
+    if reduction != "sum":
+        return None
+    if target in SUMS:
+        return {cut[0]: 0}
+    linear = _linear(work, result, cut)
+    if not linear:
+        return None
+    real = {i for i in cut if value.tensor_type(work.operands[i]).dtype.is_floating_point}
+    return dict.fromkeys(linear | real, 0)
+
+
+def _linear(work: Work, result: int, cut: Sequence[int]) -> set[int]:
+    """Some of the operands that are cut such that a result is a sum over them: it is zero where they are."""
+    for signature in _signatures(work, {1}):
+        partial = {i for i, sbp in enumerate(signature.inputs) if sbp.is_partial and sbp.reduction == "sum"}
+        others = all(sbp.is_broadcast for i, sbp in enumerate(signature.inputs) if i not in partial)
+        made = dict(_results(work.node, signature))[result]
+        if partial and partial.issubset(cut) and others and made.is_partial and made.reduction == "sum":
+            return partial
+    return set()
+
+
+def create(work: Work) -> None:
+    """Dims that the op makes by itself, one as the other: an ``expand``, a ``full``."""
+    for result, shape in enumerate(value.shapes(work.node)):
+        for dim in range(len(shape)):
+            have = {along.name for along in work.made[result] if along.dim == dim}
+            for name in work.sizes.dims(work.node, result, dim):
+                found = work.sizes.straight(work.node, result, dim, name) if name in work.ragged else None
+                if name not in have and found is not None and _creates(work, result, found):
+                    work.make(result, found)
+
+
+def _creates(work: Work, result: int, along: Along) -> bool:
+    return any(
+        all(sbp.is_broadcast for sbp in s.inputs) and dict(_results(work.node, s)).get(result) is along.sbp
+        for s in _signatures(work, {1})
+    )
+
+
+def _results(node: fx.Node, signature: Signature) -> list[tuple[int, Any]]:
+    """(number of a result, its SBP) of those that the op makes."""
+    made = [i for i, meta in enumerate(calls.result_metas(node)) if meta is not None]
+    return list(zip(made, signature.outputs, strict=True))

@@ -1,0 +1,264 @@
+"""``exact``: a step that was captured for padded sizes computes what it would of what was given, without padding.
+
+One law holds for every value of the rewritten program: cut back to the true sizes, it is the value that the same op
+has in the step without padding.  What lies in padded places may be anything, NaN too.  It follows op by op:
+
+* The rules of splits say that an op treats the pieces of a dim apart: with operands ``S(d)`` its result is ``S(e)``.
+  What was given is a piece, and padding is one.  So the op stays as it is, and its result is padded along ``e``.
+* Where the rules say that pieces give a partial sum, padding must add nothing.  A sum of parts in which an operand is
+  linear is zero where that operand is: so operands are put to zero where they are padded.  A maximum is given -inf.
+* So far ``by_rule``.  Of some ops the rules say too little, as they read places by number or a whole dim: ``by_hand``
+  speaks of them first.
+* Numbers that were sizes, the counts that means divide by, become the counts of what was given.  Which numbers these
+  are, and which dims are ragged, comes of capturing the step at several sizes: see ``sizes``.
+
+All else is refused, with the op and its line.  Forward, backward and update are ops alike here: nothing is asked of
+autograd, and batch statistics are those of the rows that were given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.errors import CaptureError
+from graphzero.ir import calls, ops, value
+from graphzero.ir.aliases import Kind, is_name, kind_of
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.ragged import Along, Ragged
+from graphzero.ops import AS_GLOBAL, AS_LOCAL
+from graphzero.plugins.ragged.by_hand import TABLE
+from graphzero.plugins.ragged.by_rule import create, speak_for_one
+from graphzero.plugins.ragged.masks import Masks
+from graphzero.plugins.ragged.numbers import write_numbers
+from graphzero.plugins.ragged.sizes import Sizes
+from graphzero.plugins.ragged.work import Dims, Work
+
+aten = torch.ops.aten
+_ALIKE = (aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
+          aten.new_full.default)  # fmt: skip
+_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_SHOW = (Kind.RESHAPE, Kind.UNIT, Kind.TURN, Kind.NAME, Kind.COPY)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """outputs: along what each thing that build returns is padded.  least: the fewest places of a ragged dim that the
+    step reads, by its name, where that is more than one.
+    """
+
+    graph: StepGraph
+    outputs: tuple[Dims, ...]
+    least: Mapping[str, int]
+
+
+def exact(graph: StepGraph, sizes: Sizes, ragged: Sequence[Ragged], inputs: Mapping[str, Mapping[int, str]]) -> Exact:
+    """Rewrite ``graph``, which changes.
+
+    sizes: what in it hangs on which ragged dim.  inputs: name -> dim -> the ragged dim that goes by it.
+    Raises CaptureError for what padding cannot be kept out of, with the op and the line.
+    """
+    return _Walk(graph, sizes, {dim.name: dim for dim in ragged}, inputs).run()
+
+
+class _Walk:
+    def __init__(
+        self, graph: StepGraph, sizes: Sizes, ragged: Mapping[str, Ragged], inputs: Mapping[str, Mapping[int, str]]
+    ) -> None:
+        self.graph, self.sizes, self.inputs = graph, sizes, inputs
+        self.nodes = list(graph.nodes)
+        self.masks = Masks(graph, ragged)
+        self.found: dict[fx.Node, tuple[Dims, ...]] = {}
+        self.counts: dict[fx.Node, str] = {}  # values that number the places of a ragged dim, 0 1 2 ...
+        self.flat: set[fx.Node] = set()  # values of one number everywhere, whose ragged dims may be any
+        self.least: dict[str, int] = {}
+
+    def run(self) -> Exact:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.found[node] = self._given(node)
+            elif node.op == "call_function":
+                self.found[node] = self._made(node)
+        self._check_ends()
+        outputs = tuple(self._of(x) if isinstance(x, fx.Node) else frozenset() for x in self.graph.outputs)
+        return Exact(self.graph, outputs, {name: least for name, least in self.least.items() if least > 1})
+
+    def _of(self, node: fx.Node) -> Dims:
+        found = self.found[node]
+        return found[0] if found else frozenset()
+
+    def _given(self, node: fx.Node) -> tuple[Dims, ...]:
+        role = value.role_of(node)
+        named = self.inputs.get(role.of, {}) if role is not None and role.kind == "batch" else {}
+        ragged = {dim: name for dim, name in named.items() if name in self.masks.ragged}
+        return (frozenset(Along(name, dim) for dim, name in ragged.items()),)
+
+    # ---- one op
+
+    def _made(self, node: fx.Node) -> tuple[Dims, ...]:
+        target: Any = node.target
+        if target is operator.getitem:
+            return (self.found[value.operand(node)][node.args[1]],)  # type: ignore[index]
+        operands = value.own_operands(node)
+        given = [self._of(x) for x in operands]
+        flat = any(x in self.flat for x in operands)
+        if not any(given) and not flat and not self.sizes.is_ragged(node) and not self.sizes.numbers(node):
+            return tuple(frozenset[Along]() for _ in value.shapes(node))
+        work = Work(node, self.sizes, self.masks, operands, given, self.counts, self.least)
+        self._check_counts(work)
+        if is_name(target) or target is ops.use:
+            return tuple(given[:1])
+        if target in (AS_LOCAL, AS_GLOBAL) or not calls.is_op(node):
+            raise work.refusal(self._name(work), "is code of each rank's own")
+        if self._is_flat(work):
+            self.flat.add(node)
+            write_numbers(work)
+            return tuple(frozenset[Along]() for _ in value.shapes(node))
+        if target in TABLE:
+            TABLE[target](work)
+        while work.left:
+            speak_for_one(work, self.flat)
+        self._check_flat(work)
+        create(work)
+        self._check_shapes(work)
+        self._write_fills(work)
+        write_numbers(work)
+        self._count(node)
+        return tuple(frozenset(made) for made in work.made)
+
+    def _is_flat(self, work: Work) -> bool:
+        """Whether the op makes one number everywhere, in dims that hang on sizes in any way."""
+        node = work.node
+        if any(work.given) or not self.sizes.is_ragged(node) or not value.is_tensor(node):
+            return False
+        if node.target in _ALIKE:
+            return any(self._is_odd(node, dim) for dim in range(len(value.tensor_type(node).shape)))
+        one = all(
+            x in self.flat or value.tensor_type(x).numel == 1 and not self.sizes.is_ragged(x) for x in work.operands
+        )
+        if not work.operands or not one:
+            return False
+        if any(x in self.flat for x in work.operands):
+            return _hands_on(node) or torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+        return node.target is aten.expand.default and any(
+            self._is_odd(node, dim) for dim in range(len(value.tensor_type(node).shape))
+        )
+
+    def _is_odd(self, node: fx.Node, dim: int) -> bool:
+        """Whether the size of a dim hangs on ragged dims otherwise than as one of them, give or take some places."""
+        names = self.sizes.dims(node, 0, dim)
+        return bool(names) and (len(names) > 1 or self.sizes.straight(node, 0, dim, names[0]) is None)
+
+    def _name(self, work: Work) -> str:
+        names = [along.name for dims in work.given for along in dims]
+        return sorted(names)[0] if names else next(iter(self.masks.ragged))
+
+    # ---- what must hold
+
+    def _check_shapes(self, work: Work) -> None:
+        for result, shape in enumerate(value.shapes(work.node)):
+            for dim in range(len(shape)):
+                wanted = set(self.sizes.dims(work.node, result, dim))
+                have = {along.name for along in work.made[result] if along.dim == dim}
+                if wanted != have:
+                    name = sorted(wanted ^ have)[0]
+                    what = f"makes {list(shape)}, whose dim {dim} hangs on its size in a way that is not known"
+                    raise work.refusal(name, what)
+
+    def _check_flat(self, work: Work) -> None:
+        """What is one number everywhere is read only where something else says which of its places are padded."""
+        for j, x in enumerate(work.operands):
+            for dim in range(len(value.tensor_type(x).shape)) if x in self.flat else ():
+                for name in self.sizes.dims(x, 0, dim):
+                    if (j, dim, name) not in work.cut:
+                        raise work.refusal(name, "reads places of which it is not known whether they are padded")
+
+    def _check_counts(self, work: Work) -> None:
+        """Row numbers are others without padding where each rank's share ends in padding."""
+        for x in work.operands:
+            name = self.counts.get(x, "")
+            if name and not self.masks.ragged[name].is_prefix and not _hands_on(work.node) and work.node.target not in (
+                aten.index.Tensor, aten._unsafe_index.Tensor
+            ):  # fmt: skip
+                raise work.refusal(name, "reads numbers of rows, which hang on how many rows the other ranks have")
+
+    def _count(self, node: fx.Node) -> None:
+        """Note what numbers the places of a ragged dim."""
+        along = next(iter(self.found_of(node)), None)
+        source = node.args[0] if node.args else None
+        if node.target in _COUNTS and along is not None and along.more == 0:
+            start, step = (0, 1) if len(node.args) < 2 else (node.args[0], (*node.args, 1)[2])
+            if (start, step) == (0, 1):
+                self.counts[node] = along.name
+        elif isinstance(source, fx.Node) and source in self.counts and _hands_on(node):
+            self.counts[node] = self.counts[source]
+
+    def found_of(self, node: fx.Node) -> list[Along]:
+        """Along what the op's first result is padded, of its size alone: while it is being made."""
+        shape = value.shapes(node)[0] if value.shapes(node) else ()
+        names = [(name, dim) for dim in range(len(shape)) for name in self.sizes.dims(node, 0, dim)]
+        return [found for name, dim in names if name in self.masks.ragged
+                and (found := self.sizes.straight(node, 0, dim, name)) is not None]  # fmt: skip
+
+    def _check_ends(self) -> None:
+        """States are of one size, outputs are cut, and numbers that build returns are those of what was given."""
+        for name, node in self.graph.updates.items():
+            if self.sizes.is_ragged(node):
+                raise CaptureError(
+                    f"set_shapes pads inputs, and the new value of {name} hangs on their size: what a step keeps "
+                    "cannot be of another size in each call"
+                )
+        for i, x in enumerate(self.graph.outputs):
+            if not self.masks.ragged.get(self.counts.get(x, ""), Ragged("", 0)).is_prefix:
+                raise CaptureError(
+                    f"build returns, as its output {i}, numbers of rows, which hang on how many rows other ranks have; "
+                    "count them outside of build"
+                )
+            if x in self.flat:
+                raise CaptureError(
+                    f"build returns, as its output {i}, a tensor whose size hangs on those of its inputs, and of which "
+                    "it is not known what of it is padding; make it outside of build"
+                )
+            if not isinstance(x, fx.Node) and self.sizes.numbers(self.graph.output):
+                self._check_literal(i)
+
+    def _check_literal(self, i: int) -> None:
+        ends: list[Any] = [node.args[0] for node in self.sizes.same(self.graph.output)]
+        found = [outputs[i] for outputs, *_ in ends]
+        if any(x != found[0] for x in found[1:]):
+            raise CaptureError(
+                f"build returns {found[0]!r} as its output {i}, a number that hangs on the sizes of its inputs; "
+                "set_shapes pads them, so it would be that of padding. Take it from the inputs outside of build"
+            )
+
+    # ---- writing
+
+    def _write_fills(self, work: Work) -> None:
+        if work.fills:
+            new = [
+                self.masks.filled(x, work.fills[i].items(), work.node) if i in work.fills else x
+                for i, x in enumerate(work.operands)
+            ]
+            _replace_operands(work.node, new)
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether an op shows the same numbers in other dims or another dtype."""
+    plus_nothing = node.target is aten.add.Tensor and tuple(node.args[1:]) == (0,)
+    return kind_of(node.target) in _SHOW or plus_nothing or node.target in (aten.expand.default, aten._to_copy.default)
+
+
+def _replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:
+    """Give each of the op's tensor operands, in their order, another value."""
+    left = iter(new)
+
+    def put(x: fx.Node) -> fx.Node:
+        return next(left) if value.is_tensor(x) else x
+
+    node.args = fx.map_arg(node.args, put)
+    node.kwargs = fx.map_arg(node.kwargs, put)

@@ -1,0 +1,105 @@
+"""A capture of padded inputs as the step without padding: captured at other sizes too, compared, and rewritten."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphzero.capture import Captured, Inputs, Step, capture
+from graphzero.errors import CaptureError
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.packed import Packed
+from graphzero.ir.text.printer import print_line
+from graphzero.plugins.ragged.exact import exact
+from graphzero.plugins.ragged.padding import Padded
+from graphzero.plugins.ragged.sizes import Differs, Sizes, trials
+
+_TRIES = (1, 2, 3)  # how far off the first other size is; another one where sizes happen to be those of other dims
+
+
+def unpadded(step: Step, inputs: Inputs, padded: Padded, captured: Captured) -> Captured:
+    """``captured``, of padded inputs, rewritten so that it computes what it would without padding.
+
+    Raises CaptureError for a step of which that is not known, or that is another one at other sizes.
+    """
+    if not padded.lengths:
+        return captured
+    graph = captured.graph
+    sizes = _compared(step, inputs, padded, captured, graph)
+    found = exact(graph, sizes, padded.ragged, padded.dims)
+    return replace(captured, packed=Packed.of(found.graph), padded=found.outputs, least=found.least)
+
+
+def _compared(step: Step, inputs: Inputs, padded: Padded, captured: Captured, graph: StepGraph) -> Sizes:
+    failure: CaptureError | None = None
+    for far in _TRIES:
+        at = trials(padded.ragged, far)
+        others = [_captured(step, _with(inputs, padded, sizes), sizes) for sizes in at]
+        try:
+            sizes = Sizes([graph, *(other.graph for other in others)], padded.ragged, at)
+        except Differs as differs:
+            failure = failure or _other_program(differs, padded, at)
+            continue
+        for other in others:
+            _check_constants(captured, other)
+        return sizes
+    assert failure is not None
+    raise failure
+
+
+def _with(inputs: Inputs, padded: Padded, sizes: Mapping[str, int]) -> Inputs:
+    """Inputs of other sizes, of which capture asks nothing else."""
+    leaves = []
+    for leaf in inputs.leaves:
+        dims = padded.dims.get(leaf.name, {})
+        if leaf.shape is not None and dims:
+            shape = tuple(sizes.get(dims.get(i, ""), size) for i, size in enumerate(leaf.shape))
+            leaf = replace(leaf, shape=shape)
+        leaves.append(leaf)
+    return replace(inputs, leaves=tuple(leaves))
+
+
+def _captured(step: Step, inputs: Inputs, sizes: Mapping[str, int]) -> Captured:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said by the capture itself
+            return capture(step, inputs)
+    except Exception as error:
+        raise CaptureError(
+            f"set_shapes pads, and to keep padding apart build is also traced at {_text(sizes)}, where it fails:\n  "
+            f"{type(error).__name__}: {error}\n\n  A dim that may have certain sizes only cannot be padded from others"
+        ) from error
+
+
+def _other_program(differs: Differs, padded: Padded, at: Sequence[Mapping[str, int]]) -> CaptureError:
+    node = differs.node
+    where = (
+        f"\n\n  > {print_line(node)}\n\n  at {value.source_of(node)}"
+        if node is not None and node.op != "output"
+        else ""
+    )
+    here = _text({dim.name: dim.size for dim in padded.ragged})
+    return CaptureError(
+        f"set_shapes pads, and build is another program at {' or '.join(map(_text, at))} than at {here}, so it is not "
+        f"known what it does at the true sizes{where}\n\n  Sizes that are those of other dims can do that: choose some "
+        "that differ from each other and from the model's. An `if` that looks at a size must stand outside of build"
+    )
+
+
+def _check_constants(captured: Captured, other: Captured) -> None:
+    """Tensors that build makes of Python's numbers are constants, and must not be of sizes."""
+    pairs = zip(captured.constants.values(), other.constants.values(), strict=True)
+    for one, another in pairs:
+        if one.shape != another.shape or not torch.equal(one, another):
+            raise CaptureError(
+                f"build makes a tensor of numbers that hang on the sizes of its inputs, {one.tolist()}; set_shapes "
+                "pads them, so it would be that of padding. Count with tensors: mask.sum(), torch.ones_like(x).sum()"
+            )
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
