@@ -8,6 +8,7 @@ from kin_toys import Blocks, Orthogonal, Projected, Shampoo, Train, batch, muon,
 from optimizer_reference import distance
 
 import graphzero as gz
+from graphzero.passes import pass_list
 
 LIMIT = 1e-9
 S, B = gz.sbp.S, gz.sbp.B
