@@ -111,7 +111,9 @@ def command(words: Sequence[str]) -> str:
     if "--save" in rest:
         at = rest.index("--save")
         del rest[at : at + 2]
-    return shlex.join(["python", f"bench/{Path(script).name}", *rest])
+    path = Path(script).resolve()
+    name = path.relative_to(HERE) if path.is_relative_to(HERE) else path.name
+    return shlex.join(["python", f"bench/{name}", *rest])
 
 
 def options_of(parser: Any) -> Any:

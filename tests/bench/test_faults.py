@@ -1,8 +1,8 @@
-"""Every kind of fault ends as ``bench/faults.py`` says it must."""
+"""Every kind of fault ends as ``bench/stress/faults.py`` says it must."""
 
-import one_sided
 import pytest
-from faults import FAULTS, WAYS, run, run_changes
+from stress import single_rank_changes
+from stress.faults import FAULTS, WAYS, run, run_changes
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_a_change_that_ends_wrong_on_any_rank_is_counted_once_and_shown(monkeypa
         {"seconds": 0.1, "wrong": ""},
         {"seconds": 2.0, "wrong": "before: a hook, by rank 1: nobody has noticed"},
     )
-    monkeypatch.setattr(one_sided, "run", lambda ranks, way, seed, folder: [[right, wrong], [right, wrong]])
+    monkeypatch.setattr(single_rank_changes, "run", lambda ranks, way, seed, folder: [[right, wrong], [right, wrong]])
     table, made, bad = run_changes(0, [2], ["memory"])
     assert (made, bad) == (2, 1) and "2.0" in table
     assert capsys.readouterr().err.count("nobody has noticed") == 1

@@ -2,10 +2,10 @@
 
 import gc
 
-import interrupts
 import pytest
 import torch
-from interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run
+from stress import interrupts
+from stress.interrupts import SAVED, WORKS, Subject, X, know_undisturbed, run
 from torch import nn
 
 import graphzero as gz

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-import zoo
-import zoo_packages
-import zoo_tables
-import zoo_trial
-from zoo_cases import cases
+from zoo import packages as zoo_packages
+from zoo import run, tables
+from zoo.cases import cases
+from zoo.trial import Trial, judged
 
 MODELS = (
     "recipes/gan",
@@ -23,7 +22,7 @@ MODELS = (
 
 
 def trial(train):
-    return zoo_trial.Trial(nn.Linear(4, 4), lambda step: {"x": torch.randn(8, 4)}, train)
+    return Trial(nn.Linear(4, 4), lambda step: {"x": torch.randn(8, 4)}, train)
 
 
 def square(module, batch):
@@ -43,7 +42,7 @@ def packages():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_trains_as_in_plain_pytorch(name):
-    record = zoo.tried(name, ["graph"], {})
+    record = run.tried(name, ["graph"], {})
     assert record["outcome"] == "equal", record
 
 
@@ -54,7 +53,7 @@ def test_a_loss_that_differs_is_wrong():
         loss.backward()
         return loss
 
-    assert zoo_trial.judged(lambda: trial(train))["outcome"] == "wrong"
+    assert judged(lambda: trial(train))["outcome"] == "wrong"
 
 
 def test_a_step_that_draws_random_numbers_is_not_compared():
@@ -63,12 +62,12 @@ def test_a_step_that_draws_random_numbers_is_not_compared():
         loss.backward()
         return loss
 
-    record = zoo_trial.judged(lambda: trial(train))
+    record = judged(lambda: trial(train))
     assert record["outcome"] == "skipped" and "random" in record["cause"]
 
 
 def test_a_step_that_plain_pytorch_does_not_run_is_skipped():
-    record = zoo_trial.judged(lambda: trial(lambda module, batch: module(batch["absent"])))
+    record = judged(lambda: trial(lambda module, batch: module(batch["absent"])))
     assert record["outcome"] == "skipped" and record["cause"].startswith("KeyError")
 
 
@@ -76,11 +75,11 @@ def test_an_error_of_graphzeros_own_is_a_refusal_and_any_other_is_a_crash():
     def reads(module, batch):
         return square(module, batch) if float(batch["x"].sum()) < 1e9 else None
 
-    assert zoo_trial.judged(lambda: trial(reads))["outcome"] == "refused"
+    assert judged(lambda: trial(reads))["outcome"] == "refused"
 
 
 def test_a_process_that_dies_is_a_crash():
-    record = zoo.forked(lambda: torch.ops.aten._no_such_op())
+    record = run.forked(lambda: torch.ops.aten._no_such_op())
     assert record["outcome"] == "crashed"
 
 
@@ -95,9 +94,9 @@ def test_results_continue_where_they_were(tmp_path):
     path = tmp_path / "zoo.jsonl"
     lines = [{"name": "a", "family": "f", "outcome": "wrong"}, {"name": "a", "family": "f", "outcome": "equal"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = zoo.kept(path)
+    found = run.kept(path)
     assert found["a"]["outcome"] == "equal"
-    assert zoo.done(found["a"], "graph") and not zoo.done(found["a"], "export")
+    assert run.done(found["a"], "graph") and not run.done(found["a"], "export")
 
 
 def test_the_tables_count_by_family_and_by_cause():
@@ -105,5 +104,5 @@ def test_the_tables_count_by_family_and_by_cause():
         {"name": "a/b", "family": "f", "outcome": "refused", "cause": "CaptureError: x", "export": "taken"},
         {"name": "a/c", "family": "f", "outcome": "equal", "export": "taken"},
     ]
-    text = zoo_tables.summary(records)
+    text = tables.summary(records)
     assert "50.0 %" in text and "CaptureError: x" in text

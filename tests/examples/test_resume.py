@@ -7,7 +7,7 @@ import time
 
 import hosts
 import pytest
-from killed_ranks import RESUME, SMALL, Run, bytes_of_last, check_kills, losses
+from stress.killed_ranks import RESUME, SMALL, Run, bytes_of_last, check_kills, losses
 
 import graphzero as gz
 

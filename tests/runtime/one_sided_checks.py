@@ -1,9 +1,9 @@
-"""What several gloo processes check of changes that one of them makes alone: ``bench/one_sided.py`` has the table."""
+"""Checks on several gloo processes of changes that one rank makes alone: ``bench/stress/single_rank_changes.py``."""
 
 import random
 
 import torch.distributed as dist
-from one_sided import TABLE, trials
+from stress.single_rank_changes import TABLE, trials
 
 
 def check_what_one_rank_does_alone_is_refused_on_all_or_makes_no_difference():

@@ -1,4 +1,4 @@
-"""Small programs in the manner of bug reports train as in plain PyTorch: a sample of what ``bench/user_code.py`` tries.
+"""Small programs in the manner of bug reports train as in plain PyTorch: a sample of ``bench/stress/user_code.py``.
 
 The command tries every program in every configuration.  It leaves out, as this does not, no program that is known to
 come out wrong.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import user_code
-from user_code_cells import OPTIONS, cells_of
-from user_programs import PROGRAMS
+from stress import user_code
+from stress.user_code_cells import OPTIONS, cells_of
+from stress.user_programs import PROGRAMS
 
 RIGHT = [name for name, source in PROGRAMS.items() if not source.is_open]
 EVERY = 5  # programs: some twenty seconds

@@ -1,0 +1,180 @@
+"""Ranks killed at random moments of a run under torchrun, which starts all anew: the run must end as if nothing was.
+
+    python bench/stress/killed_ranks.py               # 20 kills, two ranks, stage 3
+    python bench/stress/killed_ranks.py --seed 7 --stage 1 --ranks 3
+
+Runs examples/resume.py: once undisturbed, then as often as it takes to kill so many ranks, each after a time drawn at
+random from what the undisturbed run took.  Every run must end by itself with the undisturbed run's losses and, bit by
+bit, its last checkpoint.  At last a run is killed whole and goes on with one rank, and then with twice as many: there
+losses are equal but for rounding (float64, 1e-9).  Exits with 1 where one ends otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import graphzero as gz
+
+RESUME = Path(__file__).resolve().parents[2] / "examples" / "resume.py"
+SMALL = ("--model", "mlp", "--width", "16", "--steps", "40", "--save-every", "4", "--double")
+
+
+class Run:
+    """``examples/resume.py`` under torchrun, with what it prints."""
+
+    def __init__(self, folder: Path, ranks: int, stage: int, restarts: int = 0):
+        self.folder, self.output, self.begun = folder, folder.with_suffix(".txt"), time.monotonic()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+        command += [str(RESUME), str(folder), "--stage", str(stage), *SMALL]
+        with self.output.open("a") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(folder) + ".error"},
+            )  # fmt: skip
+
+    def end(self, seconds: float = 300.0) -> str:
+        """Wait for its end; what it has printed.  Raises AssertionError where it fails, TimeoutExpired in time."""
+        try:
+            code = self.process.wait(seconds)
+        finally:
+            self.kill()
+        text = self.output.read_text()
+        assert code == 0, f"{self.folder} ended with {code}:\n{text}"
+        return text
+
+    def kill(self) -> None:
+        """End it with all its ranks, whatever they do."""
+        for one in (*self.ranks(), self.process.pid):
+            end(one)
+        self.process.wait()
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks that live now."""
+        return ranks_under(self.process.pid)
+
+    def kill_one(self, chance: random.Random) -> bool:
+        """Kill one rank; whether there was one."""
+        found = self.ranks()
+        if not found or self.process.poll() is not None:
+            return False
+        end(chance.choice(found))
+        return True
+
+    def saved(self, steps: int) -> bool:
+        """Whether a checkpoint of so many steps or more is there."""
+        found = gz.latest(self.folder)
+        return found is not None and int(found.name.rpartition("-")[2]) >= steps
+
+
+def losses(text: str) -> dict[int, float]:
+    """The loss after each step that was printed; of a step that was taken again, the last one."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), loss ([\d.e+-]+)", text)}
+
+
+def bytes_of_last(folder: Path) -> dict[str, bytes]:
+    """The files of the newest checkpoint but for its index, which tells times."""
+    found = gz.latest(folder)
+    assert found is not None, f"no checkpoint in {folder}"
+    return {file.name: file.read_bytes() for file in sorted(found.glob("*.safetensors"))}
+
+
+def disturbed(
+    folder: Path, ranks: int, stage: int, seconds: float, kills: int, chance: random.Random
+) -> tuple[int, str]:
+    """One run of which up to so many ranks are killed; how many were, and what it printed."""
+    run, done = Run(folder, ranks, stage, restarts=kills), 0
+    while done < kills and run.process.poll() is None:
+        time.sleep(chance.uniform(0, seconds))
+        done += run.kill_one(chance)
+    return done, run.end()
+
+
+def check_kills(where: Path, ranks: int, stage: int, kills: int, seed: int) -> None:
+    """Kill so many ranks; raises AssertionError where a run ends otherwise than an undisturbed one."""
+    whole = Run(where / "whole", ranks, stage)
+    wanted = losses(whole.end())
+    seconds, files = time.monotonic() - whole.begun, bytes_of_last(whole.folder)
+    print(f"undisturbed: {seconds:.1f} s, last loss {max(wanted.items())[1]:.12g}", flush=True)
+    chance, done, runs = random.Random(seed), 0, 0
+    while done < kills:
+        folder, runs, begun = where / f"killed-{runs}", runs + 1, time.monotonic()
+        now, text = disturbed(folder, ranks, stage, seconds, kills - done, chance)
+        found = losses(text)
+        assert found == {step: wanted[step] for step in found} and max(found) == max(wanted), f"{folder}:\n{text}"
+        assert bytes_of_last(folder) == files, f"{folder}: the last checkpoint differs"
+        resumed = [int(step) for step in re.findall(r"goes on from step (\d+)", text)]
+        done += now
+        took = f"{time.monotonic() - begun:.1f} s, {now} killed, went on from steps {resumed}"
+        print(f"run {runs}: {took}; losses and last checkpoint equal", flush=True)
+    print(f"{done} ranks killed in {runs} runs: all ended as the undisturbed one")
+
+
+def check_other_ranks(where: Path, ranks: int, stage: int) -> None:
+    """A run killed whole goes on with one rank, and then with twice as many as at first."""
+    wanted = losses((where / "whole.txt").read_text())
+    folder = where / "moved"
+    for now, until in ((ranks, 12), (1, 24)):
+        run = Run(folder, now, stage)
+        while run.process.poll() is None and not run.saved(until):
+            time.sleep(0.02)
+        run.kill()
+    found = losses(Run(folder, 2 * ranks, stage).end())
+    off = max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items() if step in found)
+    print(f"{ranks}, then 1, then {2 * ranks} ranks: losses differ by {off:.1e}")
+    assert max(found) == max(wanted) and off < 1e-9, found
+
+
+def ranks_under(starter: int) -> list[int]:
+    """Processes of the script that a torchrun has started, which may itself be started by others from ``starter``."""
+    found = [process for process in _descendants(starter) if RESUME.name in _command(process)]
+    return [process for process in found if "torch.distributed.run" not in _command(process)]
+
+
+def end(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _descendants(process: int) -> Iterator[int]:
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as where:
+        check_kills(Path(where), options.ranks, options.stage, options.kills, options.seed)
+        check_other_ranks(Path(where), options.ranks, options.stage)
+
+
+if __name__ == "__main__":
+    main()

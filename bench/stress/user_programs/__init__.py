@@ -1,0 +1,17 @@
+"""Small training programs in the manner of public bug reports; importing this package registers all of them."""
+
+from stress.user_programs import (  # noqa: F401
+    functions,
+    gradients,
+    layers,
+    losses,
+    mid_run,
+    numbers,
+    optimizers,
+    published,
+    state,
+    tensors,
+)
+from stress.user_programs.program import PROGRAMS, Program, Source
+
+__all__ = ["PROGRAMS", "Program", "Source"]

@@ -1,0 +1,389 @@
+"""Losses: classes and weights, masks and padding, pairs over the whole batch, teachers, rewards."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stress.user_programs.program import Program, adam, classes, each, flags, floats, mlp, program, sgd, square, trained
+
+WEIGHTS = [0.2, 1.0, 3.0, 0.5]
+
+
+def of(loss) -> Program:
+    """A program of a loss of four logits and a target."""
+    return Program(mlp(), lambda m, x, y: trained(loss(m(x), y)))
+
+
+@program()
+def cross_entropy_with_class_weights() -> Program:
+    return of(nn.CrossEntropyLoss(torch.tensor(WEIGHTS)))
+
+
+@program()
+def cross_entropy_with_weights_and_smoothing() -> Program:
+    weight = torch.tensor(WEIGHTS)
+    return of(lambda out, y: F.cross_entropy(out, y, weight=weight, label_smoothing=0.05))
+
+
+@program()
+def cross_entropy_with_weights_smoothing_and_ignored() -> Program:
+    return of(nn.CrossEntropyLoss(torch.tensor(WEIGHTS), ignore_index=2, label_smoothing=0.1))
+
+
+@program()
+def cross_entropy_of_a_sum() -> Program:
+    return of(nn.CrossEntropyLoss(reduction="sum"))
+
+
+@program()
+def cross_entropy_per_row_by_hand() -> Program:
+    weight = torch.tensor(WEIGHTS)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        rows, weights = F.cross_entropy(out, y, reduction="none"), weight[y]
+        return (rows * weights).sum() / weights.sum()
+
+    return of(loss)
+
+
+@program()
+def class_weights_in_a_buffer() -> Program:
+    model = mlp()
+    model.register_buffer("weight", torch.tensor(WEIGHTS))
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        rows, weights = F.cross_entropy(m(x), y, reduction="none"), m.weight[y]
+        return trained((rows * weights).sum() / weights.sum())
+
+    return Program(model, step)
+
+
+@program()
+def class_weights_in_a_frozen_parameter() -> Program:
+    model = nn.ModuleDict({"body": mlp()})
+    model["weight"] = nn.ParameterList([nn.Parameter(torch.tensor(WEIGHTS), requires_grad=False)])
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        weight = m["weight"][0]
+        rows, weights = F.cross_entropy(m["body"](x), y, reduction="none"), weight[y]
+        return trained((rows * weights).sum() / weights.sum())
+
+    return Program(model, step)
+
+
+@program()
+def class_weights_of_the_batch() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        counts = torch.bincount(y, minlength=4).to(out.dtype) + 1
+        return F.cross_entropy(out, y, weight=len(y) / counts)
+
+    return of(loss)
+
+
+@program(floats(5), floats(4))
+def cross_entropy_of_probabilities() -> Program:
+    return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x), y.softmax(-1), torch.tensor(WEIGHTS))))
+
+
+@program(floats(6, 5), classes(4, 6))
+def cross_entropy_of_tokens() -> Program:
+    return Program(mlp(), lambda m, x, y: trained(F.cross_entropy(m(x).transpose(1, 2), y, ignore_index=3)))
+
+
+@program(floats(6, 5), classes(4, 6), flags(6))
+def tokens_of_a_mask() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+        rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+        return trained((rows * keep).sum() / keep.sum())
+
+    return Program(mlp(), step)
+
+
+@program(floats(6, 5), classes(4, 6), flags(6))
+def labels_masked_with_minus_hundred() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+        labels = y.masked_fill(~keep, -100)
+        logits, labels = m(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        count = (labels != -100).sum().clamp(min=1)
+        return trained(F.cross_entropy(logits, labels, reduction="sum") / count)
+
+    return Program(mlp(), step)
+
+
+@program(floats(6, 5), classes(4, 6), flags(6))
+def mean_of_rows_of_means() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+        rows = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+        return trained(((rows * keep).sum(1) / keep.sum(1)).mean())
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(4))
+def binary_with_positive_weights() -> Program:
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHTS))
+    return Program(mlp(), lambda m, x, y: trained(loss(m(x), (y > 0).to(x.dtype))))
+
+
+@program()
+def focal_loss() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        logs = out.log_softmax(-1).gather(1, y[:, None])[:, 0]
+        return -((1 - logs.exp()) ** 2 * logs).mean()
+
+    return of(loss)
+
+
+@program()
+def hard_examples_only() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none").topk(8).values.mean()
+
+    return of(loss)
+
+
+@program()
+def loss_above_a_quantile() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        rows = F.cross_entropy(out, y, reduction="none")
+        kept = (rows >= rows.detach().median()).to(rows.dtype)
+        return (rows * kept).sum() / kept.sum()
+
+    return of(loss)
+
+
+@program(floats(5), floats(5))
+def contrastive_over_the_batch() -> Program:
+    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        a, b = F.normalize(m(x), dim=-1), F.normalize(m(z), dim=-1)
+        logits, own = a @ b.t() / 0.2, torch.arange(len(x))
+        return trained((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(5))
+def nt_xent() -> Program:
+    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        both = F.normalize(torch.cat([m(x), m(z)]), dim=1)
+        alike = both @ both.t() / 0.5
+        alike = alike.masked_fill(torch.eye(len(both), dtype=torch.bool), -1e9)
+        pairs = torch.arange(len(both)).roll(len(x))
+        return trained(F.cross_entropy(alike, pairs))
+
+    return Program(mlp(), step)
+
+
+@program()
+def supervised_contrastive() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(out, dim=1)
+        same = (y[:, None] == y[None]).to(out.dtype) - torch.eye(len(y))
+        logs = (z @ z.t() / 0.5 - 1e9 * torch.eye(len(y))).log_softmax(1)
+        return -((same * logs).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+    return of(loss)
+
+
+@program(floats(5), floats(5))
+def barlow_twins() -> Program:
+    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        a, b = m(x), m(z)
+        a, b = (a - a.mean(0)) / a.std(0), (b - b.mean(0)) / b.std(0)
+        c = a.t() @ b / len(x)
+        off = c.pow(2).sum() - c.diagonal().pow(2).sum()
+        return trained((c.diagonal() - 1).pow(2).sum() + 0.01 * off)
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(5))
+def vicreg() -> Program:
+    def step(m: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        a, b = m(x), m(z)
+        spread = sum(F.relu(1 - torch.sqrt(h.var(0) + 1e-4)).mean() for h in (a, b))
+        covariance = sum(torch.cov(h.t()).fill_diagonal_(0).pow(2).sum() / 4 for h in (a, b))
+        return trained(F.mse_loss(a, b) + spread + covariance)
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(5), floats(5))
+def triplets() -> Program:
+    return Program(mlp(), lambda m, x, y, z: trained(F.triplet_margin_loss(m(x), m(y), m(z), margin=0.5)))
+
+
+@program()
+def hardest_triplets() -> Program:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        apart = torch.cdist(out, out + 1e-3)
+        same = y[:, None] == y[None]
+        far = apart.masked_fill(~same, -1.0).amax(1)
+        near = apart.masked_fill(same, 1e9).amin(1)
+        return F.relu(far - near + 1.0).mean()
+
+    return of(loss)
+
+
+@program()
+def teacher_without_gradients() -> Program:
+    model = nn.ModuleDict({"student": mlp(), "teacher": mlp(hidden=12).eval().requires_grad_(False)})
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = (m["teacher"](x) / 2).log_softmax(-1)
+        out = m["student"](x)
+        soft = F.kl_div((out / 2).log_softmax(-1), wanted, reduction="batchmean", log_target=True) * 4
+        return trained(0.5 * soft + 0.5 * F.cross_entropy(out, y))
+
+    return Program(model, step, [sgd(model["student"].parameters())])
+
+
+@program(floats(5), classes(4), floats())
+def policy_gradient() -> Program:
+    def step(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor) -> Tensor:
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+        policy = torch.distributions.Categorical(logits=m(x))
+        return trained(-(policy.log_prob(action) * advantage).mean() - 0.01 * policy.entropy().mean())
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), classes(4), floats(), floats())
+def clipped_policy_ratio() -> Program:
+    model = nn.ModuleDict({"actor": mlp(), "critic": mlp(made=1)})
+
+    def step(m: nn.Module, x: Tensor, action: Tensor, wanted: Tensor, before: Tensor) -> dict[str, Tensor]:
+        logs = m["actor"](x).log_softmax(-1)[torch.arange(len(x)), action]
+        value = m["critic"](x)[:, 0]
+        advantage = (wanted - value).detach()
+        ratio = (logs - before.abs().neg()).exp()
+        policy = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        clipped = ((ratio - 1).abs() > 0.2).to(x.dtype).mean()
+        trained(policy + 0.5 * F.mse_loss(value, wanted))
+        return {"policy": policy, "clipped": clipped}
+
+    return Program(model, step)
+
+
+@program(floats(5), classes(4), floats(), floats(5), flags())
+def q_learning() -> Program:
+    model = nn.ModuleDict({"online": mlp(), "target": mlp().requires_grad_(False)})
+
+    def step(m: nn.Module, x: Tensor, action: Tensor, reward: Tensor, after: Tensor, ends: Tensor) -> Tensor:
+        value = m["online"](x).gather(1, action[:, None]).squeeze(1)
+        with torch.no_grad():
+            best = m["online"](after).argmax(1, keepdim=True)
+            wanted = reward + 0.9 * m["target"](after).gather(1, best).squeeze(1) * ~ends
+        return trained(F.smooth_l1_loss(value, wanted))
+
+    return Program(model, step, [adam(model["online"].parameters())])
+
+
+@program(floats(6, 5), floats(6))
+def returns_by_a_loop() -> Program:
+    def step(m: nn.Module, x: Tensor, reward: Tensor) -> Tensor:
+        total, returns = torch.zeros(len(x)), []
+        for t in reversed(range(reward.shape[1])):
+            total = reward[:, t] + 0.9 * total
+            returns.insert(0, total)
+        return trained(F.mse_loss(m(x)[..., 0], torch.stack(returns, 1)))
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(5))
+def preference_pairs() -> Program:
+    model = nn.ModuleDict({"policy": mlp(made=1), "reference": mlp(made=1).requires_grad_(False)})
+
+    def step(m: nn.Module, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            before = m["reference"](chosen) - m["reference"](rejected)
+        margin = m["policy"](chosen) - m["policy"](rejected) - before
+        return trained(-F.logsigmoid(0.5 * margin).mean()), (margin > 0).to(margin.dtype).mean()
+
+    return Program(model, step)
+
+
+@program(floats(5), floats(3))
+def variational_autoencoder() -> Program:
+    model = nn.ModuleDict({"encode": mlp(made=6), "decode": mlp(3, 5)})
+
+    def step(m: nn.Module, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log = m["encode"](x).chunk(2, -1)
+        made = m["decode"](mean + noise * (0.5 * log).exp())
+        match = F.mse_loss(made, x, reduction="sum") / len(x)
+        divergence = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+        trained(match + 0.1 * divergence)
+        return match, divergence
+
+    return Program(model, step)
+
+
+@program(floats(3, 8), floats(3, 8), classes(10))
+def diffusion() -> Program:
+    model = nn.ModuleDict({"net": nn.Conv1d(3, 3, 3, padding=1), "time": nn.Embedding(10, 3)})
+    keep = torch.linspace(0.9, 0.1, 10)
+
+    def step(m: nn.Module, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        share = keep[t][:, None, None]
+        given = share.sqrt() * x + (1 - share).sqrt() * noise
+        made = m["net"](given + m["time"](t)[..., None])
+        weight = torch.minimum(share / (1 - share), torch.tensor(5.0))
+        return trained((weight * F.mse_loss(made, noise, reduction="none")).mean())
+
+    return Program(model, step)
+
+
+@program(floats(5), each(0.0, 0.5, 1.0))
+def annealed_weight_of_a_loss() -> Program:
+    def step(m: nn.Module, x: Tensor, weight: float) -> Tensor:
+        out = m(x)
+        return trained(square(out) + weight * out.abs().mean())
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), floats(4))
+def mixture_density() -> Program:
+    model = mlp(made=12)
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits, mean, log = m(x).chunk(3, -1)
+        parts = torch.distributions.Normal(mean, log.exp()).log_prob(y[:, :1]) + logits.log_softmax(-1)
+        return trained(-torch.logsumexp(parts, -1).mean())
+
+    return Program(model, step)
+
+
+@program(floats(5), classes(4))
+def mixup() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        share, other = 0.3, torch.arange(len(x)).flip(0)
+        out = m(share * x + (1 - share) * x[other])
+        return trained(share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other]))
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), classes(4))
+def accuracy_and_confusion_returned() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = m(x)
+        guess = out.argmax(-1)
+        confusion = torch.zeros(4, 4, dtype=torch.long).index_put_((y, guess), torch.ones_like(y), accumulate=True)
+        return {"loss": trained(F.cross_entropy(out, y)), "right": (guess == y).sum(), "confusion": confusion}
+
+    return Program(mlp(), step)
+
+
+@program(floats(6, 5), classes(4, 3))
+def ctc() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logs = m(x).log_softmax(-1).transpose(0, 1)
+        given, wanted = torch.full((len(x),), 6), torch.full((len(x),), 3)
+        return trained(F.ctc_loss(logs, y.clamp(min=1), given, wanted))
+
+    return Program(mlp(), step)

@@ -1,0 +1,289 @@
+"""Python's numbers and containers in and out of a step, and what a step does beside computing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stress.user_programs.program import Program, classes, each, floats, mlp, program, square, trained
+
+TIMES = each(0.5, 0.25, 0.75)
+
+
+def of(loss, **facts: Any) -> Program:
+    """A program of a function of four logits, a target and a number."""
+    return Program(mlp(), lambda m, x, y, t: trained(loss(m(x), y, t)), **facts)
+
+
+@program(floats(5), classes(4), TIMES)
+def float_that_scales() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * t + (1 - t) ** 2, y) + t)
+
+
+@program(floats(5), classes(4), TIMES)
+def float_that_is_asked_for_its_type() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * t if isinstance(t, float) else out * 100, y))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_among_numbers_by_type() -> Program:
+    def loss(out: Tensor, y: Tensor, t: Any) -> Tensor:
+        match t:
+            case float():
+                return F.cross_entropy(out * t, y)
+            case _:
+                return F.cross_entropy(out * 100, y)
+
+    return of(loss)
+
+
+@program(floats(5), classes(4), TIMES)
+def float_read_from_an_f_string() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * float(f"{t:.1f}"), y))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_that_decides() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * (2 if t > 0.3 else 1), y))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_in_math() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * math.cos(t) + math.sqrt(t) * math.exp(-t), y))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_as_an_exponent() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out.abs() ** t + t**out, y))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_that_a_loss_takes() -> Program:
+    return of(lambda out, y, t: nn.HuberLoss(delta=t)(out, F.one_hot(y, 4).to(out.dtype)))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_of_a_distribution() -> Program:
+    return of(lambda out, y, t: -torch.distributions.Normal(out, t).log_prob(out.detach() + 1).mean())
+
+
+@program(floats(5), classes(4), TIMES)
+def float_that_smooths_labels() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out, y, label_smoothing=t / 10))
+
+
+@program(floats(5), classes(4), TIMES)
+def float_of_a_slope() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(F.leaky_relu(out, t), y) + F.elu(out, alpha=t).mean())
+
+
+@program(floats(5), classes(4), TIMES)
+def float_made_a_tensor() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out * torch.tensor(t) + torch.full_like(out, t), y))
+
+
+@program(floats(5), classes(4), each(1, 2, 3))
+def integer_that_scales() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out / t, y))
+
+
+@program(floats(5), classes(4), each(1, 2, 1))
+def integer_that_counts_layers() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
+        h = m[:2](x)
+        for _ in range(n):
+            h = h + torch.tanh(h)
+        return trained(F.cross_entropy(m[2](h), y))
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), classes(4), each(True, False, True))
+def flag_that_chooses() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out, y) if t else square(out))
+
+
+@program(floats(5), classes(4), each("ce", "mse", "ce"))
+def name_of_a_loss() -> Program:
+    return of(lambda out, y, t: {"ce": F.cross_entropy, "mse": lambda o, y: square(o)}[t](out, y))
+
+
+@program(floats(5), classes(4), each(None, 1.0, None))
+def optional_number() -> Program:
+    return of(lambda out, y, t: F.cross_entropy(out, y) if t is None else F.cross_entropy(out * 3 + t, y))
+
+
+@program(floats(5), classes(4), each(1 + 0.5j, 0.25j, 1 + 0j))
+def complex_input() -> Program:
+    return of(lambda out, y, t: F.cross_entropy((out * t).abs(), y))
+
+
+@program(floats(5), labels=classes(4), scale=each(0.5, 1.0))
+def keyword_inputs() -> Program:
+    return Program(mlp(), lambda m, x, labels=None, scale=2.0: trained(F.cross_entropy(m(x) * scale, labels)))
+
+
+@program(lambda generator, step: {"x": floats(5)(generator, step), "y": [classes(4)(generator, step), None]})
+def nested_inputs() -> Program:
+    return Program(mlp(), lambda m, batch: trained(F.cross_entropy(m(batch["x"]), batch["y"][0])))
+
+
+@program()
+def named_tuple_output() -> Program:
+    class Out(NamedTuple):
+        loss: Tensor
+        logits: Tensor
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Out:
+        out = m(x)
+        return Out(trained(F.cross_entropy(out, y)), out)
+
+    return Program(mlp(), step)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    hidden: Any = None
+
+
+@program()
+def dataclass_output() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Output:
+        out = m(x)
+        return Output(trained(F.cross_entropy(out, y)), out, [out[:, :1]])
+
+    return Program(mlp(), step)
+
+
+@program()
+def dataclass_between_modules() -> Program:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor, y: Tensor) -> Output:
+            logits = self.body(x)
+            return Output(F.cross_entropy(logits, y), logits)
+
+    return Program(Model(), lambda m, x, y: trained(m(x, y).loss))
+
+
+@program()
+def losses_appended_to_a_list() -> Program:
+    losses: list[float] = []
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = trained(F.cross_entropy(m(x), y))
+        losses.append(loss.item())
+        return loss
+
+    return Program(mlp(), step, watched={"losses": losses})
+
+
+@program()
+def number_kept_in_the_model() -> Program:
+    model = mlp()
+    model.last = 0.0
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = trained(F.cross_entropy(m(x), y))
+        m.last = loss.item()
+        return loss
+
+    return Program(model, step)
+
+
+@program()
+def item_computed_with() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = m(x)
+        scale = out.detach().abs().max().item()
+        return trained(F.cross_entropy(out / (scale + 1e-6), y))
+
+    return Program(mlp(), step)
+
+
+@program()
+def assertion_on_values() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        assert torch.isfinite(x).all() and (y < 4).all(), "bad batch"
+        return trained(F.cross_entropy(m(x), y))
+
+    return Program(mlp(), step)
+
+
+@program()
+def branch_on_the_loss() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(m(x), y)
+        if loss > 1:
+            loss = loss * 0.5
+        return trained(loss)
+
+    return Program(mlp(), step)
+
+
+@program()
+def steps_counted_by_a_closure() -> Program:
+    count = 0
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return trained(F.cross_entropy(m(x), y) * (1 / count))
+
+    return Program(mlp(), step)
+
+
+@program()
+def dict_that_counts() -> Program:
+    counts = {"steps": 0}
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        counts["steps"] += 1
+        return trained(F.cross_entropy(m(x), y) * counts["steps"])
+
+    return Program(mlp(), step, watched={"counts": counts})
+
+
+@program()
+def running_mean_in_a_plain_tensor() -> Program:
+    mean = torch.zeros(())
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(m(x), y)
+        mean.lerp_(loss.detach(), 0.1)
+        return trained(loss - mean)
+
+    return Program(mlp(), step, watched={"mean": mean})
+
+
+@program()
+def shapes_computed_with() -> Program:
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        rows, width = x.shape
+        out = m(x.reshape(rows // 2, 2, width)).view(rows, -1)
+        return trained(F.cross_entropy(out, y, reduction="sum") / rows / math.log(out.size(1))), out.numel()
+
+    return Program(mlp(), step)
+
+
+@program(floats(5), classes(4), each(3, 4, 5))
+def learning_rate_set_within_the_step() -> Program:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(m: nn.Module, x: Tensor, y: Tensor, n: int) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / n
+        return trained(F.cross_entropy(m(x), y))
+
+    return Program(model, step, [optimizer])

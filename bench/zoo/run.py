@@ -1,0 +1,173 @@
+"""Public models, as they are published and tiny, three AdamW steps each at stage 3 on 4 virtual ranks, against eager.
+
+    python bench/zoo/run.py --save RESULTS.jsonl              # goes on where it was
+    python bench/zoo/run.py --only 'transformers/llama' --save RESULTS.jsonl
+    python bench/zoo/run.py --again refused,crashed,wrong --save RESULTS.jsonl
+    python bench/zoo/run.py --summary --save RESULTS.jsonl    # the tables; with --page they are put in docs/models.md
+
+Packages are those of ``requirements.txt``; what is not installed is left out.  Outcomes: equal; skipped, where plain
+PyTorch does not run the tiny model; refused, by a GraphZeroError; crashed, by any other error or a limit; wrong.
+One process a model, forked from one that has loaded the packages, with limits of processor time and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
+from zoo import cases, packages, tables, trial
+
+PEER_FACTS = tuple(f"{peer}{what}" for peer in ("export", "compile") for what in ("", "_cause", "_cpu_s"))
+SECONDS, WALL, BYTES = 120, 600, 6 << 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", default="zoo.jsonl", help="where results are kept, a line for each model")
+    parser.add_argument("--only", default="", help="models whose name matches this regular expression")
+    parser.add_argument("--again", default="", help="outcomes to try again, joined by commas")
+    parser.add_argument("--sample", type=int, default=1, help="every n-th model only")
+    parser.add_argument("--phases", default="graph,export", help="of graph, eager, export, compile")
+    parser.add_argument("--summary", action="store_true", help="print the tables of what is kept, and run nothing")
+    parser.add_argument("--page", action="store_true", help="write the tables of what is kept into docs/models.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path = Path(options.save)
+    if options.summary:
+        print(tables.summary(list(kept(path).values())))
+        return 0
+    if options.page:
+        tables.write(list(kept(path).values()))
+        return 0
+    packages.load()
+    gc.freeze()  # what is loaded is not looked through in every child
+    found = kept(path)
+    again = set(filter(None, options.again.split(",")))
+    phases = options.phases.split(",")
+    names = [name for name in cases.cases() if re.search(options.only, name)][:: options.sample]
+    for name in names:
+        before = found.get(name)
+        due = [p for p in phases if before is None or before["outcome"] in again or not done(before, p)]
+        if due:
+            found[name] = record = tried(name, due, {} if before is None else before)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(tables.line(record), flush=True)
+    bad = [record for name, record in found.items() if name in names and record["outcome"] in ("wrong", "crashed")]
+    return 1 if bad else 0
+
+
+def done(record: dict[str, Any], phase: str) -> bool:
+    if record["outcome"] == "skipped":
+        return True
+    return "outcome" in record if phase in ("graph", "eager") else phase in record
+
+
+def kept(path: Path) -> dict[str, dict[str, Any]]:
+    """The last record of each model."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def tried(name: str, phases: list[str], before: dict[str, Any]) -> dict[str, Any]:
+    family, make = cases.cases()[name]
+    record: dict[str, Any] = {"name": name, "family": family} | {k: v for k, v in before.items() if k in PEER_FACTS}
+    if not {"graph", "eager"} & set(phases):
+        record = dict(before)
+    for phase in phases:
+        if phase in ("export", "compile"):
+            if record.get("outcome") == "skipped":
+                break
+            got = forked(lambda phase=phase: trial.peer(make, phase))
+            got = (
+                got
+                if phase in got
+                else {phase: "failed", f"{phase}_cause": got.get("cause", ""), "cpu_s": got["cpu_s"]}
+            )
+            record |= {key: value for key, value in got.items() if key.startswith(phase)} | {
+                f"{phase}_cpu_s": got["cpu_s"]
+            }
+        else:
+            judge = trial.judged if phase == "graph" else trial.screened
+            record |= forked(lambda judge=judge: judge(make))
+    return record
+
+
+def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` returns in a process of its own, with how much it used; or how it ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _work(work, writer)
+    os.close(writer)
+    text, ended = _read(reader, time.monotonic() + WALL)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    _, status, used = os.wait4(child, 0)
+    try:
+        got = json.loads(text)
+    except ValueError:
+        got = {
+            "outcome": "crashed",
+            "cause": _end(status, ended, used.ru_utime),
+            "message": text.decode(errors="replace")[-1500:],
+        }
+    return got | {"cpu_s": round(used.ru_utime + used.ru_stime, 2), "peak_mb": used.ru_maxrss >> 10}
+
+
+def _work(work: Callable[[], dict[str, Any]], writer: int) -> None:
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        try:
+            got = work()
+        except BaseException as error:
+            got = {"outcome": "crashed", **trial.described(error)}
+        os.write(writer, json.dumps(got).encode())
+    finally:
+        os._exit(0)
+
+
+def _read(reader: int, until: float) -> tuple[bytes, bool]:
+    parts = []
+    while True:
+        ready, _, _ = select.select([reader], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            return b"".join(parts), False
+        part = os.read(reader, 1 << 16)
+        if not part:
+            os.close(reader)
+            return b"".join(parts), True
+        parts.append(part)
+
+
+def _end(status: int, ended: bool, seconds: float) -> str:
+    if not ended:
+        return f"more than {WALL} s"
+    if seconds >= SECONDS - 1:
+        return f"more than {SECONDS} s of processor time"
+    return (
+        f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended without a result"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Tiny configurations of transformers' architectures, made from each configuration's own defaults.
+
+A configuration is its default as a dict, with every number that makes a model large made small by its name:
+widths are all divided by one factor, so that sums, products and lists of widths go on fitting together; layers are cut
+to a few, and kinds of layers are all kept.  What drops at random is set to 0.  ``OVERRIDES`` has what an architecture
+needs beside that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zoo.config_overrides import OVERRIDES, STARTS
+
+WIDTH, LAYERS, HEAD, VOCABULARY, IMAGE, POSITIONS = 32, 2, 8, 128, 32, 64
+PLAIN_IDS = 96  # drawn tokens are below, and special ones from here on
+
+Small = Callable[[int, float], int]
+
+
+def at_most(limit: int) -> Small:
+    return lambda value, factor: min(value, limit)
+
+
+def width(value: int, factor: float) -> int:
+    """``value`` divided by the factor, to a multiple of 8."""
+    return value if value <= 8 else max(8, 8 * round(value / factor / 8))
+
+
+def same(value: int, factor: float) -> int:
+    return value
+
+
+Rules = tuple[tuple[re.Pattern[str], Small], ...]
+
+
+def rules(*pairs: tuple[str, Small]) -> Rules:
+    return tuple((re.compile(pattern), small) for pattern, small in pairs)
+
+
+# By the whole name of a number; the first pattern that matches counts.
+STAYS = rules(
+    (r"((num|in|input|audio|mask_input|out)_)?channels|in_chans", same),
+    (r"mel_dim|input_dim|type_vocab_size|num_feat_extract_layers|.*conv_kernel\w*|max_2d_position_embeddings", same),
+    (r"num_input_channels|sampling_rate|hop_length", same),
+)
+WORDS = rules((r".*vocab_size|vocab_size_per_layer_input|n_vocab|codebook_size|num_embeddings", at_most(VOCABULARY)))
+HEADS = rules(
+    (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_kv_heads?|kv_heads|multi_query_group_num|num_key_value_groups)",
+     at_most(2)),
+    (r"(\w*_)?((num|n)_)?(attention_|query_|self_attention_)?heads?(_per_stage)?|\w*n_heads?", at_most(4)),
+    (r"(\w*_)?(head_dim|rotary_dim|dim_head|kv_channels|head_size|qk_dim)", at_most(HEAD)),
+)  # fmt: skip
+LAYERED = rules(
+    (r"(\w*_)?(layers|n_layers?|depths?|num_blocks|n_blocks)|num_\w*(layers|blocks|stacks)", at_most(LAYERS))
+)
+EXPERTS = rules(
+    (r"(moe_)?(num|n)_((local|routed|moe)_)?experts", at_most(4)),
+    (r"n_group|num_expert_groups?|topk_group|top_k_groups?", at_most(1)),
+    (r"\w*(experts_per_tok(en)?|top_?k|topk)|moe_k", at_most(2)),
+)
+LENGTHS = rules(
+    (r"(\w*_)?(image|crop|input|img)_size", at_most(IMAGE)),
+    (r"patch_size", at_most(8)),
+    (r"(\w*_)?(max_\w*positions?(_embeddings)?|n_positions|n_ctx|context_length|max_seq_len\w*|seq_length|seqlen"
+     r"|sequence_length)", at_most(POSITIONS)),
+    (r"\w*window(_size)?|attention_window|local_attention|block_size|chunk_size\w*", at_most(8)),
+    (r"base_channels", at_most(32)),
+    (r"num_queries\w*|num_query_tokens|num_latents", at_most(8)),
+)  # fmt: skip
+WIDTHS = rules(
+    (r"(\w*_)?(hidden|embed\w*|embedding|intermediate|ffn?|mlp|inner|proj\w*|model|projector|bottleneck)"
+     r"_(size|dim|dims|width|sizes)", width),
+    (r"d_(model|ff|inner|kv)|n_(embd|inner)|ffn_dim|dim|width|hidden_sizes?|embed_dims?|embed_dim_per_stage", width),
+    (r"\w*_(width|channels|dim|rank|hidden_size\w*|feature_size|channel_list)|n_embed|num_filters|lora_rank\w*", width),
+)  # fmt: skip
+LEVELS = (
+    STAYS + WORDS + HEADS + LAYERED + EXPERTS + LENGTHS + WIDTHS,
+    STAYS + WORDS + LAYERED + EXPERTS + LENGTHS,
+    WORDS + LAYERED + EXPERTS,
+)
+_DROP = re.compile(r"drop|jitter|^mask_(time|feature)_prob$|noise|mask_ratio")
+_IDS = re.compile(r"(token_ids?|token_index|_start_id|_end_id|_token|_pad_id|index_?id|_ids?)$")
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "embedding_size", "width")
+_WIDTH_LISTS = (*_WIDTHS, "hidden_sizes", "embed_dims", "embedding_dims", "encoder_channels", "neck_hidden_sizes")
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+_LEFT_OUT = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id")
+_AS_THEY_ARE = ("rope_parameters", "rope_scaling", "attribute_map")
+
+
+def tiny(config_class: Any, level: int = 0) -> Any:
+    """The architecture's configuration, small enough to train in a second on one core.
+
+    level: 0 is smallest; 1 leaves widths and heads as they are, which not every architecture derives from one another;
+        2 leaves sizes of images and windows too.
+    """
+    kind = config_class.model_type
+    shrunk = _shrink(config_class(**STARTS.get(kind, {})).to_dict(), {}, LEVELS[level])
+    for pattern, changes in OVERRIDES.items():
+        if re.fullmatch(pattern, kind):
+            _merge(shrunk, changes)
+    return config_class.from_dict(shrunk)
+
+
+def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, change in changes.items():
+        if isinstance(change, Mapping) and isinstance(values.get(key), dict):
+            _merge(values[key], change)
+        else:
+            values[key] = change
+
+
+def _shrink(values: Mapping[Any, Any], ids: dict[int, int], using: Rules) -> dict[str, Any]:
+    """``values`` made small; ``ids`` maps special tokens of the default to those here, alike in all parts."""
+    old = {str(key): value for key, value in values.items() if key not in _LEFT_OUT}
+    factor = _factor(old)
+    made = {key: _small(key, value, factor, ids, using) for key, value in old.items()}
+    _layer_lists(old, made)
+    _agree(old, made)
+    return made
+
+
+def _factor(values: Mapping[str, Any]) -> float:
+    for key in _WIDTHS:
+        if isinstance(values.get(key), int) and values[key] > WIDTH:
+            return float(values[key]) / WIDTH
+    for key in _WIDTH_LISTS:
+        found = values.get(key)
+        if isinstance(found, list | tuple) and found and isinstance(found[0], int) and found[0] > 16:
+            return found[0] / 16
+    return 16
+
+
+def _small(key: str, value: Any, factor: float, ids: dict[int, int], using: Rules) -> Any:
+    if isinstance(value, dict):
+        if key.endswith("per_layer_config"):
+            return {str(LAYERS - 1): next(iter(value.values()))} if value else value
+        return value if key in _AS_THEY_ARE else _shrink(value, ids, using)
+    if isinstance(value, list | tuple):
+        return _small_list(key, list(value), factor, ids, using)
+    if isinstance(value, bool):
+        return value and key not in ("use_cache", "apply_spec_augment")
+    if isinstance(value, int | float) and _DROP.search(key):
+        return type(value)(0) if value <= 1 else value
+    return _small_number(key, value, factor, ids, using) if isinstance(value, int) else value
+
+
+def _small_list(key: str, values: list[Any], factor: float, ids: dict[int, int], using: Rules) -> list[Any]:
+    if all(isinstance(x, int) and not isinstance(x, bool) for x in values):
+        if using is LEVELS[0] and HEADS[1][0].fullmatch(key):
+            return [min(x, 2) for x in values]
+        if LAYERED[0][0].fullmatch(key):
+            return [1 for _ in values]
+    return [_small(key, x, factor, ids, using) for x in values]
+
+
+def _small_number(key: str, value: int, factor: float, ids: dict[int, int], using: Rules) -> int:
+    if value < 0:
+        return value
+    if _IDS.search(key):
+        return value if value < PLAIN_IDS else ids.setdefault(value, PLAIN_IDS + len(ids))
+    small = next((small for pattern, small in using if pattern.fullmatch(key)), same)
+    return small(value, factor)
+
+
+def _layer_lists(old: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """Lists with an entry for each layer: every kind stays, in its first order, and there are layers enough for it."""
+    count = next((key for key in _COUNTS if isinstance(old.get(key), int) and old[key] > LAYERS), None)
+    if count is None:
+        return
+    lists = [key for key, x in old.items() if isinstance(x, list | tuple) and len(x) == old[count]]
+    kinds = {key: {str(x): x for x in reversed(made[key])} for key in lists}
+    orders = {key: list(dict.fromkeys(map(str, made[key]))) for key in lists}
+    made[count] = max([LAYERS, *(min(len(order), 4) for order in orders.values())])
+    for key in lists:
+        made[key] = [kinds[key][orders[key][i % len(orders[key])]] for i in range(made[count])]
+
+
+def _agree(old: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """What has to fit other numbers."""
+    heads = made.get("num_attention_heads")
+    if isinstance(heads, int) and old.get("num_key_value_heads") == old.get("num_attention_heads"):
+        made["num_key_value_heads"] = heads
+    if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= made.keys():
+        made["qk_head_dim"] = made["qk_nope_head_dim"] + made["qk_rope_head_dim"]
+    if made.get("num_key_value_heads", 0) is None and isinstance(heads, int):
+        made["num_key_value_heads"] = heads
+    if made.get("head_dim", 0) is None and isinstance(heads, int) and isinstance(made.get("hidden_size"), int):
+        made["head_dim"] = made["hidden_size"] // heads
+    for rope in ("rope_parameters", "rope_scaling"):
+        _sections(made.get(rope), made)
+    if isinstance(made.get("d_head"), int) and isinstance(made.get("n_head"), int):
+        made["d_head"] = made["d_model"] // made["n_head"]
+    if "mamba_d_head" in made:
+        made |= {"mamba_n_heads": 4, "mamba_d_head": 2 * made["hidden_size"] // 4, "mamba_expand": 2}
+    if isinstance(made.get("vision_feature_layer"), list):
+        made["vision_feature_layer"] = [-1 - i for i in range(len(made["vision_feature_layer"]))]
+    if "mm_tokens_per_image" in made:
+        made["mm_tokens_per_image"] = 4
+    if isinstance(old.get("out_features"), list | tuple):
+        _stages(len(old["out_features"]), made)
+    _parts_agree(made)
+
+
+def _stages(outputs: int, made: dict[str, Any]) -> None:
+    """A backbone that hands out layers, each a stage, hands out its last ones."""
+    count = next((key for key in _COUNTS if isinstance(made.get(key), int)), None)
+    if count is not None and "depths" not in made:
+        made[count] = max(made[count], outputs)
+        made["out_indices"] = list(range(made[count] - outputs + 1, made[count] + 1))
+        made.pop("out_features", None)
+        made.pop("stage_names", None)
+
+
+def _sections(rope: Any, made: Mapping[str, Any]) -> None:
+    """The pairs of a head's dims that turn by time, height and width are all that there are."""
+    if not isinstance(rope, dict):
+        return
+    for part in rope.values():
+        _sections(part, made)
+    if "mrope_section" in rope:
+        head = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
+        pairs = int(head * (rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1)) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
+def _parts_agree(made: dict[str, Any]) -> None:
+    """What one part's configuration says of another's."""
+    text = made.get("text_config")
+    if not isinstance(text, dict) or not isinstance(text.get("hidden_size"), int):
+        return
+    for part in made.values():
+        if isinstance(part, dict) and part is not text:
+            said = ("out_hidden_size", "text_hidden_size", "text_dim", "llm_hidden_size")
+            part.update({key: text["hidden_size"] for key in said if key in part})
+
+
+def shrunk_arguments(given: Mapping[str, Any], narrow: bool) -> dict[str, Any]:
+    """A model's keyword arguments with few layers, and where ``narrow`` small widths."""
+    made = {}
+    for key, value in given.items():
+        if re.search(r"^(depths?|layers|num_layers|num_blocks)$", key):
+            made[key] = _ones(value) if isinstance(value, list | tuple) else min(value, LAYERS)
+        elif narrow and re.search(r"^(embed_dims?|dims?|channels|num_features|base_dim)$", key):
+            made[key] = _narrow(value)
+        elif narrow and re.search(r"^(num_heads|heads)$", key):
+            made[key] = _narrow(value, 3, 1)
+        else:
+            made[key] = value
+    return made
+
+
+def _ones(value: Any) -> Any:
+    return type(value)(_ones(x) if isinstance(x, list | tuple) else min(x, 1) for x in value)
+
+
+def _narrow(value: Any, by: int = 4, least: int = 16) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_narrow(x, by, least) for x in value)
+    return max(least, value // by) if isinstance(value, int) else value
