@@ -81,7 +81,7 @@ test-torch: .venv-torch-$(TORCH)/.ready
 MODELS ?= A B conv
 bench: $(READY)
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
-	$(BIN)/python bench/everything.py --models $(MODELS) --ranks $(or $(RANKS),2)
+	$(BIN)/python bench/run_comparison.py --models $(MODELS) --ranks $(or $(RANKS),2)
 
 # What examples need, without the tools of development.
 $(TRAIN): setup.cfg pyproject.toml constraints.txt

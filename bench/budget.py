@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
-from compare import TrainGraph
 from models import WithLoss
+from parity import TrainGraph
 
 import graphzero as gz
 

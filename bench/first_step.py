@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from _run import average, in_python, markdown, on_gloo, options_of, save
-from clock import Compiling, clocks
-from compare import TrainGraph
-from jobs import JOBS
-from peers import BASE, SYSTEMS, chosen, mean
+from compile_clock import Compiling, clocks
+from parity import TrainGraph
+from systems import BASE, SYSTEMS, chosen, mean
+from workloads import JOBS
 
 SHOWN = ["graphzero", "DDP", BASE]
 KINDS = ("cold", "again")

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from gpt import GPT, SHAPES, Shape
-from peak import high_water, reset
+from peak_memory import high_water, reset
 from torch.distributed.tensor import DTensor
+from workloads import GPT, SHAPES, Shape
 
 import graphzero as gz
 from graphzero.runtime.tensors.resplit import whole

@@ -22,10 +22,10 @@ from math import prod
 
 import torch
 from _run import markdown, options_of
-from compare import BATCH, Cell, Trained, TrainGraph, difference, plain
 from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
-from plans import PLANS, parallelise
+from parity import BATCH, Cell, Trained, TrainGraph, difference, plain
 from torch import fx
+from weight_splits import PLANS, parallelise
 
 import graphzero as gz
 from graphzero.ir import value

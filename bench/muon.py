@@ -20,8 +20,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
-from gpt import GPT, Shape
 from torch import Tensor
+from workloads import GPT, Shape
 
 import graphzero as gz
 from graphzero.ir.graph import StepGraph

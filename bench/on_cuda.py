@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, save
-from gpt import GPT, Shape
 from torch import Tensor
+from workloads import GPT, Shape
 
 import graphzero as gz
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from _run import markdown, options_of
-from layouts_of_memory import DENSE_ROWS, LAYOUTS, Lies, Room, largest, layouts_of, same, turned
+from memory_layouts import DENSE_ROWS, LAYOUTS, Lies, Room, largest, layouts_of, same, turned
 from op_calls import FAILURES, LARGEST, Call, calls, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree

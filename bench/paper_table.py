@@ -18,7 +18,7 @@ import warnings
 
 import torch
 from _run import markdown, options_of
-from gpt import GPT, Shape
+from workloads import GPT, Shape
 
 import graphzero as gz
 

@@ -1,144 +1,137 @@
-"""Parity: a Graph on n ranks against plain PyTorch in one process on the whole batch, 10 steps, no dropout.
-
-    python bench/parity.py                  # a part of the grid
-    python bench/parity.py --full           # models x optimizers x stages x ranks (virtual, gloo) x dtypes
-
-Per row: the largest relative difference of a loss and the largest difference of a parameter or buffer over the stages,
-in float64 against limits of 1e-6 and 2e-6, in float32 of 1e-6 and, under SGD, 5e-6.  The last column says whether
-stages 0 to 3 gave the same bits.
-"""
+"""The same training twice, by a Graph and by plain PyTorch on the whole batch, and how far apart they are."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from _run import markdown, on_gloo, options_of
-from compare import STEPS, Cell, Difference, Trained, difference, plain, same_bits, trained
 from models import CASES, OPTIMIZERS
+from torch import Tensor, nn
 
-STAGES = (0, 1, 2, 3)
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
-HEAD = (
-    "model",
-    "optimizer",
-    "dtype",
-    "ranks",
-    *(f"stage {s}: loss, parameters" for s in STAGES),
-    "stages equal",
-    "limits",
-)
+import graphzero as gz
 
-SUMMARY = (
-    "model",
-    "dtype",
-    "cells",
-    "loss, relative",
-    "parameters, sgd",
-    "parameters, adamw",
-    "stages equal to the bit",
-)
+BATCH = 12  # divides by 1, 2, 3 and 4 ranks
+STEPS = 10
+# Largest relative difference of losses and absolute difference of parameters.  In float32 Adam blows rounding noise
+# of tiny gradients up to steps of its rate, so parameters have a limit under SGD only.
+LIMITS = {
+    (torch.float64, "sgd"): (1e-6, 2e-6),
+    (torch.float64, "adamw"): (1e-6, 2e-6),
+    (torch.float32, "sgd"): (1e-6, 5e-6),
+    (torch.float32, "adamw"): (1e-6, None),
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the whole grid")
-    parser.add_argument("--models", nargs="+", choices=CASES, help="only these models")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="only these optimizers")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="only these dtypes")
-    parser.add_argument("--virtual", nargs="*", type=int, help="numbers of virtual ranks")
-    parser.add_argument("--gloo", nargs="*", type=int, help="numbers of gloo processes")
-    options = options_of(parser)
-    started = time.perf_counter()
-    lines = grid(options)
-    print(markdown(HEAD, [row(line) for line in lines]))
-    print(f"\nThe largest of each model, over all of its rows:\n\n{markdown(SUMMARY, summary(lines))}")
-    failed = [line for line in lines if not all(cell.limits and found.within(cell) for cell, found, _ in line)]
-    print(
-        f"\n{sum(map(len, lines))} cells in {time.perf_counter() - started:.0f} s; {len(failed)} rows beyond the limits"
+@dataclass(frozen=True)
+class Cell:
+    """One training: which model and optimizer, on how many ranks of which kind ("virtual" or "gloo")."""
+
+    model: str
+    optimizer: str
+    stage: int
+    ranks: int
+    kind: str = "virtual"
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def limits(self) -> tuple[float, float | None]:
+        return LIMITS[self.dtype, self.optimizer]
+
+
+@dataclass
+class Trained:
+    """Losses of all steps; parameters and buffers when they are done, whole."""
+
+    losses: list[float]
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative difference of losses, largest absolute difference of parameters and buffers."""
+
+    loss: float
+    tensor: float
+
+    def within(self, cell: Cell) -> bool:
+        loss, tensor = cell.limits
+        return self.loss <= loss and (tensor is None or self.tensor <= tensor)
+
+
+class TrainGraph(gz.Graph):
+    """Trains any of the benchmark models."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        schedule: Any = None,
+        stage: int = 0,
+        placement: Any = None,
+        **options: Any,
+    ):
+        super().__init__(placement)
+        self.model = model
+        if optimizer is not None:
+            self.add_optimizer(optimizer, lr_sch=schedule, **options)
+        if stage:
+            self.config.enable_zero(stage=stage)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.model(x, y)
+        loss.backward()
+        return loss
+
+
+def plain(cell: Cell, steps: int = STEPS) -> Trained:
+    """Plain PyTorch; stage, ranks and kind of the cell have no meaning here."""
+    case = CASES[cell.model]
+    model = case.model(cell.dtype)
+    optimizer, schedule = OPTIMIZERS[cell.optimizer](model.parameters(), steps)
+    losses = []
+    for step in range(steps):
+        loss = model(*case.batch(step, BATCH, cell.dtype))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return Trained(losses, {name: x.detach().clone() for name, x in model.state_dict().items()})
+
+
+def trained(cell: Cell, steps: int = STEPS) -> Trained:
+    """The Graph; on gloo every rank of the world calls it and gets the same."""
+    case = CASES[cell.model]
+    model = case.model(cell.dtype)
+    optimizer, schedule = OPTIMIZERS[cell.optimizer](model.parameters(), steps)
+    placement = gz.placement("cpu", range(cell.ranks), virtual=cell.kind == "virtual")
+    graph = TrainGraph(model, optimizer, schedule, cell.stage, placement)
+    losses = []
+    for step in range(steps):
+        batch = case.batch(step, BATCH, cell.dtype)
+        if cell.kind != "virtual":
+            rank = torch.distributed.get_rank()
+            batch = tuple(x.chunk(cell.ranks)[rank] for x in batch)
+        losses.append(graph(*batch).item())
+    return Trained(losses, graph.full_state_dict()["modules"]["model"])
+
+
+def difference(found: Trained, wanted: Trained) -> Difference:
+    """Raises ValueError where names or shapes are not the same."""
+    if found.tensors.keys() != wanted.tensors.keys():
+        raise ValueError(f"other names: {sorted(found.tensors.keys() ^ wanted.tensors.keys())}")
+    losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, wanted.losses, strict=True)]
+    return Difference(max(losses), _largest(found.tensors, wanted.tensors))
+
+
+def _largest(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    return max((found[name].double() - wanted[name].double()).abs().max().item() for name in wanted)
+
+
+def same_bits(first: Trained, second: Trained) -> bool:
+    return first.losses == second.losses and all(
+        torch.equal(x, second.tensors[name]) for name, x in first.tensors.items()
     )
-    return 1 if failed or not all(equal(line) for line in lines if line[0][0].kind == "virtual") else 0
-
-
-Line = list[tuple[Cell, Difference, Trained]]  # one per stage
-
-
-def grid(options: argparse.Namespace) -> list[Line]:
-    full = options.full
-    models = options.models or (list(CASES) if full else ["mlp", "convnet", "gpt2"])
-    optimizers = options.optimizers or (list(OPTIMIZERS) if full else ["adamw"])
-    dtypes = options.dtypes or (list(DTYPES) if full else ["float64"])
-    virtual = options.virtual if options.virtual is not None else ([1, 2, 3, 4] if full else [3])
-    gloo = options.gloo if options.gloo is not None else ([1, 2, 4] if full else [2])
-    cells = [(m, o, DTYPES[d]) for m, o, d in product(models, optimizers, dtypes)]
-    lines = []
-    for ranks in virtual:
-        lines += [list(run_line(one, "virtual", ranks)) for one in cells]
-    for ranks in gloo:
-        lines += on_gloo(ranks, run_lines, cells, ranks)
-    return sorted(lines, key=lambda line: cells.index((line[0][0].model, line[0][0].optimizer, line[0][0].dtype)))
-
-
-def run_lines(rank: int, cells: Sequence[tuple[str, str, torch.dtype]], ranks: int) -> list[Line]:
-    """On gloo: every rank runs everything; rank 0's differences count."""
-    del rank
-    return [list(run_line(one, "gloo", ranks)) for one in cells]
-
-
-def run_line(one: tuple[str, str, torch.dtype], kind: str, ranks: int) -> Iterable[tuple[Cell, Difference, Trained]]:
-    model, optimizer, dtype = one
-    wanted = plain(Cell(model, optimizer, 0, ranks, kind, dtype), STEPS)
-    for stage in STAGES:
-        cell = Cell(model, optimizer, stage, ranks, kind, dtype)
-        found = trained(cell, STEPS)
-        if kind == "virtual" or torch.distributed.get_rank() == 0:
-            print(".", end="", file=sys.stderr, flush=True)
-        yield cell, difference(found, wanted), found
-
-
-def equal(line: Line) -> bool:
-    return all(same_bits(found, line[0][2]) for _, _, found in line[1:])
-
-
-def row(line: Line) -> list[str]:
-    cell = line[0][0]
-    figures = [f"{found.loss:.0e}, {found.tensor:.0e}" for _, found, _ in line]
-    within = all(found.within(cell) for cell, found, _ in line)
-    dtype = str(cell.dtype).removeprefix("torch.")
-    same = "to the bit" if equal(line) else "no"
-    return [
-        cell.model,
-        cell.optimizer,
-        dtype,
-        f"{cell.ranks} {cell.kind}",
-        *figures,
-        same,
-        "within" if within else "BEYOND",
-    ]
-
-
-def summary(lines: Sequence[Line]) -> list[list[str]]:
-    """Per model and dtype: the largest differences over optimizers, ranks and stages."""
-    groups: dict[tuple[str, torch.dtype], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line[0][0].model, line[0][0].dtype), []).append(line)
-    rows = []
-    for (model, dtype), members in groups.items():
-        found = [(cell, one) for line in members for cell, one, _ in line]
-        loss = max(one.loss for _, one in found)
-        tensors = [
-            max((one.tensor for cell, one in found if cell.optimizer == name), default=None)
-            for name in ("sgd", "adamw")
-        ]
-        texts = ["-" if x is None else f"{x:.0e}" for x in (loss, *tensors)]
-        same = f"{sum(map(equal, members))} of {len(members)} rows"
-        rows.append([model, str(dtype).removeprefix("torch."), str(len(found)), *texts, same])
-    return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,7 +23,7 @@ import models
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
-from compare import TrainGraph
+from parity import TrainGraph
 
 import graphzero as gz
 from graphzero.cli.calibrate import SIZES, calibrate

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
-from compare import TrainGraph
 from models import gpt2, llama, tokens
+from parity import TrainGraph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

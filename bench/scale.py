@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, options_of
-from clock import Compiling
+from compile_clock import Compiling
 from torch import nn
 
 DOUBLING = 2.3  # the most that twice the layers may cost after capture
@@ -143,7 +143,7 @@ MODELS = {"gpt2": measure_gpt2, "llama": measure_llama}
 
 def measure(model: nn.Module, place: Any, stage: int, ids: torch.Tensor) -> dict[str, Any]:
     """Compile once; seconds of each part, and bytes of resident memory."""
-    from compare import TrainGraph
+    from parity import TrainGraph
 
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
     compiling = Compiling(time.process_time)

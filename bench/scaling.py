@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from jobs import JOBS
-from peers import BASE, chosen, graph
 from step_model import UPDATE_BYTES, Bounds, Cluster, Compute, bounds, hierarchies, planned
 from step_time import Timed, ms, work
+from systems import BASE, chosen, graph
 from torch import Tensor, nn
+from workloads import JOBS
 
 import graphzero as gz
 from graphzero.cli.calibrate import calibrate

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from compare import TrainGraph
+from parity import TrainGraph
 from torch import Tensor, nn
 
 import graphzero as gz

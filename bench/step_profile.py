@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from jobs import JOBS, PLAIN, How
-from peers import graph
+from systems import graph
+from workloads import JOBS, PLAIN, How
 
 import graphzero as gz
 from graphzero.testing.timer import StepTimes

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
-from jobs import JOBS, PLAIN, How
-from peers import BASE, SYSTEMS, chosen, mean
+from systems import BASE, SYSTEMS, chosen, mean
+from workloads import JOBS, PLAIN, How
 
 import graphzero as gz
 from graphzero.runtime.transport.peer_memory import SWITCH

@@ -15,8 +15,8 @@ import time
 
 import torch
 from _run import markdown, options_of
-from gpt import GPT, Shape
 from torch import Tensor
+from workloads import GPT, Shape
 
 import graphzero as gz
 from graphzero.testing import fake_world, measure_step

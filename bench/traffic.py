@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
-from compare import BATCH, TrainGraph
 from models import CASES, adamw
+from parity import BATCH, TrainGraph
 
 import graphzero as gz
 from graphzero.plan import Plan

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
-from jobs import JOBS, Batch
+from workloads import JOBS, Batch
 
 import graphzero as gz
 from graphzero.cli.calibrate import calibrate, in_groups

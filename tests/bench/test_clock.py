@@ -5,7 +5,7 @@ import time
 import overhead
 import pytest
 import torch
-from clock import Compiling
+from compile_clock import Compiling
 
 from graphzero.plan import variants
 from graphzero.step import compile as compiling

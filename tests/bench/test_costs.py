@@ -73,7 +73,7 @@ def same_environment():
 @pytest.mark.parametrize(
     "command",
     [
-        "parity --models mlp --virtual 2 --gloo",
+        "grid --models mlp --virtual 2 --gloo",
         "scale --layers 1",
         "scale --llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import everything
 import pytest
+import run_comparison
 import tables
 from _run import command, save
-from peers import BASE
+from systems import BASE
 
 FILE = ["bench/step_time.py", "--model", "A", "--save", "build/bench.json"]
 
@@ -73,12 +73,12 @@ def test_pages_go_to_another_folder_where_one_is_named(root, monkeypatch, tmp_pa
 
 
 def test_a_run_of_toys_writes_beside_its_figures_and_a_full_one_into_the_repository(monkeypatch, capsys):
-    monkeypatch.setattr(everything.Part, "is_there", lambda self, file: True)
+    monkeypatch.setattr(run_comparison.Part, "is_there", lambda self, file: True)
     ran: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda words, check: ran.append(words))
     for models in (["toy"], ["A"]):
-        monkeypatch.setattr("sys.argv", ["everything.py", "--models", *models])
-        everything.main()
+        monkeypatch.setattr("sys.argv", ["run_comparison.py", "--models", *models])
+        run_comparison.main()
     script, toy = str(ROOT / "bench" / "tables.py"), ROOT / "build" / "toy"
     assert ran == [
         [sys.executable, script, str(toy / "bench.json"), "--to", str(toy)],
@@ -105,22 +105,22 @@ def test_tables_begin_with_their_command_and_the_page_of_benchmarks_leads_to_all
 
 def test_what_was_measured_by_the_same_command_is_not_measured_again(tmp_path, monkeypatch):
     file = str(tmp_path / "bench.json")
-    part = everything.Part("A, 2 ranks", "times", 1, ("step_time.py", "--model", "A"))
+    part = run_comparison.Part("A, 2 ranks", "times", 1, ("step_time.py", "--model", "A"))
     assert not part.is_there(file)
     monkeypatch.setattr("sys.argv", FILE)
     save(file, "A, 2 ranks", "times", {})
     assert part.is_there(file)
-    assert not everything.Part("A, 2 ranks", "times", 1, ("step_time.py", "--model", "A", "--full")).is_there(file)
-    assert not everything.Part("A, 4 ranks", "times", 1, part.words).is_there(file)
+    assert not run_comparison.Part("A, 2 ranks", "times", 1, ("step_time.py", "--model", "A", "--full")).is_there(file)
+    assert not run_comparison.Part("A, 4 ranks", "times", 1, part.words).is_there(file)
 
 
 def test_every_part_names_a_script_that_keeps_its_figures():
-    for part in [*everything.full_parts(["A", "B", "conv"], 2), *everything.toy_parts(["toy"], 2)]:
-        assert "--save" in (everything.HERE / part.words[0]).read_text(), part.words
+    for part in [*run_comparison.full_parts(["A", "B", "conv"], 2), *run_comparison.toy_parts(["toy"], 2)]:
+        assert "--save" in (run_comparison.HERE / part.words[0]).read_text(), part.words
 
 
 def test_a_command_is_shown_as_one_types_it():
-    assert command(["/x/bench/peak.py", "--systems", "DDP + compile", "--save", "f"]) == (
-        "python bench/peak.py --systems 'DDP + compile'"
+    assert command(["/x/bench/peak_memory.py", "--systems", "DDP + compile", "--save", "f"]) == (
+        "python bench/peak_memory.py --systems 'DDP + compile'"
     )
     assert json.loads(json.dumps(command(FILE))) == "python bench/step_time.py --model A"

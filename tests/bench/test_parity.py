@@ -1,11 +1,11 @@
-"""A Graph on n ranks trains as plain PyTorch does in one process: a chosen part of bench/parity.py."""
+"""A Graph on n ranks trains as plain PyTorch does in one process: a chosen part of bench/grid.py."""
 
 from functools import cache
 
 import pytest
 import torch
 from _run import on_gloo
-from compare import Cell, Trained, difference, plain, same_bits, trained
+from parity import Cell, Trained, difference, plain, same_bits, trained
 
 STAGES = (0, 1, 2, 3)
 

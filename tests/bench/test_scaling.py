@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import scaling
 import torch
-from clock import clocks
-from jobs import JOBS
+from compile_clock import clocks
 from step_model import Cluster, Compute, bounds, hierarchies, planned
 from step_time import Timed
+from workloads import JOBS
 
 import graphzero as gz
 from graphzero.plan import Collective

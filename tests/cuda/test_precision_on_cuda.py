@@ -13,7 +13,7 @@ from torch import nn
 import graphzero as gz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-from gpt import GPT, Shape  # noqa: E402
+from workloads import GPT, Shape  # noqa: E402
 
 SHAPE = Shape(vocabulary=64, width=64, layers=2, heads=4, batch=4, context=32)
 STEPS, ROWS = 6, 8

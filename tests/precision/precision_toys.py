@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import graphzero as gz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-from gpt import GPT, Shape  # noqa: E402
+from workloads import GPT, Shape  # noqa: E402
 
 BF16, F16 = torch.bfloat16, torch.float16
 

@@ -10,7 +10,7 @@ step, or any value that a state or a result of ``build`` shares storage with, is
 
 What it earns: 0.92 of the time of a step and a tenth of its page faults or less, on GPTs of 7 and 25 M parameters.
 ``gz.keep_freed_memory()`` earns the same, with the arena or without; but that is a switch of the whole process, which
-then gives nothing back, so it is the user's to throw (``python bench/earns.py``).
+then gives nothing back, so it is the user's to throw (``python bench/ablation.py``).
 """
 
 from __future__ import annotations

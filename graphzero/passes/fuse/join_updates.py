@@ -8,7 +8,7 @@ Only updates in place are joined: no memory is taken.  An update that is made la
 the program would then need more memory at its worst moment than before, it stays where it is.
 
 What it earns: a call costs some 20 us whatever it steps, so a step of 200 small parameters takes 0.56 of the time, one
-of 24, half of them 256 x 256 weights, 0.83 (``python bench/earns.py``).
+of 24, half of them 256 x 256 weights, 0.83 (``python bench/ablation.py``).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ counted as ``liveness`` does, without communication slots and transfers under wa
 really needs, only its plan says.
 
 What it earns: 4 to 6 % of the planned peak of a GPT of 7 M parameters at stages 0 to 2, whose head is large; of models
-whose peak is elsewhere nothing, and then it is not among the passes (``python bench/earns.py``).
+whose peak is elsewhere nothing, and then it is not among the passes (``python bench/ablation.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Peak resident memory of graphzero's stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, of rank 0.
 
-    python bench/peak.py                    # a GPT of 7.4 M parameters
-    python bench/peak.py --model B          # one of 24 M; conv is a convolutional network
+    python bench/peak_memory.py                    # a GPT of 7.4 M parameters
+    python bench/peak_memory.py --model B          # one of 24 M; conv is a convolutional network
 
 Each system has fresh processes.  It first trains a toy, so that imports, code and its own machinery are there; from
 what the process then holds, before the model is made, the high-water mark of the kernel (VmHWM) is counted: to the end
@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
-from compare import TrainGraph
-from jobs import JOBS, PLAIN, THIN, How
-from peers import BASE, SYSTEMS, chosen, mean
+from parity import TrainGraph
+from systems import BASE, SYSTEMS, chosen, mean
+from workloads import JOBS, PLAIN, THIN, How
 
 STEPS = 6
 CLEAR = Path("/proc/self/clear_refs")
@@ -65,7 +65,7 @@ def main() -> None:
     options = options_of(parser)
     how = How.of(options)
     if not CLEAR.exists():
-        sys.exit("bench/peak.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
+        sys.exit("bench/peak_memory.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
     os.environ.update(MALLOC)
     found = {}
     for system in chosen(options.systems, options.also):

@@ -1,7 +1,7 @@
 """All benchmarks beside other systems, one after the other; then their tables and the plot: ``make bench``.
 
-    python bench/everything.py                  # models A, B, conv on 2 ranks, A and B on 4, overhead, scaling
-    python bench/everything.py --models toy     # whether all of it runs; tables go to build/toy
+    python bench/run_comparison.py                  # models A, B, conv on 2 ranks, A and B on 4, overhead, scaling
+    python bench/run_comparison.py --models toy     # whether all of it runs; tables go to build/toy
 
 Wants idle cores.  Figures are kept in build/bench.json: what is there already, of the same command, is not measured
 again, so that an interrupted run goes on where it was; delete the file to begin anew, as after a change of the code.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _run import HERE, command, options_of, saved
-from jobs import JOBS, How
-from peers import BASE, EARLY, ROOMY, ROUNDED, SYSTEMS
+from systems import BASE, EARLY, ROOMY, ROUNDED, SYSTEMS
+from workloads import JOBS, How
 
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
@@ -71,13 +71,13 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
     for model in models:
         also = ["--also", EARLY] if model == HEAVIEST else []
         yield _part("step_time.py", "times", 190, model, ranks, "--rounds", "8" if model in MORE else "6", *also)
-        yield _part("peak.py", "peaks", 150, model, ranks, *also)
+        yield _part("peak_memory.py", "peaks", 150, model, ranks, *also)
         yield _part("step_profile.py", "profile", 40, model, ranks)
     for model in models:
         if model in MORE and ranks < 4:
             yield _part("step_time.py", "times", 200, model, 4, "--rounds", "3")
         if model == HEAVIEST and ranks < 4:
-            yield _part("peak.py", "peaks", 120, model, 4, "--systems", "graphzero", EARLY, BASE, "FSDP2")
+            yield _part("peak_memory.py", "peaks", 120, model, 4, "--systems", "graphzero", EARLY, BASE, "FSDP2")
     for model in models:
         if model in MORE:
             for what, option in (("through sockets", "--sockets"), ("memory kept", "--keep-memory")):
@@ -89,7 +89,7 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
             yield from _in_another_way(model, ranks, How(precision="bfloat16"), "--precision", "bfloat16", ROUNDED)
             yield from _in_another_way(model, ranks, How(micro_batches=parts), "--micro-batches", str(parts), ROOMY)
     for count in sorted({ranks, 4}):
-        yield Part(f"{count} ranks", "ways", 20, ("ways.py", "--ranks", str(count)))
+        yield Part(f"{count} ranks", "ways", 20, ("collectives.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
     yield _part("first_step.py", "first step", 200, models[0], ranks, "--systems", *FEW)
     yield Part(f"{models[0]}, scaling", "scaling", 400, ("scaling.py", "--model", models[0], "--rounds", "3"))
@@ -99,9 +99,9 @@ def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
     for model in models:
         yield _part("step_time.py", "times", 20, model, ranks, "--rounds", "2", "--steps", "3")
         yield _part("step_profile.py", "profile", 10, model, ranks, "--rounds", "1", "--steps", "2")
-        yield _part("peak.py", "peaks", 30, model, ranks, *SHORT)
+        yield _part("peak_memory.py", "peaks", 30, model, ranks, *SHORT)
         yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
-    yield Part(f"{ranks} ranks", "ways", 10, ("ways.py", "--ranks", str(ranks), "--rounds", "3"))
+    yield Part(f"{ranks} ranks", "ways", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))
     yield Part("overhead", "overhead", 5, ("overhead.py", "--parameters", "10", "--calls", "20"))
     quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", "--modelled", "8", "--layers", "1", *SHORT)
     yield Part(f"{models[0]}, scaling", "scaling", 40, ("scaling.py", "--model", models[0], *quick))
@@ -116,7 +116,7 @@ def _in_another_way(model: str, ranks: int, how: How, option: str, value: str, a
     systems = ("--systems", "graphzero", also, "DDP", BASE, "FSDP2", "DeepSpeed")
     run = f"{model}, {ranks} ranks{how.title}"
     yield Part(run, "times", 120, ("step_time.py", *words, "--rounds", "4", *systems))
-    yield Part(run, "peaks", 150, ("peak.py", *words, *systems))
+    yield Part(run, "peaks", 150, ("peak_memory.py", *words, *systems))
 
 
 def tables(file: str, to: Path) -> None:

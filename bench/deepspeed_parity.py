@@ -1,6 +1,6 @@
 """One JSON, DeepSpeed itself and its port here: the same steps on two gloo ranks, beside each other.
 
-    python bench/ported.py
+    python bench/deepspeed_parity.py
 
 Needs ``pip install deepspeed`` (``DS_BUILD_OPS=0`` without a compiler).  Per stage it prints the largest difference of
 the losses of 20 steps, and of the weights after them; float32, accumulation, clipping and a schedule included.

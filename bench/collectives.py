@@ -1,7 +1,7 @@
 """How collectives of CPU tensors are best done: gloo's own, by sending pieces, or by reading ranks' memory.
 
-    python bench/ways.py                # two ranks of one thread each
-    python bench/ways.py --ranks 4
+    python bench/collectives.py                # two ranks of one thread each
+    python bench/collectives.py --ranks 4
 
 A collective moves ``whole`` bytes a rank (what is gathered, or reduced).  Ways take turns; a cell is the median of the
 microseconds from beginning to end, on rank 0, and the microseconds of the processor that rank 0 spent, all threads.

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import TrainGraph
-from jobs import Job
+from parity import TrainGraph
 from torch import Tensor, nn
 from torch.optim import AdamW
+from workloads import Job
 
 Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
 

@@ -1,4 +1,4 @@
-"""What a program also runs without, and what each such part earns: ``python bench/earns.py``.
+"""What a program also runs without, and what each such part earns: ``python bench/ablation.py``.
 
 * ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import torch
 from _run import markdown, on_gloo, options_of
-from jobs import JOBS
-from peers import graph as graph_of
+from systems import graph as graph_of
 from torch import Tensor, nn
+from workloads import JOBS
 
 import graphzero as gz
 from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pass_list
