@@ -22,9 +22,9 @@ from _run import markdown, on_gloo, options_of, save
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.runtime.transport import meeting
+from graphzero.runtime.transport import shared_memory_connect
 from graphzero.runtime.transport.dialing import dial
-from graphzero.runtime.transport.pairs import Pairs
+from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.wires import Wires
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)
@@ -59,11 +59,11 @@ def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
     ranks = list(range(dist.get_world_size()))
     ways: dict[str, Any] = {
         "gloo's own": Own(len(ranks)),
-        "sent": Pairs(Wires(ranks, rank, dial(gathered, ranks, rank, limit=60.0), limit=60.0), rank),
+        "sent": PeerCollectives(Wires(ranks, rank, dial(gathered, ranks, rank, limit=60.0), limit=60.0), rank),
     }
-    near = meeting.meet(gathered, ranks, limit=60.0)
+    near = shared_memory_connect.meet(gathered, ranks, limit=60.0)
     if near is not None:
-        ways["read"] = Pairs(near, rank)
+        ways["read"] = PeerCollectives(near, rank)
     return {(kind, nbytes): timed(kind, nbytes, ways, rank, rounds) for kind in KINDS for nbytes in SIZES}
 
 
@@ -74,7 +74,7 @@ def gathered(mine: Any) -> list[Any]:
 
 
 class Own:
-    """gloo's own collectives, called as ``Pairs`` is."""
+    """gloo's own collectives, called as ``PeerCollectives`` is."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks

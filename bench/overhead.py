@@ -31,7 +31,7 @@ import graphzero as gz
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.state.mutation_watch import StatesWatch
 from graphzero.runtime.state.state import State
-from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.consensus import Ranks
 from graphzero.step.attributes import Attributes
 from graphzero.step.groups import Groups
 from graphzero.step.inputs import Reader

@@ -23,7 +23,7 @@ from graphzero.runtime.state.placement_checks import check_kept, check_trained_a
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
-from graphzero.runtime.world.agree import PLACE, Ranks, digest
+from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
 from graphzero.runtime.world.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor

@@ -34,7 +34,7 @@ from graphzero.plan import Plan
 from graphzero.runtime.state import full_tensors, modules
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.world import launch
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 from graphzero.step import checks

@@ -20,7 +20,7 @@ from graphzero.passes import Keep, Options, Pipeline, default_passes
 from graphzero.plan import plan_of
 from graphzero.plan.gather_search import knapsack
 from graphzero.runtime.world import device_memory
-from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.consensus import Ranks
 from graphzero.testing import fake_world
 
 FOUR = gz.placement("cpu", range(4), virtual=True)

@@ -23,16 +23,16 @@ from graphzero.checkpoint.state_dict.loss_scale import moved_in, moved_out
 from graphzero.checkpoint.state_dict.validate import Checked
 from graphzero.errors import ConfigError
 from graphzero.logs import event
-from graphzero.runtime.world.agree import FULL, LOAD, SAVE, Matter
+from graphzero.runtime.world.consensus import FULL, LOAD, SAVE, Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
 from graphzero.step.selection import Selection
 from graphzero.step.source import Source
 
-_WRITE = Matter("gz.save of {}", "what is saved", HINT)
-_READ = Matter("gz.load of {}", "what is loaded", "Every rank must see the same files: the path must be shared")
-_SAME = Matter("gz.load of {}, compared", "what is frozen", _READ.hint)
-_FIND = Matter("gz.load of {}, found", "the checkpoint to load", _READ.hint)
+_WRITE = Topic("gz.save of {}", "what is saved", HINT)
+_READ = Topic("gz.load of {}", "what is loaded", "Every rank must see the same files: the path must be shared")
+_SAME = Topic("gz.load of {}, compared", "what is frozen", _READ.hint)
+_FIND = Topic("gz.load of {}, found", "the checkpoint to load", _READ.hint)
 
 
 class Checkpoints:

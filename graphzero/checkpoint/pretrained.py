@@ -27,12 +27,12 @@ from graphzero.runtime.state.deferred_init import Initialising, NoMemory, defaul
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.placement_checks import check_trained_apart
 from graphzero.runtime.state.state import State
-from graphzero.runtime.world.agree import Matter
+from graphzero.runtime.world.consensus import Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.step.source import Source
 
-_INIT = Matter("gz.materialize of {}", "what comes to life", "Every rank must hold the same modules")
-_LOAD = Matter("gz.load_pretrained of {}", "what is loaded", "Every rank must read the same files")
+_INIT = Topic("gz.materialize of {}", "what comes to life", "Every rank must hold the same modules")
+_LOAD = Topic("gz.load_pretrained of {}", "what is loaded", "Every rank must read the same files")
 _SHOWN = 6
 Names = Callable[[str], str | None]
 

@@ -19,13 +19,13 @@ from graphzero.checkpoint.files.markers import Note, Notes
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, named
 from graphzero.checkpoint.snapshot import Content
 from graphzero.errors import CheckpointError
-from graphzero.runtime.world.agree import Matter, Ranks
+from graphzero.runtime.world.consensus import Ranks, Topic
 
 PATIENCE = 600.0  # seconds that a rank waits while nobody writes
 HINT = "Every rank must save the same: give all of them one path and extra"
-_BEGIN = Matter("gz.save of {}, begun", "the folder of the checkpoint", HINT)
-_PARTS = Matter("gz.save of {}, written", "its part of the checkpoint", HINT)
-_END = Matter("gz.save of {}, completed", "the index of the checkpoint", HINT)
+_BEGIN = Topic("gz.save of {}, begun", "the folder of the checkpoint", HINT)
+_PARTS = Topic("gz.save of {}, written", "its part of the checkpoint", HINT)
+_END = Topic("gz.save of {}, completed", "the index of the checkpoint", HINT)
 
 
 class Writing:
@@ -121,9 +121,9 @@ class Writing:
         return done
 
 
-def first_does(ranks: Ranks, matter: Matter, make: Callable[[], Path]) -> Path:
+def first_does(ranks: Ranks, topic: Topic, make: Callable[[], Path]) -> Path:
     """What the first rank makes, on all ranks; what it raises, all raise."""
-    made = ranks.agree_on(matter, lambda: make() if save_plan.place_of(ranks.placement) == 0 else None, _nothing)
+    made = ranks.agree_on(topic, lambda: make() if save_plan.place_of(ranks.placement) == 0 else None, _nothing)
     return Path(ranks.share(lambda: str(made)))
 
 

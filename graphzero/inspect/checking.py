@@ -18,7 +18,7 @@ from graphzero.inspect.stages import Ran, ran
 from graphzero.inspect.start import Start, start_of
 from graphzero.inspect.wide import widened
 from graphzero.ir import value
-from graphzero.runtime.world.agree import CHECK
+from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import Program
 
 _CAPTURED = (

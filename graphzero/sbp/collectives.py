@@ -8,7 +8,7 @@ What is sent and received lies in a flat buffer of lines, each what one rank con
     all_to_all      [n, total] twice       a line for every rank to send, then one from each
 
 A new one is an entry here, its ops (``ir.ops``), how its pieces are packed (``runtime.execute.packing``), and how each
-world does it: ``virtual``, ``process``, and ``transport.pairs``.
+world does it: ``virtual``, ``process``, and ``transport.p2p_collectives``.
 """
 
 from __future__ import annotations

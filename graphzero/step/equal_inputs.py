@@ -12,7 +12,7 @@ from graphzero import _compat
 from graphzero.capture import Input, Inputs
 from graphzero.errors import CaptureError
 from graphzero.runtime.tensors.fingerprint import content
-from graphzero.runtime.world.agree import INPUTS, Ranks, by_value
+from graphzero.runtime.world.consensus import INPUTS, Ranks, by_value
 from graphzero.sbp.placement import Placement
 from graphzero.step.inputs import text_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphzero.runtime.world.agree import digest
+from graphzero.runtime.world.consensus import digest
 from graphzero.step.attributes import Attributes
 from graphzero.step.call import Call
 from graphzero.step.equal_inputs import FIRST, Shared

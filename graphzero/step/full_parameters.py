@@ -21,13 +21,13 @@ from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import Found
 from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.tensors.fingerprint import content
-from graphzero.runtime.world.agree import Matter
+from graphzero.runtime.world.consensus import Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.step.source import Source
 
-_BEGIN = Matter("full_parameters() of {}", "what is made whole", "Every rank must hold the same modules")
-_END = Matter("the end of full_parameters() of {}", "what follows full_parameters()", "Every rank must leave the block")
-_WRITTEN = Matter(
+_BEGIN = Topic("full_parameters() of {}", "what is made whole", "Every rank must hold the same modules")
+_END = Topic("the end of full_parameters() of {}", "what follows full_parameters()", "Every rank must leave the block")
+_WRITTEN = Topic(
     "the end of full_parameters() of {}, written",
     "what was written within full_parameters()",
     "What differs is not taken back, and no Graph runs with it before it is loaded anew, graph.load_state_dict(...). "

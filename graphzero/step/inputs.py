@@ -23,7 +23,7 @@ from graphzero.capture.objects import tree
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.runtime.state.placement_checks import check_here
 from graphzero.runtime.tensors.shards import global_shape, piece
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotation, nd_of_dtensor
 from graphzero.sbp.placement import Placement

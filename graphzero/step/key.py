@@ -26,7 +26,7 @@ from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import Found, walk
 from graphzero.runtime.state.state import State
 from graphzero.runtime.state.tensor_ref import TensorRef
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.sbp.types import Nd
 from graphzero.step.inputs import text_of

@@ -21,7 +21,7 @@ from graphzero.plan import Plan
 from graphzero.runtime.execute.executor import Executor, Results
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.replay import Replayed
-from graphzero.runtime.world.agree import digest
+from graphzero.runtime.world.consensus import digest
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import World
 from graphzero.sbp.types import Nd

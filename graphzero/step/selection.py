@@ -16,7 +16,7 @@ from graphzero.logs import event, is_on, working
 from graphzero.logs.progress import Work
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import device_memory
-from graphzero.runtime.world.agree import CALL, COMPILE, PROGRAM
+from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
 from graphzero.step.attributes import Attributes
 from graphzero.step.call import Call, Calls
 from graphzero.step.compile import make

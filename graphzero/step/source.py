@@ -20,7 +20,7 @@ from graphzero.logs import note_rank
 from graphzero.runtime.state.modules import know
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world import launch
-from graphzero.runtime.world.agree import Ranks, identity
+from graphzero.runtime.world.consensus import Ranks, identity
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.placement import Placement

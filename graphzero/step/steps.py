@@ -14,7 +14,7 @@ from graphzero.logs import event, is_on, phase, working
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.state import preflight
 from graphzero.runtime.state.bind import bind
-from graphzero.runtime.world.agree import BIND
+from graphzero.runtime.world.consensus import BIND
 from graphzero.step.call import Call
 from graphzero.step.program import Program
 from graphzero.step.selection import Prepared, Selection

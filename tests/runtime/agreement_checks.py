@@ -14,7 +14,7 @@ import graphzero as gz
 from graphzero.ir import value
 from graphzero.runtime.execute.steps import Barrier
 from graphzero.runtime.world import device_memory
-from graphzero.runtime.world.agree import BIND, CALL, PROGRAM
+from graphzero.runtime.world.consensus import BIND, CALL, PROGRAM
 from graphzero.testing.timer import AGREEING, AROUND
 
 

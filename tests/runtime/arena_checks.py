@@ -10,7 +10,7 @@ from graphzero.ir import ops
 from graphzero.ir.storage import arena
 from graphzero.ir.transfer import is_transfer
 from graphzero.runtime.execute.steps import Barrier
-from graphzero.runtime.transport.neighbours import Neighbours
+from graphzero.runtime.transport.shared_memory import SharedMemoryTransport
 
 EVERYTHING = mock.patch.multiple(arena, LEAST=1, COST=1)
 
@@ -21,7 +21,7 @@ def share(x):
 
 @EVERYTHING
 def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what_is_dead_is_spoiled():
-    read = Neighbours.read
+    read = SharedMemoryTransport.read
 
     def late(self, q, address, into):
         if dist.get_rank() == 1:
@@ -31,7 +31,7 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
     for stage in range(4):
         plain = steps("gpt", Train(MODELS["gpt"](), stage, used=False), share=share)
         graph = Train(MODELS["gpt"](), stage)
-        with mock.patch.object(Neighbours, "read", late):
+        with mock.patch.object(SharedMemoryTransport, "read", late):
             assert equal(steps("gpt", graph, spoiled=True, share=share), plain), stage
         assert any(is_transfer(node) for node, _ in graph._selection.last.part.arena.offsets) == (stage > 0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.transport import alive, communicator, peer_memory
+from graphzero.runtime.transport import communicator, peer_memory, process_monitor
 from graphzero.runtime.world.process import ProcessWorld
 
 
@@ -42,7 +42,7 @@ def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_pa
 
 def calls_late(rank):
     """Rank 1 does something else for a while between two calls."""
-    alive.LONG = communicator.LONG = 0.5
+    process_monitor.LONG = communicator.LONG = 0.5
     said = logging.handlers.QueueHandler(queue.SimpleQueue())
     logging.getLogger("graphzero").addHandler(said)
     graph = Train()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.runtime.transport import wires
-from graphzero.runtime.transport.pairs import SHORT, Pairs
+from graphzero.runtime.transport.p2p_collectives import SHORT, PeerCollectives
 from graphzero.runtime.transport.reactor import Reactor
 from graphzero.runtime.transport.wires import SEGMENT, Wires
 
@@ -181,7 +181,7 @@ def wanted(kind: str, xs: Sequence[Tensor], rank: int) -> Tensor:
 
 def run_program(link: Wires, rank: int, ranks: int, seed: int) -> list[Tensor]:
     """Begins all in order, awaits them where the program says, dawdles now and then."""
-    pairs, draw, steps, results = Pairs(link, rank), random.Random(seed * 7 + rank), program(seed), []
+    pairs, draw, steps, results = PeerCollectives(link, rank), random.Random(seed * 7 + rank), program(seed), []
     handles: list[Any] = []
     for i, (kind, size, dtype, _) in enumerate(steps):
         x = given(kind, size, dtype, rank, ranks, i)

@@ -13,7 +13,7 @@ from _ranks import start
 from graphzero.errors import PlacementError
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.transport.pairs import SHORT
+from graphzero.runtime.transport.p2p_collectives import SHORT
 from graphzero.runtime.transport.peer_memory import SWITCH
 from graphzero.runtime.transport.wires import SEGMENT
 from graphzero.runtime.world.process import ProcessWorld
@@ -188,7 +188,7 @@ def test_a_lowered_step_equals_virtual_ranks_in_results_state_and_transcript(
 
 
 def test_ranks_of_one_host_read_each_other_unless_told_to_send(real: list[Any], request: pytest.FixtureRequest) -> None:
-    wanted = {"read": "Neighbours", "sent": "Wires"}[request.node.callspec.id]
+    wanted = {"read": "SharedMemoryTransport", "sent": "Wires"}[request.node.callspec.id]
     assert [one["link"] for one in real] == [wanted] * N
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from graphzero.ir import ops
 from graphzero.runtime.execute.packing import Exchange
-from graphzero.runtime.transport.pairs import Pairs
+from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.world import process, virtual
 from graphzero.sbp.collectives import COLLECTIVES
 
@@ -21,7 +21,7 @@ def test_every_world_and_the_ir_know_every_collective_and_no_other() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_packed_and_paired(kind: str) -> None:
-    assert callable(getattr(Exchange, f"_{kind}")) and callable(getattr(Pairs, f"_{kind}"))
+    assert callable(getattr(Exchange, f"_{kind}")) and callable(getattr(PeerCollectives, f"_{kind}"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from graphzero.checkpoint.files import partial_checkpoint as names
 from graphzero.checkpoint.files.blocks import Summed
 from graphzero.errors import CheckpointError
-from graphzero.runtime.transport.notices import within
+from graphzero.runtime.transport.failure_report import within
 
 T = TypeVar("T")
 _SOON, _LATE = 0.01, 0.5  # seconds between two looks, at first and in the end

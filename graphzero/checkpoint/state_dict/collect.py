@@ -32,7 +32,7 @@ from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.gather import wholes
 from graphzero.runtime.tensors.resplit import resplit
 from graphzero.runtime.tensors.shards import local_of
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S

@@ -15,7 +15,7 @@ from graphzero.errors import CheckpointError, PlacementError
 from graphzero.runtime.state import partial_update
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.submesh import nd_on
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 
 SHOWN = 6
 

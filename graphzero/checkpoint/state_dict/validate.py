@@ -21,7 +21,7 @@ from graphzero.runtime.state.modules import Found, group_paths
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.tensors.shards import is_whole
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
 _PARTS = ("modules", "optimizers", "schedulers", "random")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.consensus import Ranks
 
 ROUNDS = 9
 

@@ -22,7 +22,7 @@ from graphzero.ir.ragged import Along, Ragged
 from graphzero.plugins.ragged.shapes import Shapes, fits, is_pattern
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import global_shape, wrap
-from graphzero.runtime.world.agree import SIZES, Ranks, digest, tensor_text
+from graphzero.runtime.world.consensus import SIZES, Ranks, digest, tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S
 from graphzero.step.inputs import Reader, check_kind

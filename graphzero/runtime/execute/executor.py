@@ -29,7 +29,7 @@ from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
 from graphzero.runtime.inductor.compiled import Calls
 from graphzero.runtime.inductor.region_ops import RegionOp, join
-from graphzero.runtime.transport.notices import note_source
+from graphzero.runtime.transport.failure_report import note_source
 from graphzero.runtime.world.world import World
 
 COMPILERS = {"inductor": Calls}  # by kind of executor: what compiles the regions of a program

@@ -1,6 +1,6 @@
 """What all ranks take from the placement's first rank, once: values of plain tensors, and what decides the program.
 
-After it each rank has its own, and that they stay equal is checked in every call (``agree``).
+After it each rank has its own, and that they stay equal is checked in every call (``consensus``).
 """
 
 from __future__ import annotations

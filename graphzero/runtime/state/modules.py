@@ -22,7 +22,7 @@ from graphzero.errors import CaptureError, ConfigError
 from graphzero.ir.storage.overlap import without_copies
 from graphzero.runtime.state import partial_update
 from graphzero.runtime.transport.communicator import communicator
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
@@ -200,7 +200,7 @@ def to_device(tensor: Tensor, device: torch.device) -> None:
 def from_first_rank(tensor: Tensor, placement: Placement) -> None:
     """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any.
 
-    Within ``agree.Together``: a rank that stops on the way wakes the others.
+    Within ``consensus.Together``: a rank that stops on the way wakes the others.
     """
     if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
         return

@@ -27,7 +27,7 @@ from graphzero.runtime.state.placement_checks import check_apart, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.tensors.shards import is_whole
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
 

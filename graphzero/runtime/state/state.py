@@ -34,7 +34,7 @@ from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.state.seed import Stream
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.tensors.submesh import nd_on
-from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.consensus import Ranks
 from graphzero.runtime.world.world import World, check_device
 from graphzero.sbp.dtensor import annotation, annotation_count
 from graphzero.sbp.types import B, Nd

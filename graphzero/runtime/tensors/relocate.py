@@ -11,7 +11,7 @@ from graphzero import _compat
 from graphzero.runtime.tensors.resplit import resplit, whole
 from graphzero.runtime.tensors.shards import as_dtensor, check_mesh, local_of, wrap
 from graphzero.runtime.tensors.submesh import nd_on, on_whole
-from graphzero.runtime.world.agree import tensor_text
+from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd

@@ -1,7 +1,7 @@
 """A DTensor made whole, or given another SBP.
 
 Between CPU tensors by what the ranks of a placement talk through (``communicator``), so that a rank that stops on the
-way wakes the others as in a step; every rank of the placement calls it then, within ``agree.Together``.  On other
+way wakes the others as in a step; every rank of the placement calls it then, within ``consensus.Together``.  On other
 devices, and where autograd follows, by torch: but for dims cut in sections.  Where several axes cut one, torch puts the
 pieces together in another order than it cut them, and some versions, 2.11 is one, refuse to cut one at all.  Those are
 gathered and joined here, also where autograd follows, if several axes cut the dim.

@@ -17,7 +17,7 @@ communicator is revoked as a whole, and renewed by all who go on):
 Races.  *Two ranks fail at once*: both write; readers take the first notice.  *A failure before anything is sent, or
 after all is*: 5.  *Late messages of a former step*: they are on connections of a former generation, which nobody reads.
 *A piece of memory is read while its owner stops*: it closes its connections before it touches the piece again, and who
-reads looks afterwards whether they are open (``neighbours``).  *A failure while ranks come to g + 1*: its notice is
+reads looks afterwards whether they are open (``shared_memory``).  *A failure while ranks come to g + 1*: its notice is
 under g + 1, where they look while they wait.  *A rank ends between its coming and its connecting*: it has
 told where it runs as it came, so that ranks on its host see that it has ended; on other hosts connecting runs into the
 job's timeout.  *The store is gone with the rank that holds it*: what each rank sees itself must do.
@@ -42,10 +42,18 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.logs import event
-from graphzero.runtime.transport import dialing, meeting, peer_memory
-from graphzero.runtime.transport.alive import EVERYBODY, LONG, Lives, Waiting, check_own_process, near, whereabouts
-from graphzero.runtime.transport.notices import Attempt, Board, Notice, describe
-from graphzero.runtime.transport.pairs import Link, Pairs
+from graphzero.runtime.transport import dialing, peer_memory, shared_memory_connect
+from graphzero.runtime.transport.failure_report import Attempt, FailureReport, ReportStore, describe
+from graphzero.runtime.transport.p2p_collectives import Link, PeerCollectives
+from graphzero.runtime.transport.process_monitor import (
+    EVERYBODY,
+    LONG,
+    ProcessMonitor,
+    Waiting,
+    check_own_process,
+    near,
+    whereabouts,
+)
 from graphzero.runtime.transport.reactor import Reactor
 from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.transport.wires import Wires
@@ -71,13 +79,14 @@ class Communicator:
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {nth}")
         self._waiting = Waiting()
-        self._lives = Lives({}, {}, self._waiting, self._hang_up, self._give_up, self._tell)  # nobody is known yet
+        # nobody is known yet
+        self._lives = ProcessMonitor({}, {}, self._waiting, self._hang_up, self._give_up, self._tell)
         self._places: dict[int, tuple[str | None, int]] | None = None  # ``whereabouts`` of all
         self._is_acquainted = False
         self._missed: set[int] = set()
         self._group: Any = None  # of gloo, and of all ranks
         self._reactor = Reactor()
-        self._pairs: dict[tuple[int, ...], Pairs] = {}
+        self._pairs: dict[tuple[int, ...], PeerCollectives] = {}
 
     def begin(self, label: str) -> None:
         """A call begins."""
@@ -115,9 +124,9 @@ class Communicator:
         except RuntimeError as error:
             raise self._lost("all ranks to come", error) from error
 
-    def _watched(self, far: Mapping[int, socket.socket]) -> Lives:
+    def _watched(self, far: Mapping[int, socket.socket]) -> ProcessMonitor:
         assert self._places is not None
-        return Lives(self._places, far, self._waiting, self._hang_up, self._give_up, self._tell)
+        return ProcessMonitor(self._places, far, self._waiting, self._hang_up, self._give_up, self._tell)
 
     def _far(self, places: Mapping[int, tuple[str | None, int]]) -> dict[int, socket.socket]:
         """A connection with every rank that does not share a host with this one."""
@@ -138,7 +147,7 @@ class Communicator:
         It writes so into the store, and the second time, a while later, says which ranks have written nothing.
         """
         with suppress(Exception):  # whatever a store does whose host has ended
-            board, others = Board(_compat.own_connection(self._generation_store())), set(self.ids) - {self.rank}
+            board, others = ReportStore(_compat.own_connection(self._generation_store())), set(self.ids) - {self.rank}
             board.wait(self.rank)
             late = sorted(others.difference(board.waiting(others, 3 * LONG))) if is_again else []
             if late:
@@ -154,7 +163,7 @@ class Communicator:
             pairs.link.give_up()
         self._break_group()
 
-    def pairs(self, ids: Sequence[int]) -> Pairs:
+    def pairs(self, ids: Sequence[int]) -> PeerCollectives:
         """What moves CPU tensors between some ranks, in that order; all ranks ask, each for its own line of them."""
         wanted, own = tuple(ids), ids.index(self.rank)
         if wanted not in self._pairs:
@@ -163,7 +172,7 @@ class Communicator:
                 return self._gather(mine, wanted)
 
             obstacles = gather(peer_memory.obstacle())
-            link: Link | None = meeting.meet(gather, wanted, self.limit)
+            link: Link | None = shared_memory_connect.meet(gather, wanted, self.limit)
             about = f"{_ranks(wanted)} read each other's memory"
             if link is None:
                 sockets = dialing.dial(gather, wanted, own, self.limit)
@@ -173,7 +182,7 @@ class Communicator:
             else:
                 dialing.stand_by(gather)
             event("connected", f"rank {self.rank}: {about}", ranks=list(wanted))
-            self._pairs[wanted] = Pairs(link, own, about)
+            self._pairs[wanted] = PeerCollectives(link, own, about)
         return self._pairs[wanted]
 
     def _gather(self, mine: Any, ids: Sequence[int]) -> list[Any]:
@@ -276,13 +285,13 @@ class Communicator:
 
         Returns what to raise: ``error``, or where it only says that another rank is lost, what that rank says.
         """
-        board = Board(self._generation_store())
+        board = ReportStore(self._generation_store())
         raised: BaseException = error
         try:
             if isinstance(error, RankError):
                 raised = self._explain(error, board)
             else:
-                board.write(Notice("stopped", [self.rank], self.label, self.number, describe(error)))
+                board.write(FailureReport("stopped", [self.rank], self.label, self.number, describe(error)))
         finally:  # also where that is interrupted
             self._break()
             self.let_go()
@@ -306,7 +315,7 @@ class Communicator:
         if self._group is not None:
             _compat.break_gloo(self._group)
 
-    def _explain(self, error: RankError, board: Board) -> RankError:
+    def _explain(self, error: RankError, board: ReportStore) -> RankError:
         """What the rank says that stopped; where none has said anything, who has ended, or is silent."""
         board.mark(self.rank)
         found = board.first()
@@ -317,7 +326,7 @@ class Communicator:
         gone, began = self._gone(0.0), time.monotonic()
         while (found := board.first()) is None and not gone:  # who is gone is looked at before each look at the board
             if time.monotonic() - began > _UNSURE:  # nobody else says anything: it is this rank's own
-                board.write(Notice("stopped", [self.rank], self.label, self.number, describe(error)))
+                board.write(FailureReport("stopped", [self.rank], self.label, self.number, describe(error)))
                 return error
             time.sleep(_LONGEST_PAUSE)
             gone = self._gone(time.monotonic() - began)
@@ -331,11 +340,11 @@ class Communicator:
             f"output there says which), killed, {cut_off}or because of fewer calls; every rank must call a Graph "
             "equally often"
         )
-        board.write(Notice("ended", gone, self.label, self.number, text))
+        board.write(FailureReport("ended", gone, self.label, self.number, text))
         self._missed.update(gone)
         return RankError(text, gone)
 
-    def _silent(self, error: RankError, board: Board) -> RankError:
+    def _silent(self, error: RankError, board: ReportStore) -> RankError:
         """The job's timeout is over: whoever waits is woken and says so, the others are what it waits for."""
         self._break()
         others = [rank for rank in self.ids if rank != self.rank]
@@ -349,7 +358,7 @@ class Communicator:
             f"{'has' if len(late) == 1 else 'have'} not ended: slow, stopped, or in another program. The limit is the "
             "process group's timeout: init_process_group(timeout=...)"
         )
-        board.write(Notice("silent", late, self.label, self.number, text))
+        board.write(FailureReport("silent", late, self.label, self.number, text))
         return RankError(text, late, is_silent=True)
 
     def _gone(self, seconds: float) -> list[int]:

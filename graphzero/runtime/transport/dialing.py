@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError
-from graphzero.runtime.transport.meeting import Gather
+from graphzero.runtime.transport.shared_memory_connect import Gather
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable: the network interfaces to be reached at, as gloo reads it
 _WORD = 16  # bytes

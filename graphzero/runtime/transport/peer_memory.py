@@ -1,7 +1,7 @@
 """Reading another process' memory on the same host: one copy, straight into place, and no part for the other side.
 
 It is Linux' ``process_vm_readv``, as MPI libraries use it between ranks of one host ("cross memory attach").  Here is
-whether this process can take part, and the read itself; who reads what, and when it may, is ``neighbours``'s.
+whether this process can take part, and the read itself; who reads what, and when it may, is ``shared_memory``'s.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from graphzero.errors import RankError
-from graphzero.runtime.transport.alive import Waiting, close_in_children
-from graphzero.runtime.transport.pairs import Link, Next, Pieces, is_second
+from graphzero.runtime.transport.p2p_collectives import Link, Next, Pieces, is_second
 from graphzero.runtime.transport.primitives import fold
+from graphzero.runtime.transport.process_monitor import Waiting, close_in_children
 from graphzero.runtime.transport.reactor import CLOSED, READ, WRITE, Reactor
 
 SEGMENT = 1 << 19  # bytes that are received at once, and reduced while they are in the processor's cache

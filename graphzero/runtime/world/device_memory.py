@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphzero.runtime.world.accelerators import ACCELERATORS
-from graphzero.runtime.world.agree import Ranks
+from graphzero.runtime.world.consensus import Ranks
 from graphzero.runtime.world.launch import has_fake_world
 
 SHARE = 0.9  # of a device: the rest is for operators' workspaces, inputs, and what is no tensor

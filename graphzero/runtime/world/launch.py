@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.errors import PlacementError
-from graphzero.runtime.transport.alive import check_own_process
+from graphzero.runtime.transport.process_monitor import check_own_process
 from graphzero.runtime.transport.teardown import before_tear_down, tear_down
-from graphzero.runtime.world import start
+from graphzero.runtime.world import rendezvous
 from graphzero.runtime.world.accelerators import ACCELERATORS, Accelerator
 from graphzero.sbp import meshes
 from graphzero.sbp.placement import Placement, as_placement, placement
@@ -95,8 +95,8 @@ def ensure_world(device_type: str | None) -> None:
     if accelerator is not None:
         _take_own(accelerator)
     backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
-    if start.is_kept_over_restarts():
-        store, rank, size = start.join()
+    if rendezvous.is_kept_over_restarts():
+        store, rank, size = rendezvous.join()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend)

@@ -1,8 +1,8 @@
 """One rank per process, over torch.distributed: NCCL, gloo or a fake group.
 
-Between CPU tensors collectives are exchanges between pairs of ranks (``pairs``): ranks of one host read each other's
-memory (``neighbours``), others send over TCP (``wires``).  These connections belong to the ranks, not to a program
-(``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
+Between CPU tensors collectives are exchanges between pairs of ranks (``p2p_collectives``): ranks of one host read
+each other's memory (``shared_memory``), others send over TCP (``wires``).  These connections belong to the ranks, not
+to a program (``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
 
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
 agree to the bit, stages only to rounding.  On two ranks any order is the same.
@@ -23,7 +23,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.communicator import communicator
-from graphzero.runtime.transport.pairs import OPS, Pairs, Then
+from graphzero.runtime.transport.p2p_collectives import OPS, PeerCollectives, Then
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.world.launch import has_fake_world
@@ -57,7 +57,7 @@ class ProcessWorld(World):
         super().__init__(placement, device or device_of(placement), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._communicator = communicator(flat)
-        self._pairs: dict[str, Pairs] = {}
+        self._pairs: dict[str, PeerCollectives] = {}
         self._made_in = -1  # generation of the communicator
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
@@ -92,7 +92,7 @@ class ProcessWorld(World):
     def under_way(self) -> str:
         return "" if self._paired else super().under_way
 
-    def _pair(self, axis: str) -> Pairs | None:
+    def _pair(self, axis: str) -> PeerCollectives | None:
         """What moves tensors along an axis, None where that is the backend's."""
         if self._made_in != self._communicator.generation and not has_fake_world():
             self._connect()

@@ -24,8 +24,8 @@ from graphzero import _compat, errors
 from graphzero.errors import CaptureError, CheckError, GraphZeroError
 from graphzero.runtime.transport.communicator import Communicator, communicator
 from graphzero.runtime.transport.teardown import before_tear_down
+from graphzero.runtime.world.call_lock import CALL_LOCK
 from graphzero.runtime.world.launch import has_fake_world
-from graphzero.runtime.world.turns import TURNS
 from graphzero.sbp.placement import Placement
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _NO_NEEDS = (False, False)
 
 
 @dataclass(frozen=True)
-class Matter:
+class Topic:
     """Something that ranks do together.
 
     asked: what a user asks for, in which {} stands for whom.  about: what must be equal.  hint: how to make it so.
@@ -52,25 +52,25 @@ _ALIKE = (
     "state; pad or drop uneven batches (drop_last=True), or let the Graph pad them: config.set_shapes(...)"
 )
 _SAME = "Every rank must hold the same modules, optimizers and states"
-CALL = Matter("a call of {}", "the program of this call", _ALIKE)
-COMPILE = Matter("compile() of {}", "the program of compile()", _ALIKE)
-SIZES = Matter("a call of {} that pads its inputs", "what set_shapes pads", _ALIKE)
-INPUTS = Matter("a call of {} with inputs that ranks share", "the inputs that ranks share", _ALIKE)
-PROGRAM = Matter("compiling {}", "the compiled program", _ALIKE)
-BIND = Matter(
+CALL = Topic("a call of {}", "the program of this call", _ALIKE)
+COMPILE = Topic("compile() of {}", "the program of compile()", _ALIKE)
+SIZES = Topic("a call of {} that pads its inputs", "what set_shapes pads", _ALIKE)
+INPUTS = Topic("a call of {} with inputs that ranks share", "the inputs that ranks share", _ALIKE)
+PROGRAM = Topic("compiling {}", "the compiled program", _ALIKE)
+BIND = Topic(
     "a call of {} that binds tensors",
     "the tensors of this call",
     "Replace parameters, buffers and optimizer states on every rank alike; their values are then taken from rank 0. "
     "What ranks compute for themselves they must compute alike, or replicas drift apart in the last bits: "
     "torch.set_num_threads(n) before the call, ATEN_CPU_CAPABILITY on unlike processors, or split more: enable_zero()",
 )
-SAVE = Matter("state_dict() of {}", "what is saved", _SAME)
-FULL = Matter("full_state_dict() of {}", "what is made whole", _SAME)
-LOAD = Matter(
+SAVE = Topic("state_dict() of {}", "what is saved", _SAME)
+FULL = Topic("full_state_dict() of {}", "what is made whole", _SAME)
+LOAD = Topic(
     "load_state_dict() of {}", "what is loaded", "Every rank must load the same checkpoint; give all of them one file"
 )
-CHECK = Matter("gz.check of {}", "what is checked", _ALIKE)
-PLACE = Matter("to_global of {}", "what is given to to_global", _SAME)
+CHECK = Topic("gz.check of {}", "what is checked", _ALIKE)
+PLACE = Topic("to_global of {}", "what is given to to_global", _SAME)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Ranks:
     def __init__(self, placement: Placement, who: str = ""):
         self.placement, self.who = placement, who
         self.waited = 0.0
-        self._asks: dict[Matter, int] = {}  # hashes
+        self._asks: dict[Topic, int] = {}  # hashes
         self._agreed_in = 0  # generation of the communicator
         self.is_needed = False  # see ``agree_on``
         self.raised_by_all = 0  # id of the last error that all raised
@@ -121,10 +121,10 @@ class Ranks:
         return not self.placement.virtual and self.placement.size > 1 and not has_fake_world()
 
     def agree(
-        self, matter: Matter, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
+        self, topic: Topic, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
         failure: Exception | None = None, wish: bool = False, needs: tuple[bool, ...] = (),
     ) -> Agreed:  # fmt: skip
-        """Check that all ranks are asked for ``matter`` by the same, that ``value`` is the same on every rank, and that
+        """Check that all ranks are asked for ``topic`` by the same, that ``value`` is the same on every rank, and that
         none has failed; raises on all of them if not.
 
         Returns the first one's ``wish``, and of each of ``needs``, whether any has it.
@@ -133,28 +133,28 @@ class Ranks:
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
-            ask = self._hash(matter)
+            ask = self._hash(topic)
             wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
             mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
-            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(matter, mine)
+            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(topic, mine)
             if most_ask != -least_ask:
-                raise self.by_all(self._different_asks(matter, failure), self.ids[0])
+                raise self.by_all(self._different_asks(topic, failure), self.ids[0])
             if failed:
-                raise self.by_all(*self._first_failure(matter, failure))
+                raise self.by_all(*self._first_failure(topic, failure))
             if highest != -lowest:
-                raise self.by_all(self._difference(matter, parts()), self.ids[0])
+                raise self.by_all(self._difference(topic, parts()), self.ids[0])
             self._agreed_in = self.communicator.generation
             return Agreed(bool(wished), tuple(map(bool, needed)))
         if failure is not None:
             raise failure
         return Agreed(wish, needs)
 
-    def _highest(self, matter: Matter, mine: list[Any]) -> list[int]:
+    def _highest(self, topic: Topic, mine: list[Any]) -> list[int]:
         """The highest of all ranks, place by place."""
         told = torch.tensor(mine, dtype=torch.int64)
         began = time.perf_counter()
         try:
-            self.communicator.all_reduce(told, f"all ranks to agree on {matter.about}")
+            self.communicator.all_reduce(told, f"all ranks to agree on {topic.about}")
         finally:
             self.waited += time.perf_counter() - began
         found: list[int] = told.tolist()
@@ -167,13 +167,13 @@ class Ranks:
             errors.reported_by(error, rank)
         return error
 
-    def _hash(self, matter: Matter) -> int:
-        if matter not in self._asks:
-            self._asks[matter] = digest(self.who, matter.asked, matter.about)
-        return self._asks[matter]
+    def _hash(self, topic: Topic) -> int:
+        if topic not in self._asks:
+            self._asks[topic] = digest(self.who, topic.asked, topic.about)
+        return self._asks[topic]
 
     def agree_on(
-        self, matter: Matter, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]],
+        self, topic: Topic, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]],
         needs: Callable[[T], bool] = lambda made: False,
     ) -> T:  # fmt: skip
         """What ``make`` makes, without other ranks, if it fails on none of them and its facts are the same on all.
@@ -190,7 +190,7 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
         need = failure is None and needs(cast(T, made))
-        agreed = self.agree(matter, digest(*found, *found.values()), lambda: found, failure, False, (need,))
+        agreed = self.agree(topic, digest(*found, *found.values()), lambda: found, failure, False, (need,))
         self.is_needed = agreed.needs[0]
         return cast(T, made)
 
@@ -202,8 +202,8 @@ class Ranks:
         made = make() if dist.get_rank() == first else None
         return self.communicator.broadcast(made, first, f"what rank {first} decides")
 
-    def _different_asks(self, matter: Matter, failure: Exception | None) -> Exception:
-        told = matter.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
+    def _different_asks(self, topic: Topic, failure: Exception | None) -> Exception:
+        told = topic.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
         lines = by_value(self.ids, self.collect(told))
         return GraphZeroError(
             "the ranks are asked for different things, so none of them goes on:"
@@ -212,7 +212,7 @@ class Ranks:
             "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"
         )
 
-    def _first_failure(self, matter: Matter, failure: Exception | None) -> tuple[Exception, int]:
+    def _first_failure(self, topic: Topic, failure: Exception | None) -> tuple[Exception, int]:
         """What this rank raises, and the rank that has failed so first."""
         mine = None if failure is None else (type(failure).__name__, str(failure))
         everyone = self.collect(mine)
@@ -221,12 +221,12 @@ class Ranks:
                 kind = getattr(errors, found[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
                 name = "" if known is not GraphZeroError else f"{found[0]}: "
-                text = f"rank {rank} could not prepare {matter.about}, so no rank runs it: {name}{found[1]}"
+                text = f"rank {rank} could not prepare {topic.about}, so no rank runs it: {name}{found[1]}"
                 return known(text), rank
         assert failure is not None
         return failure, self.ids[everyone.index(mine)]
 
-    def _difference(self, matter: Matter, parts: Mapping[str, str]) -> Exception:
+    def _difference(self, topic: Topic, parts: Mapping[str, str]) -> Exception:
         everyone = self.collect(dict(parts))
         names = dict.fromkeys(name for found in everyone for name in found)
         lines = []
@@ -236,7 +236,7 @@ class Ranks:
                 lines.append(f"  {name}: " + "; ".join(by_value(self.ids, values)))
         more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
-        return CaptureError(f"the ranks do not agree on {matter.about}:\n{shown}\n  {matter.hint}")
+        return CaptureError(f"the ranks do not agree on {topic.about}:\n{shown}\n  {topic.hint}")
 
     def collect(self, mine: Any) -> list[Any]:
         """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""
@@ -284,13 +284,13 @@ class Together:
     def __enter__(self) -> None:
         _compat.note_change(self._leave)
         try:
-            TURNS.take(self, self._doing)
+            CALL_LOCK.take(self, self._doing)
             self._ranks.raised_by_all = 0
             if self._ranks.active:
                 self._ranks.communicator.begin(self._doing)
                 self._generation = self._ranks.communicator.generation
         except Exception:  # an interrupt is ``_leave``'s
-            TURNS.end(self)
+            CALL_LOCK.end(self)
             _compat.forget_change(self._leave)
             raise
 
@@ -302,7 +302,7 @@ class Together:
             if raised is not error:
                 raise raised from error
         finally:
-            TURNS.end(self)
+            CALL_LOCK.end(self)
             _compat.forget_change(self._leave)
 
     def _leave(self) -> None:
@@ -311,7 +311,7 @@ class Together:
             if self._generation is not None and self._generation == self._ranks.communicator.generation:
                 self._ranks.communicator.revoke(KeyboardInterrupt("as the call began or ended"))
         finally:
-            TURNS.end(self)
+            CALL_LOCK.end(self)
 
     def _met_by_all(self, error: BaseException) -> BaseException:
         """A check is not met on all ranks, or on none: wait until all know, before what they still read is gone."""

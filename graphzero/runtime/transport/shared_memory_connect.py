@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from graphzero.runtime.transport import peer_memory
-from graphzero.runtime.transport.neighbours import Neighbours
+from graphzero.runtime.transport.shared_memory import SharedMemoryTransport
 
 _HELLO = struct.Struct("<qq")  # (number along the axis, process)
 _CREDENTIALS = struct.Struct("3i")  # process, user, group, as the kernel vouches for them
@@ -23,7 +23,7 @@ _CONNECT = 60.0  # seconds
 Gather = Callable[[Any], list[Any]]
 
 
-def meet(gather: Gather, ranks: Sequence[int], limit: float) -> Neighbours | None:
+def meet(gather: Gather, ranks: Sequence[int], limit: float) -> SharedMemoryTransport | None:
     """Connect the ranks of one axis, if all are on one host and may read each other; every one of them calls it.
 
     gather: every one's object, in the axis' order.  ranks: global ranks in that order.  limit: seconds that one may
@@ -45,7 +45,7 @@ def meet(gather: Gather, ranks: Sequence[int], limit: float) -> Neighbours | Non
             one.close()
         return None
     assert found is not None
-    return Neighbours(ranks, own, [offer[2] for offer in offers], found, limit)
+    return SharedMemoryTransport(ranks, own, [offer[2] for offer in offers], found, limit)
 
 
 def _connect(door: socket.socket, own: int, offers: Sequence[Any]) -> dict[int, socket.socket] | None:

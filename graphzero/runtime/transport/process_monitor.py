@@ -60,7 +60,7 @@ def near(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
     return {rank for rank, (host, _) in places.items() if host is not None and host == here}
 
 
-class Lives:
+class ProcessMonitor:
     """The processes of the other ranks.
 
     ended: those ranks that have.  known: those that are watched; far: of these, by a connection.

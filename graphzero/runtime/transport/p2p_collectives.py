@@ -8,7 +8,7 @@ of an exchange move at once.  What a link holds beside the buffers while it redu
 all_reduce sends whole buffers instead of pieces, (n-1) T instead of 2 T (n-1)/n, to save a round trip; the trace counts
 it as all others.
 
-How an exchange is done is a link's: ``neighbours`` reads the memory of ranks on the same host, ``wires`` sends.
+How an exchange is done is a link's: ``shared_memory`` reads the memory of ranks on the same host, ``wires`` sends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def is_second(number: int) -> bool:
     return number % _ROUNDS > 0
 
 
-class Pairs:
+class PeerCollectives:
     """Numbers the collectives, which every rank begins in the same order, so that pieces never cross."""
 
     def __init__(self, link: Link, own: int, about: str = ""):
@@ -129,7 +129,7 @@ class Pairs:
 class _InPieces:
     """An all_reduce in which each rank reduces one piece of the buffer and brings it to the others."""
 
-    def __init__(self, pairs: Pairs, buffer: Tensor, reduction: str):
+    def __init__(self, pairs: PeerCollectives, buffer: Tensor, reduction: str):
         step = -(-buffer.numel() // pairs.ranks)
         lines = [buffer[min(q * step, buffer.numel()) : (q + 1) * step] for q in range(pairs.ranks)]
         own, number = lines[pairs.rank], pairs.next()

@@ -21,7 +21,7 @@ _LONGEST = 300  # characters of an error's text
 
 
 @dataclass(frozen=True)
-class Notice:
+class FailureReport:
     """kind: "stopped", by an error that ``text`` tells; "ended", or "silent": the ranks, ``text`` says who noticed.
 
     label, number: of the call in which that was.
@@ -44,13 +44,13 @@ class Notice:
         )
 
 
-class Board:
+class ReportStore:
     """Notices of some ranks, in a store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def write(self, notice: Notice) -> bool:
+    def write(self, notice: FailureReport) -> bool:
         """Whether the store has taken it."""
 
         def write() -> bool:
@@ -59,13 +59,13 @@ class Board:
 
         return bool(within(PATIENCE, write))
 
-    def first(self) -> Notice | None:
+    def first(self) -> FailureReport | None:
         """The first one that is there."""
 
-        def read() -> Notice | None:
+        def read() -> FailureReport | None:
             for i in range(1, self._store.add("notices", 0) + 1):
                 if self._store.check([f"notice {i}"]):  # its writer may have ended in between
-                    return Notice(**json.loads(self._store.get(f"notice {i}")))
+                    return FailureReport(**json.loads(self._store.get(f"notice {i}")))
             return None
 
         return within(PATIENCE, read)

@@ -14,7 +14,7 @@ from typing import Any
 from graphzero.errors import ConfigError
 
 
-class Turns:
+class CallLock:
     """An interrupt may end ``take`` or ``end`` anywhere; ``end``, called again, ends the turn if it is not over."""
 
     def __init__(self) -> None:
@@ -43,6 +43,6 @@ class Turns:
         self._lock, self._doing, self._owner = threading.RLock(), "", None
 
 
-TURNS = Turns()
+CALL_LOCK = CallLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=TURNS.forget)
+    os.register_at_fork(after_in_child=CALL_LOCK.forget)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.runtime.transport import peer_memory
-from graphzero.runtime.transport.alive import close_in_children
-from graphzero.runtime.transport.pairs import Link, Next, Pieces
+from graphzero.runtime.transport.p2p_collectives import Link, Next, Pieces
 from graphzero.runtime.transport.primitives import fold
+from graphzero.runtime.transport.process_monitor import close_in_children
 
 # (number, address, bytes): the piece of exchange ``number`` lies there; (~number, 0, 0): I read it
 _NOTE = struct.Struct("<qQQ")
@@ -44,7 +44,7 @@ class Exchange:
     to_read: ranks whose pieces are not here yet; unread: those that have not read theirs.
     """
 
-    def __init__(self, link: Neighbours, number: int, sends: Pieces, to_read: set[int], then: Next = None):
+    def __init__(self, link: SharedMemoryTransport, number: int, sends: Pieces, to_read: set[int], then: Next = None):
         self.link, self.number, self.sends, self.to_read, self.then = link, number, sends, to_read, then
         self.unread = {q for q in link.others if sends[q].numel()}
 
@@ -65,7 +65,7 @@ class Exchange:
 class _Copy(Exchange):
     """Pieces go where they are to be."""
 
-    def __init__(self, link: Neighbours, number: int, sends: Pieces, receives: Pieces):
+    def __init__(self, link: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
         super().__init__(link, number, sends, {q for q in link.others if receives[q].numel()})
         self.receives = receives
 
@@ -84,7 +84,7 @@ class _Reduction(Exchange):
 
     def __init__(
         self,
-        link: Neighbours,
+        link: SharedMemoryTransport,
         number: int,
         sends: Pieces,
         own: Tensor,
@@ -119,7 +119,7 @@ class _Reduction(Exchange):
         self.to_read.clear()
 
 
-class Neighbours(Link):
+class SharedMemoryTransport(Link):
     """The ranks along one axis, all on this host.
 
     others: their numbers along the axis, this rank's own left out.
@@ -128,7 +128,7 @@ class Neighbours(Link):
     def __init__(
         self, ranks: Sequence[int], own: int, processes: Sequence[int], sockets: dict[int, socket.socket], limit: float
     ):
-        """As ``meeting`` connects them.
+        """As ``shared_memory_connect`` connects them.
 
         ranks: their global numbers, own: this one's along the axis; processes: all their ids; sockets: by the others'
         numbers along the axis; limit: seconds to wait for another rank.

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import graphzero as gz
-from graphzero.runtime.world.start import meet
+from graphzero.runtime.world.rendezvous import meet
 
 RANKS = 3
 

@@ -14,19 +14,21 @@ from _ranks import start
 from torch import Tensor
 
 from graphzero.errors import GraphZeroError
-from graphzero.runtime.transport import meeting, neighbours, peer_memory
-from graphzero.runtime.transport.neighbours import Neighbours
-from graphzero.runtime.transport.pairs import Pairs
+from graphzero.runtime.transport import peer_memory, shared_memory, shared_memory_connect
+from graphzero.runtime.transport.p2p_collectives import PeerCollectives
+from graphzero.runtime.transport.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(peer_memory.host() is None, reason="this system has no process_vm_readv")
 
 NOTHING = torch.empty(0)
 
 
-def pair(limit: float = 10.0) -> tuple[Neighbours, Neighbours]:
+def pair(limit: float = 10.0) -> tuple[SharedMemoryTransport, SharedMemoryTransport]:
     a, b = socket.socketpair()
     processes = [os.getpid()] * 2
-    return Neighbours([4, 7], 0, processes, {1: a}, limit), Neighbours([4, 7], 1, processes, {0: b}, limit)
+    return SharedMemoryTransport([4, 7], 0, processes, {1: a}, limit), SharedMemoryTransport(
+        [4, 7], 1, processes, {0: b}, limit
+    )
 
 
 def numbers(start: int, size: int = 6) -> Tensor:
@@ -63,7 +65,7 @@ def test_nobody_goes_on_before_what_it_sent_was_read() -> None:
 
 def test_exchanges_may_be_awaited_in_another_order_than_they_began() -> None:
     links = pair()
-    pairs = [Pairs(link, rank) for rank, link in enumerate(links)]
+    pairs = [PeerCollectives(link, rank) for rank, link in enumerate(links)]
     sums = [[numbers(rank + i, 40000) for i in range(3)] for rank in (0, 1)]
     wanted = [x + y for x, y in zip(*[[x.clone() for x in one] for one in sums], strict=True)]
     handles = [[pairs[rank].begin("all_reduce", x, x, "sum") for x in sums[rank]] for rank in (0, 1)]
@@ -89,10 +91,10 @@ def test_a_large_piece_of_any_dtype_is_read_whole() -> None:
 
 def test_notes_that_come_in_parts_are_put_together() -> None:
     a, b = socket.socketpair()
-    link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
+    link = SharedMemoryTransport([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     x, into = numbers(3), torch.zeros(6)
     handle = link.exchange(8, [NOTHING] * 2, [NOTHING, into])
-    note = neighbours._NOTE.pack(8, x.data_ptr(), 24)
+    note = shared_memory._NOTE.pack(8, x.data_ptr(), 24)
     b.send(note[:5])
     link._listen(0)
     assert handle.to_read == {1}
@@ -111,9 +113,9 @@ def test_a_rank_that_has_ended_is_an_error_at_once_for_who_needs_it() -> None:
 
 def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> None:
     a, b = socket.socketpair()
-    link = Neighbours([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
+    link = SharedMemoryTransport([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     handle = link.exchange(1, [NOTHING] * 2, [NOTHING, torch.zeros(6)])
-    b.send(neighbours._NOTE.pack(1, 8, 24))
+    b.send(shared_memory._NOTE.pack(1, 8, 24))
     with pytest.raises(GraphZeroError, match=f"could not read what rank 1 holds for it: .*\n?.*{peer_memory.SWITCH}=0"):
         handle.wait()
 
@@ -157,14 +159,14 @@ def _meet(rank: int, path: str, off: int) -> None:
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    Path(f"{path}.{rank}").write_text(type(meeting.meet(gather, [0, 1], 60.0)).__name__)
+    Path(f"{path}.{rank}").write_text(type(shared_memory_connect.meet(gather, [0, 1], 60.0)).__name__)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_one_rank_that_may_not_be_read_lets_all_send(tmp_path: Path) -> None:
-    for off, wanted in ((1, "NoneType"), (-1, "Neighbours")):
+    for off, wanted in ((1, "NoneType"), (-1, "SharedMemoryTransport")):
         start(_meet, (f"{tmp_path}/{off}", off), 2)
         assert [(tmp_path / f"{off}.{rank}").read_text() for rank in (0, 1)] == [wanted, wanted]
 
@@ -178,10 +180,10 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
         offers = [("here", door.getsockname(), pid, probe.data_ptr(), [0, 5])] * 2
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger, socket.socket(socket.AF_UNIX) as friend:
             stranger.connect(door.getsockname())
-            stranger.sendall(meeting._HELLO.pack(1, pid + 1))
+            stranger.sendall(shared_memory_connect._HELLO.pack(1, pid + 1))
             friend.connect(door.getsockname())
-            friend.sendall(meeting._HELLO.pack(1, pid))
-            found = meeting._connect(door, 0, offers)
+            friend.sendall(shared_memory_connect._HELLO.pack(1, pid))
+            found = shared_memory_connect._connect(door, 0, offers)
             assert found is not None and list(found) == [1]
             assert stranger.recv(1) == b""
             found[1].close()
