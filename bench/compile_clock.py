@@ -69,7 +69,7 @@ class Compiling:
     """The seconds that ``clock`` counts while Graphs compile, by part; made before they do."""
 
     def __init__(self, clock: Clock) -> None:
-        base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile")
+        base, variants, compiling = _modules("passes.base", "plan.variants", "step.compile_step")
         self.clock, self.seconds = clock, dict[str, float]()
         compiling.capture = self._timed(compiling.capture, "capture")
         variants.plan_of = self._timed(variants.plan_of, "plan")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "sbp"))
 from samples import samples  # noqa: E402
 
-from graphzero.sbp.call import op_name  # noqa: E402
+from graphzero.sbp.op_call import op_name  # noqa: E402
 
 UNSPECIFIED = ("empty", "new_empty", "resize", "_resize")  # memory as it is
 LARGEST = 20_000  # elements of an operand

@@ -29,10 +29,10 @@ from graphzero.errors import CaptureError
 from graphzero.ir import ops as ir_ops
 from graphzero.ir.value import role_of
 from graphzero.ops import UNIFORM_LIKE
-from graphzero.sbp.call import op_name
-from graphzero.sbp.law import meta_of, violations
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.placement import placement
 from graphzero.sbp.registry import has_rule, signatures
+from graphzero.sbp.rule_checks import meta_of, violations
 
 # In the last two a partial sum rounds more than small results are large: of signatures only shapes and types compare.
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32, torch.bfloat16)

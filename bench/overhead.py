@@ -33,21 +33,21 @@ from graphzero.runtime.state.mutation_watch import StatesWatch
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.step.attributes import Attributes
-from graphzero.step.groups import Groups
-from graphzero.step.inputs import Reader
+from graphzero.step.build_inputs import BuildInputReader
 from graphzero.step.key import Keys
-from graphzero.step.program import Program
-from graphzero.step.programs import Programs
+from graphzero.step.parameter_groups import ParameterGroups
+from graphzero.step.program import StepProgram
+from graphzero.step.program_cache import ProgramCache
 
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "inputs": [(Reader, "read"), (Program, "arguments")],
+    "inputs": [(BuildInputReader, "read"), (StepProgram, "arguments")],
     "modules": [(State, "tensors"), (Attributes, "look")],
     "optimizer states": [(StatesWatch, "hold"), (State, "after")],
-    "groups": [(Groups, "look")],
-    "key": [(Keys, "of"), (Programs, "find")],
+    "groups": [(ParameterGroups, "look")],
+    "key": [(Keys, "of"), (ProgramCache, "find")],
     "agreement": [(Ranks, "agree")],
     "executor": [(Executor, "run")],
-    "outputs": [(Program, "outputs")],
+    "outputs": [(StepProgram, "outputs")],
 }
 COLUMNS = [part for part in PARTS if part != "agreement"]
 

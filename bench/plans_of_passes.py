@@ -57,7 +57,7 @@ class Train(gz.Graph):
         self.config.enable_zero(stage=3)
         self.config.enable_amp(amp)
         for one in passes:
-            self.config.add_pass(one, after="fuse" if isinstance(one, Offload) else "narrow")
+            self.config.add_pass(one, after="fuse" if isinstance(one, Offload) else "cast_before_gather")
 
     def build(self, x: Tensor) -> Tensor:
         loss: Tensor = self.model(x).square().mean()

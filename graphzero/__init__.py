@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from graphzero.pretrained import save_pretrained as save_pretrained
     from graphzero.region import local_region
     from graphzero.runtime.host_memory import keep_freed_memory
-    from graphzero.sbp.links import Link
+    from graphzero.sbp.link_costs import Link
     from graphzero.sbp.placement import Placement, placement
 
 __version__ = "0.1.0"
@@ -75,7 +75,7 @@ _HOMES = {
     "Graph": "graph",
     "GraphConfig": "config",
     "GraphZeroError": "errors",
-    "Link": "sbp.links",
+    "Link": "sbp.link_costs",
     "Pipeline": "passes",
     "Placement": "sbp.placement",
     "PlacementError": "errors",

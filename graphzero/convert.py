@@ -27,8 +27,8 @@ from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
 from graphzero.runtime.world.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
-from graphzero.sbp.local import chunk, cutting, nests
 from graphzero.sbp.placement import Placement, as_placement
+from graphzero.sbp.shards import chunk, cutting, nests
 from graphzero.sbp.types import B, Nd, Sbp
 
 Wanted = Sbp | Sequence[Sbp] | None  # one SBP for each placement axis

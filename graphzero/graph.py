@@ -37,13 +37,13 @@ from graphzero.runtime.world import launch
 from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
-from graphzero.step import checks
-from graphzero.step.checks import check_attribute, missing_attribute
+from graphzero.step import argument_checks
+from graphzero.step.argument_checks import check_attribute, missing_attribute
 from graphzero.step.full_parameters import FullParameters
-from graphzero.step.program import Program
-from graphzero.step.selection import Prepared, Selection
-from graphzero.step.source import Source
-from graphzero.step.steps import Steps
+from graphzero.step.program import StepProgram
+from graphzero.step.program_selector import PreparedCall, ProgramSelector
+from graphzero.step.step_runner import StepRunner
+from graphzero.step.user_graph import UserGraph
 
 
 class Graph:
@@ -60,7 +60,7 @@ class Graph:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        checks.check_names(cls, Graph)
+        argument_checks.check_names(cls, Graph)
 
     def __init__(
         self, placement: Placement | DeviceMesh | None = None, name: str | None = None,
@@ -68,7 +68,9 @@ class Graph:
     ) -> None:  # fmt: skip
         self.name = name or type(self).__name__
         self.placement = launch.resolve(config.placement if config is not None and placement is None else placement)
-        self.config = GraphConfig(self.placement) if config is None else checks.own_config(config, self.placement)
+        self.config = (
+            GraphConfig(self.placement) if config is None else argument_checks.own_config(config, self.placement)
+        )
         if self.placement.size > 1 and not self.placement.data_axes:
             warnings.warn(
                 f"no axis of {self.placement!r} is a data axis (its name begins with dp), so every rank takes its "
@@ -79,10 +81,10 @@ class Graph:
 
     def _begin(self) -> None:
         """The parts that are this Graph's alone: what it consists of, and what is compiled of that."""
-        self._source = Source(self, self.placement, self.config)
-        self._selection = Selection(self._source)
+        self._source = UserGraph(self, self.placement, self.config)
+        self._selection = ProgramSelector(self._source)
         self._checkpoints = Checkpoints(self._source, self._selection)
-        self._steps = Steps(self._source, self._selection)
+        self._steps = StepRunner(self._source, self._selection)
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,10 +114,12 @@ class Graph:
         or one that takes a metric, and limits that are no positive numbers.
         """
         source = self._source
-        checks.check_no_others(others)
-        checks.check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
-        checks.check_scheduler(lr_sch, optim)
-        checks.check_clipping(clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value)
+        argument_checks.check_no_others(others)
+        argument_checks.check_optimizer(optim, [spec.optimizer for spec in source.optimizers])
+        argument_checks.check_scheduler(lr_sch, optim)
+        argument_checks.check_clipping(
+            clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value
+        )
         modules.know(optim)
         source.optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
         source.schedulers.append(lr_sch)
@@ -131,7 +135,7 @@ class Graph:
         already.
         """
         held = vars(self)
-        checks.check_average(averaged, of, held, [spec.averaged for spec in self._source.averages])
+        argument_checks.check_average(averaged, of, held, [spec.averaged for spec in self._source.averages])
         self._source.averages.append(AverageSpec(averaged, of))
 
     # ---- running
@@ -177,7 +181,7 @@ class Graph:
     @_compat.contextmanager
     def prepared_call(
         self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False, verifies: bool = True
-    ) -> Iterator[Prepared]:
+    ) -> Iterator[PreparedCall]:
         """For the rest of graphzero: the call with these arguments and its program, which is compiled and not run.
 
         What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
@@ -392,7 +396,7 @@ class Graph:
         check_attribute(type(self), name, held, "_steps" in vars(self))
         super().__setattr__(name, held)
 
-    def compiled_program(self, what: str) -> Program:
+    def compiled_program(self, what: str) -> StepProgram:
         """For the rest of graphzero: what was used or compiled last.  Raises ConfigError, which names ``what``."""
         last = self._selection.last
         if last is None:

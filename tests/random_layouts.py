@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import graphzero as gz
 from graphzero.sbp import B, P, S
-from graphzero.sbp.local import nests
+from graphzero.sbp.shards import nests
 from graphzero.sbp.types import Nd
 
 STEPS = 3

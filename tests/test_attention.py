@@ -11,7 +11,7 @@ from torch import nn
 import graphzero as gz
 from graphzero import _compat
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, attention_cuda, attention_definition, attention_kernels
-from graphzero.ops.attention_contract import Case, wide
+from graphzero.ops.attention_contract import AttentionCase, wide
 from graphzero.ops.attention_definition import backward_by_definition, by_definition
 from graphzero.ops.attention_kernels import KERNELS, choose
 
@@ -102,7 +102,7 @@ def test_the_cpus_backward_of_16_bit_values_is_that_of_float32_rounded_once(monk
 def test_a_cpu_with_a_unit_for_16_bit_products_keeps_torchs_backward(monkeypatch):
     def chosen(tiles, dtype=torch.bfloat16, backward=True):
         monkeypatch.setattr(_compat, "has_tiles", lambda: tiles)
-        return choose(Case("cpu", (0, 0), dtype, 64, 8, 8, True, True, backward)).name
+        return choose(AttentionCase("cpu", (0, 0), dtype, 64, 8, 8, True, True, backward)).name
 
     assert chosen(False) == chosen(False, torch.float16) == "flash_cpu_in_float32"
     assert chosen(True) == chosen(False, torch.float32) == chosen(False, backward=False) == "flash_cpu"
@@ -234,7 +234,7 @@ def test_dropout_in_attention_is_one_op_and_the_same_on_any_layout():
 
 
 def case(dtype=torch.bfloat16, capability=(9, 0), dim=64, queries=128, keys=128, bias=False, causal=True, **more):
-    return Case("cuda", capability, dtype, dim, queries, keys, bias, causal, **more)
+    return AttentionCase("cuda", capability, dtype, dim, queries, keys, bias, causal, **more)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def case(dtype=torch.bfloat16, capability=(9, 0), dim=64, queries=128, keys=128,
         (case(capability=(12, 0), dim=200, backward=True), "efficient"),
         (case(capability=(13, 0)), "definition"),
         (case(keys=0, causal=False), "definition"),
-        (Case("cpu", (0, 0), torch.float32, 64, 8, 8, True, True), "flash_cpu"),
-        (Case("mps", (0, 0), torch.float32, 64, 8, 8, True, True), "definition"),
+        (AttentionCase("cpu", (0, 0), torch.float32, 64, 8, 8, True, True), "flash_cpu"),
+        (AttentionCase("mps", (0, 0), torch.float32, 64, 8, 8, True, True), "definition"),
     ],
 )
 def test_the_first_kernel_that_fits_is_chosen(monkeypatch, wanted, expected):

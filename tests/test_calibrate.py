@@ -20,7 +20,7 @@ from graphzero.config import GraphConfig
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
 from graphzero.sbp.boxing import COLLECTIVES, wire_bytes
-from graphzero.sbp.links import messages
+from graphzero.sbp.link_costs import messages
 
 FACTORY = """
 import torch

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import graphzero as gz
-from graphzero.ir.laws.verify import verify
+from graphzero.ir.verifier.verify import verify
 from graphzero.testing import fake_world, measure_step
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))

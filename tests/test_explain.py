@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.ir.source import line_of
+from graphzero.ir.source_location import line_of
 from graphzero.sbp import B, P, S
 
 

@@ -7,7 +7,7 @@ import graphzero as gz
 from graphzero.inspect.wide import Wide
 from graphzero.ops import grouped_mm
 from graphzero.sbp import B, S
-from graphzero.sbp.law import check_rule
+from graphzero.sbp.rule_checks import check_rule
 
 pytestmark = pytest.mark.filterwarnings("error")
 ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)

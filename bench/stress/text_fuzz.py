@@ -32,7 +32,7 @@ import graphzero as gz
 from graphzero.inspect.simulate import lowered, run
 from graphzero.ir import known_ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
+from graphzero.ir.verifier.verify import verify
 from graphzero.plan import plan_of
 from graphzero.testing.compare import random_inputs
 

@@ -5,8 +5,9 @@ of a float32 one, plus a scale for every block.  Each block of ``block`` numbers
 largest magnitude / 127, so a number is read within half its block's scale; the parameter that the optimizer steps stays
 as it is.  Rows are what ranks split, so what is read does not depend on how many ranks there are.
 
-Contract: runs behind ``zero``, or behind ``narrow`` where parameters are read in 16 bit.  What forward and backward
-read of a parameter that is split along its rows is its int8 form, quantised once where it lies and gathered by each.
+Contract: runs after ``zero``, or after ``cast_before_gather`` where parameters are read in 16 bit.  What forward and
+backward read of a parameter that is split along its rows is its int8 form, quantised once where it lies and gathered by
+each.
 This changes values, within that bound: it is the step of the model whose weights are the numbers that int8 can say.
 Left alone: vectors, parameters that are whole, or split along another dim.
 

@@ -6,9 +6,10 @@ together, and that copy stays until backward has read it.  What backward gathers
 1/n of the parameters' bytes from forward to backward, n ranks to a node.  Forward sends less too: between nodes
 1/n of what it did, since the ranks of a node no longer each fetch the same.
 
-Contract: runs behind ``zero``, or behind ``narrow`` where parameters are read in 16 bit, so that the copy is of those.
-Parameters that are split on the axis between nodes get one ``use`` that gathers them there, which forward and backward
-read through.  No value changes.  Left alone: a parameter that no node splits, and one whose sizes do not cut evenly.
+Contract: runs after ``zero``, or after ``cast_before_gather`` where parameters are read in 16 bit, so that the copy is
+of those.  Parameters that are split on the axis between nodes get one ``use`` that gathers them there, which forward
+and backward read through.  No value changes.  Left alone: a parameter that no node splits, and one whose sizes do not
+cut evenly.
 
       w      = param()    : f32[16, 4]  (S(0)!, S(0)!)
     forward:

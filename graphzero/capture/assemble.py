@@ -31,7 +31,7 @@ from graphzero.capture.trace.threads import one_at_a_time
 from graphzero.capture.trace.trace import Slot, Traced
 from graphzero.capture.update_writer import UpdateWriter
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.packed import Packed
+from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.value import Role, phase_of
 from graphzero.logs import phase
 
@@ -269,7 +269,7 @@ class _Capture:
         fixed = {Role("scalar", name): x for name, x in traced.fixed.items()}
         guards = all_guards(self.environments, () if fixed else scalars, fixed)
         return Captured(
-            Packed.of(step_graph),
+            PackedGraph.of(step_graph),
             traced.out_spec,
             training,
             states,

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphzero import _compat
 from graphzero.errors import CaptureError
-from graphzero.ir.source import line_of, user_frames
+from graphzero.ir.source_location import line_of, user_frames
 
 SHOWN = 8
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

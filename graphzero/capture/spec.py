@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphzero.capture.guards import Guards
 from graphzero.capture.optimizer.hyper import Carry
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.packed import Packed
+from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.ragged import Along
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
@@ -195,7 +195,7 @@ class Captured:
     told: the lines that go by the answer that build is being traced, which plain PyTorch is not.
     """
 
-    packed: Packed
+    packed: PackedGraph
     out_spec: pytree.TreeSpec
     training: bool
     states: list[StateSpec]

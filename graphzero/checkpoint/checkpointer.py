@@ -26,8 +26,8 @@ from graphzero.logs import event
 from graphzero.runtime.world.consensus import FULL, LOAD, SAVE, Topic
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.types import Nd
-from graphzero.step.selection import Selection
-from graphzero.step.source import Source
+from graphzero.step.program_selector import ProgramSelector
+from graphzero.step.user_graph import UserGraph
 
 _WRITE = Topic("gz.save of {}", "what is saved", HINT)
 _READ = Topic("gz.load of {}", "what is loaded", "Every rank must see the same files: the path must be shared")
@@ -38,7 +38,7 @@ _FIND = Topic("gz.load of {}, found", "the checkpoint to load", _READ.hint)
 class Checkpoints:
     """Of one Graph."""
 
-    def __init__(self, source: Source, selection: Selection) -> None:
+    def __init__(self, source: UserGraph, selection: ProgramSelector) -> None:
         self._source, self._selection = source, selection
         self._under_way: Saved | None = None
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from graphzero.passes.place.zero import zero_split
 from graphzero.runtime.state.modules import Found
 from graphzero.sbp.types import B, Nd
-from graphzero.step.source import Source
+from graphzero.step.user_graph import UserGraph
 
 
 class Layouts:
     """Of one Graph.  known: (optimizer, path, key) -> SBP of states, of the program that is there."""
 
-    def __init__(self, source: Source, known: Mapping[Any, Nd]) -> None:
+    def __init__(self, source: UserGraph, known: Mapping[Any, Nd]) -> None:
         self._source, self._known, self._state = source, known, source.state()
         self._found = self._state.tensors()
 

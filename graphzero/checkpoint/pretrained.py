@@ -29,7 +29,7 @@ from graphzero.runtime.state.placement_checks import check_trained_apart
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.consensus import Topic
 from graphzero.runtime.world.launch import has_fake_world
-from graphzero.step.source import Source
+from graphzero.step.user_graph import UserGraph
 
 _INIT = Topic("gz.materialize of {}", "what comes to life", "Every rank must hold the same modules")
 _LOAD = Topic("gz.load_pretrained of {}", "what is loaded", "Every rank must read the same files")
@@ -37,7 +37,7 @@ _SHOWN = 6
 Names = Callable[[str], str | None]
 
 
-def materialize(source: Source, init: Callable[[nn.Module], Any] | None) -> None:
+def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> None:
     """See ``gz.materialize``."""
     ranks, state = source.ranks, source.state()
     _check_world(source.name)
@@ -63,7 +63,7 @@ def materialize(source: Source, init: Callable[[nn.Module], Any] | None) -> None
 
 
 def load_pretrained(
-    source: Source, path: Path, attribute: str | None, rename: Mapping[str, str] | Names | None, strict: bool
+    source: UserGraph, path: Path, attribute: str | None, rename: Mapping[str, str] | Names | None, strict: bool
 ) -> None:
     """See ``gz.load_pretrained``."""
     ranks, state = source.ranks, source.state()
@@ -92,13 +92,13 @@ def _check_world(name: str) -> None:
         raise ConfigError(f"{name} has no values in a fake world: its other ranks are not there; compile() needs none")
 
 
-def _nds(source: Source, state: State) -> dict[str, Any]:
+def _nds(source: UserGraph, state: State) -> dict[str, Any]:
     layouts, entries = Layouts(source, {}), meta_tensors.lifeless(state)
     check_trained_apart(entries)
     return {entry.path: layouts.of_tensor(entry) for entry in entries}
 
 
-def _wake(source: Source, state: State, module: nn.Module, given: Mapping[str, Stored]) -> None:
+def _wake(source: UserGraph, state: State, module: nn.Module, given: Mapping[str, Stored]) -> None:
     """Allocate what is on the meta device and in the files."""
     held = {id(x) for key, x in module.state_dict(keep_vars=True).items() if key in given}
     nds = _nds(source, state)
@@ -106,7 +106,7 @@ def _wake(source: Source, state: State, module: nn.Module, given: Mapping[str, S
     meta_tensors.put(state, {e.path: (meta_tensors.allocated(e, nds[e.path], state), nds[e.path]) for e in found})
 
 
-def _module_name(source: Source, attribute: str | None) -> str:
+def _module_name(source: UserGraph, attribute: str | None) -> str:
     names = [name for name in source.modules if name != LOSS_SCALE]
     if attribute is None and len(names) == 1:
         return names[0]

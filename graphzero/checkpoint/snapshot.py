@@ -19,7 +19,7 @@ from graphzero.checkpoint.files.save_plan import Layout
 from graphzero.checkpoint.state_dict import collect
 from graphzero.errors import CheckpointError
 from graphzero.runtime.tensors.shards import local_of
-from graphzero.step.source import Source
+from graphzero.step.user_graph import UserGraph
 
 EXTRA = "extra"
 
@@ -32,7 +32,7 @@ class Content:
     Raises CheckpointError for values that are no whole step's, and for what no file can hold.
     """
 
-    def __init__(self, source: Source, outline: Mapping[str, Any], path: Path, extra: Any, is_hashed: bool) -> None:
+    def __init__(self, source: UserGraph, outline: Mapping[str, Any], path: Path, extra: Any, is_hashed: bool) -> None:
         self._path = path
         state = source.state()
         torn = state.why_torn()

@@ -30,7 +30,7 @@ from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.world import World
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES, Lines
-from graphzero.sbp.links import Link, messages
+from graphzero.sbp.link_costs import Link, messages
 from graphzero.sbp.placement import Placement
 
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))  # 1 KiB to 16 MiB

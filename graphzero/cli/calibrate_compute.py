@@ -23,7 +23,7 @@ from graphzero.plan.device import FLOPS, MEMORY, Device
 from graphzero.plan.seconds import COPY
 from graphzero.plan.timeline import COMPUTE, timeline
 from graphzero.runtime.world.accelerators import ACCELERATORS, synchronize
-from graphzero.sbp.links import Link
+from graphzero.sbp.link_costs import Link
 from graphzero.testing import profile_step
 from graphzero.testing.timer import StepTimes
 

@@ -26,7 +26,7 @@ from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.runtime.world import launch
 from graphzero.sbp.placement import Placement, placement
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 from graphzero.testing import fake_world
 
 STAGES = (0, 1, 2, 3)
@@ -106,7 +106,9 @@ def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[G
 
 
 @contextmanager
-def planned(command: str, what: str, where: Placement | None, stage: int, verifies: bool = True) -> Iterator[Program]:
+def planned(
+    command: str, what: str, where: Placement | None, stage: int, verifies: bool = True
+) -> Iterator[StepProgram]:
     """The program of what the FACTORY makes, as the first rank has it; nothing runs, and no memory is taken.
 
     verifies: False where it is only one of many that are counted.

@@ -18,12 +18,12 @@ from typing import Any
 from graphzero.cli import factory
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Pipeline, parse_passes
 from graphzero.passes.base import snake_case
 from graphzero.passes.pass_list import GROUPS, NAMES
-from graphzero.passes.text import listing
+from graphzero.passes.pass_list_text import listing
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 
 

@@ -23,7 +23,7 @@ from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
 from graphzero.plugins.ragged.shapes import shapes_of
 from graphzero.runtime.world import launch
-from graphzero.sbp.links import Link
+from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 

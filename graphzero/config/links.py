@@ -12,7 +12,7 @@ from typing import Any
 from graphzero.errors import ConfigError
 from graphzero.plan.device import is_way
 from graphzero.runtime.json_file import read_json
-from graphzero.sbp.links import Link, Links, link_of
+from graphzero.sbp.link_costs import Link, Links, link_of
 from graphzero.sbp.placement import Placement
 
 FREE = Link(latency=0.0, bandwidth=1.0)  # of an axis of one rank, on which nothing travels

@@ -9,7 +9,7 @@ from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
 from graphzero.config.zero import ZeroSettings
 from graphzero.plugins.ragged.shapes import Shapes
-from graphzero.sbp.links import Link, Links
+from graphzero.sbp.link_costs import Link, Links
 
 EXECUTORS = ("eager", "inductor")
 

@@ -19,7 +19,7 @@ from graphzero.inspect.start import Start, start_of
 from graphzero.inspect.wide import widened
 from graphzero.ir import value
 from graphzero.runtime.world.consensus import CHECK
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 
 _CAPTURED = (
     "Capture runs build once and writes down the tensor operations. What plain PyTorch does anew in every call, and a "
@@ -85,7 +85,7 @@ def _result_name(node: Any, specs: list[Any]) -> str:
 
 class _Check:
     def __init__(
-        self, start: Start, names: Mapping[str, str], program: Program, device: str, rtol: float | None
+        self, start: Start, names: Mapping[str, str], program: StepProgram, device: str, rtol: float | None
     ) -> None:
         self.start, self.names, self.history, self.device = start, names, program.history, device
         self.padded = program.captured.padded

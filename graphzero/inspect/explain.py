@@ -16,9 +16,9 @@ from graphzero.errors import ConfigError
 from graphzero.graph import Graph
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import examine
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.transfer import delivered
+from graphzero.ir.verifier.verify import examine
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
 from graphzero.passes import Expand
 from graphzero.passes.place.forward_sweep import AxisPropagation, Option

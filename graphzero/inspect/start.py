@@ -22,7 +22,7 @@ from graphzero.runtime.state.seed import key_tensor
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import wrap
 from graphzero.sbp.placement import Placement
-from graphzero.step.selection import Prepared
+from graphzero.step.program_selector import PreparedCall
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Start:
         return self.step.optimizers
 
 
-def start_of(prepared: Prepared, is_wide: bool) -> Start:
+def start_of(prepared: PreparedCall, is_wide: bool) -> Start:
     """Collect the whole of what a call would read.  Every rank calls it."""
     source, call, program = prepared.source, prepared.call, prepared.program
     state, inputs = call.state, call.inputs
@@ -104,7 +104,7 @@ class _Copies:
         return self.of(raw)
 
 
-def _values(start: Start, prepared: Prepared, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
+def _values(start: Start, prepared: PreparedCall, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
     """What stands behind each placeholder of the program as captured."""
     captured, numbers = prepared.program.captured, prepared.call.numbers
     owners = {spec.placeholder: spec for spec in reversed(captured.states)}

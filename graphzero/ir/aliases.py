@@ -27,13 +27,13 @@ import torch
 from torch import fx
 
 from graphzero.ir import ops, value
-from graphzero.ir.memo import remembered
+from graphzero.ir.op_cache import cache_by_op
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
 
 aten = torch.ops.aten
 
 
-class Kind(Enum):
+class AliasKind(Enum):
     """What an op that makes no value of its own makes of its operand."""
 
     NAME = auto()
@@ -54,29 +54,29 @@ UNMARKED = (
 )  # fmt: skip
 ANNOTATIONS = (ops.use, PIN)  # marks that give a value a second SBP; a box comes to stand in front of them
 
-_OF: Mapping[Kind, tuple[Any, ...]] = {
-    Kind.NAME: (aten.alias.default, aten.detach.default),
-    Kind.MARK: (*ANNOTATIONS, ops.relabel, AS_LOCAL, AS_GLOBAL),
-    Kind.RESHAPE: (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    Kind.UNIT: (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
-    Kind.TURN: (aten.t.default, aten.transpose.int, aten.permute.default),
-    Kind.PART: (
+_OF: Mapping[AliasKind, tuple[Any, ...]] = {
+    AliasKind.NAME: (aten.alias.default, aten.detach.default),
+    AliasKind.MARK: (*ANNOTATIONS, ops.relabel, AS_LOCAL, AS_GLOBAL),
+    AliasKind.RESHAPE: (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    AliasKind.UNIT: (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    AliasKind.TURN: (aten.t.default, aten.transpose.int, aten.permute.default),
+    AliasKind.PART: (
         aten.expand.default, aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.as_strided.default,
     ),
-    Kind.WRITTEN: ops.WRITING,
-    Kind.OTHER: (ops.box, ops.slice_shard, ops.take, *UNMARKED[2:]),
-    Kind.COPY: (aten.clone.default, aten._to_copy.default, aten.contiguous.default),
+    AliasKind.WRITTEN: ops.WRITING,
+    AliasKind.OTHER: (ops.box, ops.slice_shard, ops.take, *UNMARKED[2:]),
+    AliasKind.COPY: (aten.clone.default, aten._to_copy.default, aten.contiguous.default),
 }  # fmt: skip
-_KIND: Mapping[Any, Kind] = {op: kind for kind, some in _OF.items() for op in some}
-_WHOLE = (Kind.RESHAPE, Kind.UNIT, Kind.TURN)
-_SHOWN = (*_WHOLE, Kind.PART)
+_KIND: Mapping[Any, AliasKind] = {op: kind for kind, some in _OF.items() for op in some}
+_WHOLE = (AliasKind.RESHAPE, AliasKind.UNIT, AliasKind.TURN)
+_SHOWN = (*_WHOLE, AliasKind.PART)
 
 
-@remembered
-def kind_of(target: Any) -> Kind | None:
+@cache_by_op
+def alias_kind(target: Any) -> AliasKind | None:
     """The line of the table for an op; None for one that makes values of its own."""
     found = _KIND.get(target)
-    return Kind.OTHER if found is None and _is_marked(target) else found
+    return AliasKind.OTHER if found is None and _is_marked(target) else found
 
 
 def _is_marked(target: Any) -> bool:
@@ -88,32 +88,32 @@ def _is_marked(target: Any) -> bool:
 
 def is_name(target: Any) -> bool:
     """Whether the op's result is its operand itself, marked or not."""
-    return kind_of(target) in (Kind.NAME, Kind.MARK)
+    return alias_kind(target) in (AliasKind.NAME, AliasKind.MARK)
 
 
 def is_view(target: Any) -> bool:
     """Whether the op's results lie in the storage of its first operand."""
-    return kind_of(target) not in (None, Kind.COPY)
+    return alias_kind(target) not in (None, AliasKind.COPY)
 
 
 def is_whole_view(target: Any) -> bool:
     """Whether the op shows all values of its operand in other dims."""
-    return kind_of(target) in _WHOLE
+    return alias_kind(target) in _WHOLE
 
 
 def is_plain_view(target: Any) -> bool:
     """Whether the op is a view of one operand, of its dtype, of which it is known where which element lies."""
-    return kind_of(target) in _SHOWN
+    return alias_kind(target) in _SHOWN
 
 
 def is_reshape(target: Any) -> bool:
     """Whether the op shows all values of its operand in other sizes, which of some strides is a copy."""
-    return kind_of(target) is Kind.RESHAPE
+    return alias_kind(target) is AliasKind.RESHAPE
 
 
 def is_copy(target: Any) -> bool:
     """Whether the op makes its operand's values once more, in whatever dtype."""
-    return kind_of(target) is Kind.COPY
+    return alias_kind(target) is AliasKind.COPY
 
 
 def unnamed(node: fx.Node) -> fx.Node:

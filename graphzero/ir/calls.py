@@ -16,7 +16,7 @@ from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import TensorType
 from graphzero.ops import ADAM, AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp import rank_call, registry
-from graphzero.sbp.local import nests
+from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.sbp.collectives import COLLECTIVES, Collective
+from graphzero.sbp.collectives import COLLECTIVES, CollectiveKind
 
 _KINDS: dict[Any, str] = {op: op.__name__ for op in ops.COLLECTIVES} | {
     op: op.__name__.removeprefix("bucket_") for op in ops.BUCKETS
@@ -52,7 +52,7 @@ class Transfer:
     slot: int | None = None
 
     @property
-    def collective(self) -> Collective:
+    def collective(self) -> CollectiveKind:
         return COLLECTIVES[self.kind]
 
     @property

@@ -1,14 +1,14 @@
 """The tensor ops that graphzero adds to ATen, one file an op: its schema, kernel, shapes and gradient."""
 
-from graphzero.ops import pieces as pieces
+from graphzero.ops import offset_index as offset_index
 from graphzero.ops.adam import ADAM, ADAM_
 from graphzero.ops.adam_rounded import ADAM_ROUNDED, ADAM_ROUNDED_
 from graphzero.ops.attention import ATTENTION, ATTENTION_BACKWARD
-from graphzero.ops.bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
-from graphzero.ops.ends import AS_GLOBAL, AS_LOCAL, SAME, dual
+from graphzero.ops.embedding_bag import BAG, BAG_BACKWARD, BAG_SCALES_BACKWARD
 from graphzero.ops.grouped_mm import GROUPED_MM
-from graphzero.ops.marks import CHECK, PIN
+from graphzero.ops.local_region import AS_GLOBAL, AS_LOCAL, SAME, dual
+from graphzero.ops.pin_check import CHECK, PIN
 from graphzero.ops.random import RANK_KEY, UNIFORM_LIKE
 from graphzero.ops.stochastic_round import STOCHASTIC_ROUND
 

@@ -26,7 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """What decides which kernel computes attention."""
 
     device: str
@@ -46,7 +46,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """One implementation.
 
     fits: whether it computes a case.  enabled: torch's own switch for it; backend: torch's number of it.
@@ -55,7 +55,7 @@ class Kernel:
     name: str
     forward: Forward
     backward: Backward
-    fits: Callable[[Case], bool]
+    fits: Callable[[AttentionCase], bool]
     enabled: Callable[[], bool] = lambda: True
     backend: int = 0
 

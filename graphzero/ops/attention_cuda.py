@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphzero.ops.attention_contract import HALF, Case, Kernel, gradients, laid_out
+from graphzero.ops.attention_contract import HALF, AttentionCase, AttentionKernel, gradients, laid_out
 from graphzero.ops.attention_definition import backward_by_definition
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _flash_backward(
     return gradients(found, q, k, v)
 
 
-def _flash_fits(case: Case) -> bool:
+def _flash_fits(case: AttentionCase) -> bool:
     if case.dtype not in HALF or case.bias or case.padded > 256 or not (8, 0) <= case.capability <= LAST:
         return False
     if case.causal and case.queries != case.keys:  # it would align the mask to the last key, torch does to the first
@@ -112,7 +112,7 @@ def _efficient_backward(
     return gradients(found[:3], q, k, v)
 
 
-def _efficient_fits(case: Case) -> bool:
+def _efficient_fits(case: AttentionCase) -> bool:
     least = {torch.float16: (5, 0), torch.float32: (5, 0), torch.bfloat16: (8, 0)}.get(case.dtype)
     return least is not None and least <= case.capability <= LAST and _has_rows(case)
 
@@ -164,7 +164,7 @@ def _cudnn_key(q: Tensor, k: Tensor, causal: bool) -> Any:
     return q.device, q.dtype, q.shape, k.shape, causal
 
 
-def _cudnn_fits(case: Case) -> bool:
+def _cudnn_fits(case: AttentionCase) -> bool:
     if case.dtype not in HALF or case.bias or case.padded > 128 or not (8, 0) <= case.capability <= LAST:
         return False
     if case.causal and case.queries != case.keys or min(case.queries, case.keys) < 2:
@@ -172,14 +172,14 @@ def _cudnn_fits(case: Case) -> bool:
     return not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.is_available()
 
 
-def _has_rows(case: Case) -> bool:
+def _has_rows(case: AttentionCase) -> bool:
     return min(case.dim, case.queries, case.keys) > 0
 
 
 KERNELS = (
-    Kernel("flash", _flash, _flash_backward, _flash_fits, torch.backends.cuda.flash_sdp_enabled, 1),
-    Kernel("cudnn", _cudnn, _cudnn_backward, _cudnn_fits, torch.backends.cuda.cudnn_sdp_enabled, 3),
-    Kernel(
+    AttentionKernel("flash", _flash, _flash_backward, _flash_fits, torch.backends.cuda.flash_sdp_enabled, 1),
+    AttentionKernel("cudnn", _cudnn, _cudnn_backward, _cudnn_fits, torch.backends.cuda.cudnn_sdp_enabled, 3),
+    AttentionKernel(
         "efficient", _efficient, _efficient_backward, _efficient_fits,
         torch.backends.cuda.mem_efficient_sdp_enabled, 2,
     ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphzero.ops.attention_contract import Kernel, wide
+from graphzero.ops.attention_contract import AttentionKernel, wide
 from graphzero.ops.random import mixed_
 
 ELEMENTS = {"cpu": 2**17}  # scores that are computed at a time: on the CPU what a core's own cache holds
@@ -143,4 +143,4 @@ def _halves(numbers: Tensor) -> Tensor:
     return mixed_(numbers.contiguous() + 1).unsqueeze(-1).view(torch.int32)
 
 
-DEFINITION = Kernel("definition", by_definition, backward_by_definition, lambda case: True)
+DEFINITION = AttentionKernel("definition", by_definition, backward_by_definition, lambda case: True)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.ops import attention_cuda
-from graphzero.ops.attention_contract import HALF, Case, Kernel
+from graphzero.ops.attention_contract import HALF, AttentionCase, AttentionKernel
 from graphzero.ops.attention_definition import DEFINITION
 
 aten = torch.ops.aten
 ELEMENTS = 2**15  # of an operand that the CPU's backward takes at a time: what a core's own cache holds of all of them
 
 
-def choose(case: Case) -> Kernel:
+def choose(case: AttentionCase) -> AttentionKernel:
     """The first kernel of the device that is switched on and fits; attention by definition where none does.
 
     On CUDA the first in torch's order: on some GPUs cuDNN's stands before flash, which computes the same cases.
@@ -33,10 +33,10 @@ def choose(case: Case) -> Kernel:
     return next((kernel for kernel in known if kernel.fits(case) and kernel.enabled()), DEFINITION)
 
 
-def case_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, backward: bool = False) -> Case:
+def case_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, backward: bool = False) -> AttentionCase:
     capability = _capability(q.device) if q.is_cuda else (0, 0)
     lengths = q.shape[2], k.shape[2]
-    return Case(q.device.type, capability, q.dtype, q.shape[-1], *lengths, bias is not None, causal, backward)
+    return AttentionCase(q.device.type, capability, q.dtype, q.shape[-1], *lengths, bias is not None, causal, backward)
 
 
 @lru_cache
@@ -121,15 +121,15 @@ def _parts(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(sample, sample + whole), slice(head, head + some)
 
 
-def _is_faster_in_float32(case: Case) -> bool:
+def _is_faster_in_float32(case: AttentionCase) -> bool:
     """Whether the case is a backward of 16-bit values on a CPU without a unit for their products of matrices."""
     return case.backward and case.dtype in HALF and not _compat.has_tiles()
 
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {
+KERNELS: dict[str, tuple[AttentionKernel, ...]] = {
     "cpu": (
-        Kernel("flash_cpu_in_float32", _cpu, _cpu_backward_in_float32, _is_faster_in_float32),
-        Kernel("flash_cpu", _cpu, _cpu_backward, lambda case: True),
+        AttentionKernel("flash_cpu_in_float32", _cpu, _cpu_backward_in_float32, _is_faster_in_float32),
+        AttentionKernel("flash_cpu", _cpu, _cpu_backward, lambda case: True),
     ),
     "cuda": attention_cuda.KERNELS,
 }

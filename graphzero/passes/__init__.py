@@ -4,7 +4,7 @@ A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and
 built-in ones.
 """
 
-from graphzero.ir.space import host_memory
+from graphzero.ir.memory_space import host_memory
 from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pass_name
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
@@ -19,8 +19,9 @@ from graphzero.passes.memory.in_place import Reuse
 from graphzero.passes.memory.keep_gathered import Keep
 from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.pass_list import NAMES, Fuse, Options, Schedule, default_passes
+from graphzero.passes.pass_list_text import parse_passes, print_passes
+from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
-from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.zero import Zero
@@ -31,7 +32,6 @@ from graphzero.passes.schedule.launch import Launch
 from graphzero.passes.schedule.optimizer_in_backward import StepEarly
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
-from graphzero.passes.text import parse_passes, print_passes
 from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "Launch",
     "Localize",
     "LowerBoxing",
-    "Narrow",
+    "CastBeforeGather",
     "Options",
     "Order",
     "Overlap",

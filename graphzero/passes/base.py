@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, is_dataclass
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
-from graphzero.ir.laws.verify import verify
-from graphzero.ir.packed import Packed, Shelf
+from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.text.printer import print_graph
+from graphzero.ir.verifier.verify import verify
 from graphzero.logs import phase
 from graphzero.passes.option_text import write_options
 
@@ -90,7 +90,7 @@ class Record:
 
     name: str
     pass_: Pass = field(repr=False)
-    packed: tuple[Packed, Packed] = field(repr=False)
+    packed: tuple[PackedGraph, PackedGraph] = field(repr=False)
     seconds: float
     seconds_verify: float
 
@@ -138,7 +138,7 @@ class Pipeline:
     def __call__(self, graph: StepGraph) -> StepGraph:
         if graph.stated:
             verify(graph)
-        clone, shelf = graph.clone(), Shelf()
+        clone, shelf = graph.clone(), PackedHistory()
         return self._run(shelf.put(clone), clone, shelf)
 
     def after(self, record: Record, given: StepGraph | None = None) -> StepGraph:
@@ -146,9 +146,9 @@ class Pipeline:
 
         given: the graph as it was then, which changes; by default it is made anew.
         """
-        return self._run(record.packed[1], record.after if given is None else given, Shelf())
+        return self._run(record.packed[1], record.after if given is None else given, PackedHistory())
 
-    def _run(self, before: Packed, graph: StepGraph, shelf: Shelf) -> StepGraph:
+    def _run(self, before: PackedGraph, graph: StepGraph, shelf: PackedHistory) -> StepGraph:
         """before: the same as ``graph``, which changes."""
         self.history = []
         for pass_ in self.passes:
@@ -156,7 +156,9 @@ class Pipeline:
                 graph, before = self._run_one(pass_, graph, before, shelf)
         return graph
 
-    def _run_one(self, pass_: Pass, graph: StepGraph, before: Packed, shelf: Shelf) -> tuple[StepGraph, Packed]:
+    def _run_one(
+        self, pass_: Pass, graph: StepGraph, before: PackedGraph, shelf: PackedHistory
+    ) -> tuple[StepGraph, PackedGraph]:
         """Where a pass has nothing to do, the graph is what it was when it was verified and packed."""
         name, given = pass_name(pass_), _Given.of(graph)
         started = time.perf_counter()

@@ -15,8 +15,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from graphzero.errors import GraphZeroError
+from graphzero.ir.text.lexer import LineReader, read_sbp
 from graphzero.ir.text.printer import role_text, word
-from graphzero.ir.text.words import Reader, read_sbp
 from graphzero.ir.value import Role
 from graphzero.sbp.types import Sbp
 
@@ -26,11 +26,11 @@ class Form:
     """What the values of a type look like.  hint: in words, for messages."""
 
     hint: str
-    read: Callable[[Reader], Any]
+    read: Callable[[LineReader], Any]
     write: Callable[[Any], str]
 
 
-def refused(reader: Reader, begin: int, problem: str) -> Exception:
+def refused(reader: LineReader, begin: int, problem: str) -> Exception:
     """The error to raise of what stands at ``begin``."""
     reader.at = begin
     reader.next()
@@ -47,7 +47,7 @@ def forms_of(kind: type) -> Mapping[str, Form]:
     return {one.name: form_of(hints[one.name]) for one in _fields(kind) if one.init}
 
 
-def read_options(reader: Reader, kind: type, what: str) -> Any:
+def read_options(reader: LineReader, kind: type, what: str) -> Any:
     """An object of ``kind`` from ``name=value name=value }``, behind the bracket that opened.
 
     what: the object is called in messages.
@@ -65,7 +65,7 @@ def read_options(reader: Reader, kind: type, what: str) -> Any:
     return made(reader, begin, kind, found, what)
 
 
-def made(reader: Reader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
+def made(reader: LineReader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
     """The object, or the error for options that are missing or do not fit."""
     missing = [one.name for one in _fields(kind) if _default(one) is MISSING and one.name not in found]
     if missing:
@@ -113,10 +113,10 @@ def form_of(type_: Any) -> Form:
     raise TypeError(f"an option of type {type_} has no text form yet")
 
 
-def _plain(hint: str, read: Callable[[Reader], Any], write: Callable[[Any], str]) -> Form:
+def _plain(hint: str, read: Callable[[LineReader], Any], write: Callable[[Any], str]) -> Form:
     """read: gives None where something else stands."""
 
-    def checked(reader: Reader) -> Any:
+    def checked(reader: LineReader) -> Any:
         reader.next()
         begin, found = reader.at, read(reader)
         if found is None:
@@ -126,25 +126,25 @@ def _plain(hint: str, read: Callable[[Reader], Any], write: Callable[[Any], str]
     return Form(hint, checked, write)
 
 
-def _bool(reader: Reader) -> bool | None:
+def _bool(reader: LineReader) -> bool | None:
     return {"true": True, "false": False}.get(reader.word())
 
 
-def _number(reader: Reader) -> Any:
+def _number(reader: LineReader) -> Any:
     return reader.value() if reader.next() and reader.next() in "-0123456789" else None
 
 
-def _int(reader: Reader) -> int | None:
+def _int(reader: LineReader) -> int | None:
     found = _number(reader)
     return found if type(found) is int else None
 
 
-def _float(reader: Reader) -> float | None:
+def _float(reader: LineReader) -> float | None:
     found = _number(reader)
     return float(found) if type(found) in (int, float) else None
 
 
-def _sbp(reader: Reader) -> Sbp | None:
+def _sbp(reader: LineReader) -> Sbp | None:
     begin, name = reader.at, reader.word()
     if name and reader.take("("):
         inside, closed = reader.until(")")
@@ -156,9 +156,9 @@ _PLAIN: dict[Any, Form] = {
     bool: _plain("true or false", _bool, lambda x: str(x).lower()),
     int: _plain("a whole number", _int, repr),
     float: _plain("a number", _float, repr),
-    str: _plain("a name", Reader.path, word),
+    str: _plain("a name", LineReader.path, word),
     Sbp: _plain("an SBP", _sbp, str),
-    Role: _plain("a role", Reader.role, role_text),
+    Role: _plain("a role", LineReader.role, role_text),
 }
 
 
@@ -171,7 +171,7 @@ def _optional(inner: Form) -> Form:
 
 
 def _several(item: Form) -> Form:
-    def read(reader: Reader) -> tuple[Any, ...]:
+    def read(reader: LineReader) -> tuple[Any, ...]:
         reader.next()
         begin, found = reader.at, []
         if not reader.take("("):
@@ -199,7 +199,7 @@ def _nd() -> Form:
 def _by_role(held: Form) -> Form:
     role = form_of(Role)
 
-    def read(reader: Reader) -> dict[Role, Any]:
+    def read(reader: LineReader) -> dict[Role, Any]:
         reader.next()
         begin, found = reader.at, dict[Role, Any]()
         if not reader.take("{"):
@@ -219,7 +219,7 @@ def _record(kind: type) -> Form:
     name = kind.__name__
     hint = f"{{{' '.join(f'{one.name}=...' for one in _fields(kind))}}}"
 
-    def read(reader: Reader) -> Any:
+    def read(reader: LineReader) -> Any:
         reader.next()
         begin = reader.at
         if not reader.take("{"):

@@ -27,8 +27,8 @@ from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
 from graphzero.passes.micro.tile_rows import TileRows
+from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
-from graphzero.passes.place.narrow import Narrow
 from graphzero.passes.place.pin import Pin
 from graphzero.passes.place.propagate import Propagate
 from graphzero.passes.place.zero import Zero
@@ -41,7 +41,7 @@ from graphzero.passes.schedule.optimizer_in_backward import StepEarly
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
 from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
-from graphzero.sbp.links import Links
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import Nd
 
 
@@ -121,7 +121,7 @@ class Entry:
 PASSES: tuple[Entry, ...] = (
     Entry(Pin, "captured"),
     Entry(Zero, "captured", lambda options: options.stage > 0),
-    Entry(Narrow, "captured", lambda options: options.masters),
+    Entry(CastBeforeGather, "captured", lambda options: options.masters),
     Entry(CountTargets, "captured", _adds_up),
     Entry(StackUpdates, "captured"),
     Entry(Expand, "captured"),

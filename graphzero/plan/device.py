@@ -16,7 +16,7 @@ from typing import Any
 from graphzero.errors import ConfigError
 from graphzero.runtime.json_file import read_json
 from graphzero.runtime.world.device_memory import SHARE
-from graphzero.sbp.links import Link, is_finite, link_of
+from graphzero.sbp.link_costs import Link, is_finite, link_of
 from graphzero.sbp.placement import DEVICE_TYPES, Placement
 
 FOLDER = Path(__file__).parent / "devices"

@@ -15,13 +15,13 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import examine
-from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import Bytes, Life, liveness
 from graphzero.ir.transfer import Transfer
+from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.verifier.verify import examine
 from graphzero.sbp.boxing import wire_bytes
-from graphzero.sbp.links import Links
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import B
 
 RESIDENT = ("parameters", "compute_parameters", "optimizer_states", "buffers", "accumulators", "communication", "arena")

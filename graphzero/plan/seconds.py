@@ -20,12 +20,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_view
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, shape_on
 from graphzero.ir.storage.liveness import Liveness
+from graphzero.ir.transfer_layout import TransferLayout, shape_on
 from graphzero.ir.value import DTYPE_NAMES, ScalarType, TensorType
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD, GROUPED_MM
 from graphzero.plan.device import Device
-from graphzero.sbp.links import Link
+from graphzero.sbp.link_costs import Link
 
 aten = torch.ops.aten
 _SDPA: Callable[..., float] = sdpa_flop_count
@@ -102,7 +102,7 @@ def work_of(at: Liveness, node: fx.Node) -> Work | None:
     return Work(name, dtype, _flops(graph, node), sum(read) + written + more)
 
 
-def packing(layout: Layout) -> tuple[Work, Work] | None:
+def packing(layout: TransferLayout) -> tuple[Work, Work] | None:
     """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer.
 
     Where values are cast on their way, a rank's own piece is laid down even without one.

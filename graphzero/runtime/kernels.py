@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from graphzero import _compat
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import shape_on
 from graphzero.ir.storage import kernel_forms
+from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.world.world import World
-from graphzero.sbp.local import chunk
+from graphzero.sbp.shards import chunk
 
 aten = torch.ops.aten
 

@@ -1,12 +1,12 @@
 """SBP: how global tensors lie on ranks, what ops allow, and what it costs to change."""
 
 from graphzero.sbp.boxing import Move, cost, move
-from graphzero.sbp.call import SCALAR, Call
 from graphzero.sbp.dtensor import of
-from graphzero.sbp.local import LocalSize, LocalStart, chunk, lifted, nests
+from graphzero.sbp.op_call import SCALAR, Call
 from graphzero.sbp.placement import Placement, as_placement, from_mesh, placement
 from graphzero.sbp.rank_call import local_args
 from graphzero.sbp.registry import GatheredBatchWarning, NoRuleWarning, Offset, has_rule, rule, signatures
+from graphzero.sbp.shards import LocalSize, LocalStart, chunk, lifted, nests
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, Nd, P, S, Sbp, parse_sbp, partial
 

@@ -20,7 +20,7 @@ Lines = tuple[int, int]  # the first, and the one behind the last
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveKind:
     """src, dst: the kinds of SBP between which it goes, "B", "S" or "P".
 
     arguments: of its op behind the value, in order: "dim" (of a split source, then of a split result), "axis" and
@@ -57,22 +57,22 @@ class Collective:
 
 
 COLLECTIVES = {
-    "all_gather": Collective(
+    "all_gather": CollectiveKind(
         "S", "B", ("dim", "axis"),
         wire=lambda n: (n - 1) / n, messages=lambda n: n - 1,
         sent=lambda own, n: (own, own + 1), received=lambda n: (0, n), whole=lambda n: n,
     ),
-    "reduce_scatter": Collective(
+    "reduce_scatter": CollectiveKind(
         "P", "S", ("dim", "axis"),
         wire=lambda n: (n - 1) / n, messages=lambda n: n - 1,
         sent=lambda own, n: (0, n), received=lambda n: (n, n + 1), whole=lambda n: n,
     ),
-    "all_reduce": Collective(  # costs a reduce_scatter and an all_gather
+    "all_reduce": CollectiveKind(  # costs a reduce_scatter and an all_gather
         "P", "B", ("axis", "reduction"),
         wire=lambda n: 2 * (n - 1) / n, messages=lambda n: 2 * (n - 1),
         sent=lambda own, n: (0, 1), received=lambda n: (0, 1), whole=lambda n: 1,
     ),
-    "all_to_all": Collective(
+    "all_to_all": CollectiveKind(
         "S", "S", ("dim", "dim", "axis"),
         wire=lambda n: (n - 1) / n**2, messages=lambda n: n - 1,
         sent=lambda own, n: (0, n), received=lambda n: (n, 2 * n), whole=lambda n: n**2, joins=False,

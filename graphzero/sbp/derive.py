@@ -14,9 +14,9 @@ from math import gcd, prod
 import torch
 
 from graphzero.errors import SbpError
-from graphzero.sbp.factors import REST, Factors, Given, Operand
-from graphzero.sbp.local import chunk
+from graphzero.sbp.factors import REST, FactorOperand, Factors, Given
 from graphzero.sbp.reductions import REDUCTIONS
+from graphzero.sbp.shards import chunk
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, S, Sbp, partial
 
@@ -79,7 +79,7 @@ def derive(
 
 def _bind(factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...]) -> _Bound:
     operands = factors.operands
-    if not given and operands == (Operand(()),):
+    if not given and operands == (FactorOperand(()),):
         operands = ()
     if len(given) != len(operands) or len(made) != len(factors.outputs):
         raise SbpError(

@@ -36,23 +36,23 @@ REST = "..."
 _DIM = re.compile(r"\.\.\.|\([A-Za-z_]+\)|[A-Za-z1_]")
 
 
-class Number:
+class NumberOperand:
     """Stands in an operand's place for a Python number: it has no dims and cannot be partial."""
 
 
-NUMBER = Number()
-Given = TensorMeta | Number | None  # what is passed for an operand; None: an optional one left out
+NUMBER = NumberOperand()
+Given = TensorMeta | NumberOperand | None  # what is passed for an operand; None: an optional one left out
 
 
 @dataclass(frozen=True)
-class Operand:
+class FactorOperand:
     dims: tuple[str, ...]
     nonlinear: bool = False
     shape_only: bool = False
 
 
 @dataclass(frozen=True)
-class Output:
+class FactorOutput:
     dims: tuple[str, ...]
     depends: frozenset[int]
 
@@ -62,9 +62,9 @@ class Factors:
     """A parsed line."""
 
     text: str
-    operands: tuple[Operand, ...]
+    operands: tuple[FactorOperand, ...]
     terms: tuple[tuple[int, ...], ...]  # operands that multiply, by number; terms add
-    outputs: tuple[Output, ...]
+    outputs: tuple[FactorOutput, ...]
     reductions: tuple[str, ...]
 
 
@@ -80,24 +80,24 @@ def parse(text: str) -> Factors:
     for word in reductions:
         if word not in REDUCTIONS:
             raise SbpError(f"factors {text!r}: {word!r} is no reduction; write {', '.join(REDUCTIONS)}")
-    operands: list[Operand] = []
+    operands: list[FactorOperand] = []
     terms: list[tuple[int, ...]] = []
     for term in left.split("+"):
         first = len(operands)
         operands += [_operand(part.strip(), text) for part in term.split(",")]
         terms.append(tuple(i for i in range(first, len(operands)) if not operands[i].shape_only))
     if left.strip() == "":
-        operands, terms = [Operand(())], [(0,)]
+        operands, terms = [FactorOperand(())], [(0,)]
     outputs = tuple(_output(part.strip(), operands, text) for part in right.split(","))
     return Factors(text, tuple(operands), tuple(t for t in terms if t), outputs, reductions)
 
 
-def _operand(part: str, text: str) -> Operand:
+def _operand(part: str, text: str) -> FactorOperand:
     mark = part[:1] if part[:1] in ("~", "?") else ""
-    return Operand(_dims(part[len(mark) :].strip(), text), mark == "~", mark == "?")
+    return FactorOperand(_dims(part[len(mark) :].strip(), text), mark == "~", mark == "?")
 
 
-def _output(part: str, operands: list[Operand], text: str) -> Output:
+def _output(part: str, operands: list[FactorOperand], text: str) -> FactorOutput:
     dims, colon, numbers = part.partition(":")
     if colon and not re.fullmatch(r"\d*", numbers.strip()):
         raise SbpError(f"factors {text!r}: after `:` stand operand numbers, one digit each, not {numbers!r}")
@@ -105,7 +105,7 @@ def _output(part: str, operands: list[Operand], text: str) -> Output:
     if depends and max(depends) >= len(operands):
         count = len(operands)
         raise SbpError(f"factors {text!r}: output {part!r} depends on operand {max(depends)}, but there are {count}")
-    return Output(_dims(dims.strip(), text), frozenset(i for i in depends if not operands[i].shape_only))
+    return FactorOutput(_dims(dims.strip(), text), frozenset(i for i in depends if not operands[i].shape_only))
 
 
 def _dims(part: str, text: str) -> tuple[str, ...]:

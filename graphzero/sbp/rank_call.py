@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from graphzero.sbp.call import Op, argument_names
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.op_call import Op, argument_names
 from graphzero.sbp.registry import Shape, base_of, entry_of
+from graphzero.sbp.shards import LocalSize, LocalStart
 from graphzero.sbp.types import Nd
 
 Pair = tuple[Sequence[int], Nd]  # global shape and SBP of a tensor

@@ -21,9 +21,9 @@ from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 from graphzero.errors import SbpError
-from graphzero.sbp.call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
 from graphzero.sbp.derive import Cut, derive
 from graphzero.sbp.factors import Factors, parse
+from graphzero.sbp.op_call import Call, Op, argument_names, frozen, op_name, operands_of, overload_of, with_scalars
 from graphzero.sbp.signature import Signature, TensorMeta, all_broadcast
 from graphzero.sbp.types import S
 
@@ -74,7 +74,7 @@ class Offset:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RuleEntry:
     """What is registered of an op; see ``rule``."""
 
     rule: Rule
@@ -83,7 +83,7 @@ class Entry:
     offset: Offset | None
 
 
-_entries: dict[Op, Entry] = {}
+_entries: dict[Op, RuleEntry] = {}
 _cache: dict[Any, tuple[Signature, ...]] = {}
 _equal: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}  # one of each: calls of many shapes have the same
 _CACHED = 2**12  # calls whose signatures are kept: some 3 KB each
@@ -144,11 +144,11 @@ def rule(
     if offset is not None:
         offset = replace(offset, op=overload_of(offset.op))
     for op in ops if isinstance(ops, Sequence) else (ops,):
-        _register(overload_of(op), Entry(written, dict(sizes or {}), nonempty, offset))
+        _register(overload_of(op), RuleEntry(written, dict(sizes or {}), nonempty, offset))
     return None
 
 
-def _register(op: Op, entry: Entry) -> None:
+def _register(op: Op, entry: RuleEntry) -> None:
     if _state["loading"]:
         if op in _own:
             raise SbpError(f"{op_name(op)} has two rules in graphzero.sbp.rules")
@@ -256,7 +256,7 @@ def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signatur
     return tuple(Signature(tuple(s.inputs[i] for i in order), s.outputs) for s in derived)
 
 
-def entry_of(op: Op) -> Entry | None:
+def entry_of(op: Op) -> RuleEntry | None:
     """All that was said of an op; None where nothing was."""
     _load()
     return _entries.get(op)

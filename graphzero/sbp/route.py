@@ -28,8 +28,8 @@ from math import prod
 
 from graphzero.sbp.boxing import Move, move, wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
-from graphzero.sbp.links import Costs, Links
-from graphzero.sbp.local import alike, nests
+from graphzero.sbp.link_costs import Costs, Links
+from graphzero.sbp.shards import alike, nests
 from graphzero.sbp.types import B, Nd, S, Sbp
 
 Step = tuple[int, Move]  # placement axis, and what happens on it

@@ -9,11 +9,11 @@ import torch
 
 from graphzero.runtime.world.consensus import digest
 from graphzero.step.attributes import Attributes
-from graphzero.step.call import Call
-from graphzero.step.equal_inputs import FIRST, Shared
+from graphzero.step.build_call import BuildCall
 from graphzero.step.key import describe
-from graphzero.step.programs import Known
-from graphzero.step.source import Source
+from graphzero.step.program_cache import CachedKey
+from graphzero.step.replicated_inputs import FIRST, ReplicatedInputs
+from graphzero.step.user_graph import UserGraph
 
 _TAKEN = "steps taken (a call has stopped on some ranks only: load a checkpoint on all, graph.load_state_dict(...))"
 Parts = Callable[[], Mapping[str, str]]
@@ -36,10 +36,10 @@ class Progress:
 class Facts:
     """Of the calls of one Graph."""
 
-    def __init__(self, source: Source, attributes: Attributes, progress: Progress) -> None:
+    def __init__(self, source: UserGraph, attributes: Attributes, progress: Progress) -> None:
         self._source, self._attributes, self._progress = source, attributes, progress
 
-    def of(self, call: Call, known: Known, running: bool) -> tuple[int, Parts]:
+    def of(self, call: BuildCall, known: CachedKey, running: bool) -> tuple[int, Parts]:
         """The hash and the parts.  known: of the call's key; what is found out is added to it."""
         settings, state, progress, inputs = call.settings, call.state, self._progress, call.inputs
         numbers, stateless, draws = call.numbers, "", "not begun"
@@ -47,7 +47,7 @@ class Facts:
             stateless, draws = state.stateless(), f"seed {state.random.seed}, step {state.random.step}"
         else:  # the first call takes what rank 0 has
             numbers = {role: number for role, number in numbers.items() if role.kind == "scalar"}
-        shared = known.shared = known.shared or Shared(inputs, self._source.placement)
+        shared = known.shared = known.shared or ReplicatedInputs(inputs, self._source.placement)
         threads = torch.get_num_threads() if progress.repeats else 0
         is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
 
@@ -72,7 +72,7 @@ class Facts:
         return digest(str(known.hash), *facts, *map(repr, numbers.values())), parts
 
 
-def compares_inputs(call: Call, known: Known) -> bool:
+def compares_inputs(call: BuildCall, known: CachedKey) -> bool:
     """Whether a call is one of those that compare the larger inputs that ranks are given alike."""
     shared = known.shared
     return shared is not None and bool(shared.all) and (shared.calls < FIRST or call.settings.check_inputs == "values")

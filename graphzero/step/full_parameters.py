@@ -23,7 +23,7 @@ from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.consensus import Topic
 from graphzero.runtime.world.launch import has_fake_world
-from graphzero.step.source import Source
+from graphzero.step.user_graph import UserGraph
 
 _BEGIN = Topic("full_parameters() of {}", "what is made whole", "Every rank must hold the same modules")
 _END = Topic("the end of full_parameters() of {}", "what follows full_parameters()", "Every rank must leave the block")
@@ -43,7 +43,7 @@ class FullParameters:
 
     _is_open = False
 
-    def __init__(self, source: Source, plan: Plan | None) -> None:
+    def __init__(self, source: UserGraph, plan: Plan | None) -> None:
         """``plan``: of the program used last."""
         self._source, self._plan, self._state = source, plan, source.state()
         self._shown: Sequence[Shown] = ()

@@ -29,7 +29,7 @@ from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.sbp.types import Nd
-from graphzero.step.inputs import text_of
+from graphzero.step.build_inputs import text_of
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ from graphzero.runtime.world.consensus import digest
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import World
 from graphzero.sbp.types import Nd
-from graphzero.step.call import Call
-from graphzero.step.inputs import rank_values
-from graphzero.step.outputs import Outputs
+from graphzero.step.build_call import BuildCall
+from graphzero.step.build_inputs import rank_values
+from graphzero.step.build_outputs import BuildOutputs
 
 FED = ("batch", "scalar", "hyper", "seed")
 
 
 @dataclass(eq=False)
-class Part:
+class ProgramPart:
     """What runs from one end to the other: a graph, how it is executed, and where its large temporaries lie.
 
     kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
@@ -66,11 +66,11 @@ class Part:
 
 
 @dataclass(eq=False)
-class Program:
+class StepProgram:
     """captured: the step it was made from.  history: what each pass did.  plan: what a step of it costs."""
 
     captured: Captured
-    part: Part
+    part: ProgramPart
     history: list[Record]
     plan: Plan
 
@@ -104,7 +104,7 @@ class Program:
 
     # ---- a call of it
 
-    def arguments(self, call: Call, world: World) -> dict[str, list[Any]]:
+    def arguments(self, call: BuildCall, world: World) -> dict[str, list[Any]]:
         """What it reads anew in each call, by placeholder."""
         count, random = len(world.local_ranks), call.state.random
         leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
@@ -120,10 +120,10 @@ class Program:
         return found
 
     @cached_property
-    def _outputs(self) -> Outputs:
-        return Outputs(self.graph, self.captured.out_spec, self.captured.padded)
+    def _outputs(self) -> BuildOutputs:
+        return BuildOutputs(self.graph, self.captured.out_spec, self.captured.padded)
 
-    def outputs(self, call: Call, results: Results, world: World) -> Any:
+    def outputs(self, call: BuildCall, results: Results, world: World) -> Any:
         """What ``build`` returns, of what it hands back."""
         return self._outputs.of(results, world, call.is_global, call.padded)
 

@@ -7,7 +7,7 @@ def test_my_pass():
     assert_same_step(graph, after, ranks=4)  # both on virtual ranks: equal outputs, equal new states
 """
 
-from graphzero.sbp.law import check_rule
+from graphzero.sbp.rule_checks import check_rule
 from graphzero.testing.compare import assert_graph, assert_same_step
 from graphzero.testing.fake import fake_world
 from graphzero.testing.measure import measure_step, profile_step, trace_step

@@ -10,7 +10,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import RESIDENT, liveness
 from graphzero.runtime.world.world import Sent
-from graphzero.step.selection import Prepared
+from graphzero.step.program_selector import PreparedCall
 from graphzero.testing.meter import Measured, MemoryMeter
 from graphzero.testing.timer import StepTimes, Timer
 
@@ -73,7 +73,7 @@ def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwa
     return timer.times
 
 
-def _prepared(graph: Graph, args: Any, kwargs: Any) -> Prepared:
+def _prepared(graph: Graph, args: Any, kwargs: Any) -> PreparedCall:
     """The call that is to be measured; ranks do not wait for each other, as that would be missing from its time."""
     with graph.prepared_call(f"measuring a step of {graph.name}", args, kwargs, alone=True) as prepared:
         return prepared

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphzero import _compat
-from graphzero.ir.space import HOST
+from graphzero.ir.memory_space import HOST
 
 if TYPE_CHECKING:
     from graphzero.runtime.execute.executor import Executor

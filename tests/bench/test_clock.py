@@ -8,7 +8,7 @@ import torch
 from compile_clock import Compiling
 
 from graphzero.plan import variants
-from graphzero.step import compile as compiling
+from graphzero.step import compile_step as compiling
 
 
 @pytest.mark.filterwarnings("ignore:.*no gradient reaches")

@@ -34,7 +34,7 @@ def test_every_operator_agrees_in_every_signature_of_every_call(dtype: torch.dty
     found = ops.tally(dtype, set(), most=2 if dtype == torch.float64 else 1)
     assert found.samples > 100
     assert not found.wrong, "\n".join(found.wrong)
-    assert set(found.bare) <= BARE, "give these a rule, or say in sbp/rules/whole.py why they have none"
+    assert set(found.bare) <= BARE, "give these a rule, or say in sbp/rules/broadcast_only.py why they have none"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured, Input, Inputs, OptimizerSpec, Step, capture
 from graphzero.ir import ops, value
-from graphzero.ir.laws.verify import verify
+from graphzero.ir.verifier.verify import verify
 from graphzero.ops import PIN
 from graphzero.sbp.placement import placement
-from graphzero.step.groups import Groups
+from graphzero.step.parameter_groups import ParameterGroups
 
 PLACE = placement("cpu", range(1))
 
@@ -83,7 +83,7 @@ class Program:
 
     def __call__(self, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
         _, feed = inputs_of(args, kwargs)
-        hypers = Groups(self.optimizers).numbers
+        hypers = ParameterGroups(self.optimizers).numbers
         env: dict[fx.Node, Any] = {}
         graph = self.graph
         assert self.captured.guards({**hypers, **{value.Role("scalar", k): v for k, v in feed.items()}})

@@ -11,7 +11,7 @@ from torch import nn
 from graphzero.capture import OptimizerSpec, Step, capture
 from graphzero.errors import CaptureError
 from graphzero.ir.value import Role
-from graphzero.step.groups import Groups
+from graphzero.step.parameter_groups import ParameterGroups
 
 D = torch.float64
 ARGUMENTS = {
@@ -173,22 +173,22 @@ def test_hyperparameters_change_between_steps():
 def test_guards_notice_a_hyperparameter_that_would_change_the_program():
     owner = Owner(build, model=net())
     program = Program(owner, [torch.optim.SGD(owner.model.parameters(), lr=0.1)], batches()[0][0])
-    values, hold = Groups(program.optimizers).numbers, program.captured.guards
+    values, hold = ParameterGroups(program.optimizers).numbers, program.captured.guards
     assert hold(values)
     assert hold({**values, Role("hyper", "optimizer0.group0", "lr"): 0.3})
     adamw = Program(owner, [torch.optim.AdamW(owner.model.parameters(), weight_decay=0.0)], batches()[0][0])
-    values, hold = Groups(adamw.optimizers).numbers, adamw.captured.guards
+    values, hold = ParameterGroups(adamw.optimizers).numbers, adamw.captured.guards
     assert hold(values)
     assert not hold({**values, Role("hyper", "optimizer0.group0", "weight_decay"): 0.1})
 
 
 def test_baked_settings_show_a_change():
     spec = OptimizerSpec(torch.optim.SGD(net().parameters(), lr=0.1))
-    before = Groups([spec]).baked
+    before = ParameterGroups([spec]).baked
     spec.optimizer.param_groups[0]["lr"] = 0.2
-    assert Groups([spec]).baked == before
+    assert ParameterGroups([spec]).baked == before
     spec.optimizer.param_groups[0]["maximize"] = True
-    assert Groups([spec]).baked != before
+    assert ParameterGroups([spec]).baked != before
 
 
 CLIPS = [

@@ -34,7 +34,7 @@ def nodes(count=2, ranks=2):
 
 
 class Train(gz.Graph):
-    def __init__(self, *passes, where=None, stage=3, net=None, steps=1, after="narrow"):
+    def __init__(self, *passes, where=None, stage=3, net=None, steps=1, after="cast_before_gather"):
         super().__init__(where or nodes())
         self.model = net or model()
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01), clip_grad_norm=1.0)

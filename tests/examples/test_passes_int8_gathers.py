@@ -132,7 +132,7 @@ class Plain(Train):
         self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=1.0))
         self.config.enable_zero(stage=3)
         for one in passes:
-            self.config.add_pass(one, after="narrow")
+            self.config.add_pass(one, after="cast_before_gather")
 
 
 @pytest.mark.parametrize(("amp", "wide"), [(False, 4), (True, 2)])

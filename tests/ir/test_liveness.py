@@ -13,10 +13,10 @@ from toys import STAGES, lower, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.storage.liveness import Liveness, bytes_held, liveness
 from graphzero.ir.text.parser import parse
 from graphzero.ir.value import Role
+from graphzero.ir.verifier.verify import verify
 from graphzero.sbp.types import B, S
 
 LAYERS = ("linear 8", "bias", "relu", "linear 8", "bias", "relu", "linear 4")

@@ -13,7 +13,7 @@ from toys import STAGES, options, step
 import graphzero as gz
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.packed import Packed, Shelf
+from graphzero.ir.packed_graph import PackedGraph, PackedHistory
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Pipeline, default_passes
 from graphzero.sbp.types import B
@@ -43,14 +43,14 @@ def test_every_graph_of_a_history_comes_back_with_all_that_is_known_of_its_value
     graph = parse(step())
     for pass_ in default_passes(options(zero)):
         graph = Pipeline([pass_])(graph)
-        again = Packed.of(graph).graph()
+        again = PackedGraph.of(graph).graph()
         assert facts(again) == facts(graph)
         assert (again.name, again.placement, again.level) == (graph.name, graph.placement, graph.level)
         assert [list(map(str, a.users)) for a in again.nodes] == [list(map(str, a.users)) for a in graph.nodes]
 
 
 def test_numbers_keep_their_kinds_and_lists_their_values() -> None:
-    graph = Packed.of(parse(NUMBERS)).graph()
+    graph = PackedGraph.of(parse(NUMBERS)).graph()
     assert str(graph) == str(parse(NUMBERS))
     one, real = (graph.node(name).args[1] for name in "ab")
     assert (type(one), type(real)) == (int, float)
@@ -74,7 +74,7 @@ def test_what_text_cannot_say_comes_back_too() -> None:
         graph.call(own, (graph.node("x"),), value.tensor_type(graph.node("x")), sbp=(B,), name="mine")
     graph.node("a").meta["mine"] = held = object()
     graph.node("b").meta["among"] = {graph.node("x"), 1j}, [slice(1, None), frozenset("ab")]
-    again = Packed.of(graph).graph()
+    again = PackedGraph.of(graph).graph()
     assert again.node("mine").target is own
     assert again.node("a").meta["mine"] is held
     assert again.node("b").meta["among"] == ({again.node("x"), 1j}, [slice(1, None), frozenset("ab")])
@@ -92,7 +92,7 @@ def test_a_change_of_what_came_back_changes_nothing_else() -> None:
 
 def test_a_change_of_the_graph_does_not_reach_the_packed_one() -> None:
     graph = parse(step())
-    packed, text = Packed.of(graph), str(graph)
+    packed, text = PackedGraph.of(graph), str(graph)
     for node in graph.nodes:
         node.meta["sbp"] = None
     graph.set_output([], {}, {})
@@ -118,7 +118,7 @@ def test_every_graph_of_one_run_comes_back_as_it_was_then(zero: gz.passes.Zero |
 
 
 def test_what_is_put_back_is_as_it_was_and_what_is_erased_is_gone() -> None:
-    graph, shelf = parse(NUMBERS), Shelf()
+    graph, shelf = parse(NUMBERS), PackedHistory()
     texts, packed = [str(graph)], [shelf.put(graph)]
 
     def take() -> None:
@@ -144,7 +144,7 @@ def test_what_is_put_back_is_as_it_was_and_what_is_erased_is_gone() -> None:
 
 
 def test_a_graph_that_did_not_change_is_the_same_object_and_one_that_did_is_not() -> None:
-    graph, shelf = parse(NUMBERS), Shelf()
+    graph, shelf = parse(NUMBERS), PackedHistory()
     first = shelf.put(graph)
     assert shelf.put(graph) is first
     changes = (
@@ -163,7 +163,7 @@ def test_a_graph_that_did_not_change_is_the_same_object_and_one_that_did_is_not(
 
 
 def test_a_list_that_a_pass_has_noted_and_fills_later_is_packed_as_it_is_each_time() -> None:
-    graph, shelf, noted = parse(NUMBERS), Shelf(), list[int]()
+    graph, shelf, noted = parse(NUMBERS), PackedHistory(), list[int]()
     graph.node("a").meta["mine"] = noted
     graph.node("b").meta["among"] = (1, noted)
     packed = [shelf.put(graph)]
@@ -183,7 +183,7 @@ def test_a_history_takes_a_fraction_of_its_graphs() -> None:
     graphs = [record.after for record in history]
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
-    packed = [Packed.of(graph) for graph in graphs]
+    packed = [PackedGraph.of(graph) for graph in graphs]
     gc.collect()
     kept = tracemalloc.get_traced_memory()[0] - held
     tracemalloc.stop()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphzero.errors import GraphZeroError, VerifyError
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Pipeline
 from graphzero.plan import plan_of
 from graphzero.runtime.execute.executor import Executor

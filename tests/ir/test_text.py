@@ -13,12 +13,12 @@ import torch
 from toys import STAGES, history, lower, run, step
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import ParseError, parse
 from graphzero.ir.text.printer import op_name, print_graph
 from graphzero.ir.value import Role, TensorType
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.ir.verifier.verify import verify
 from graphzero.sbp.placement import placement
+from graphzero.sbp.shards import LocalSize, LocalStart
 from graphzero.sbp.types import B, S
 
 TOYS = {

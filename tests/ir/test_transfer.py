@@ -11,10 +11,10 @@ from toys import STAGES, lower, step
 import graphzero
 from graphzero.ir import ops, transfer
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
-from graphzero.ir.layout import lay_out, layout_of
 from graphzero.ir.text.parser import parse
 from graphzero.ir.transfer import awaited, delivered, transfer_of
+from graphzero.ir.transfer_layout import lay_out, layout_of
+from graphzero.ir.verifier.verify import verify
 
 LAYERS = ("linear 8", "bias", "relu", "linear 8", "bias", "relu", "linear 4")
 ROOT = pathlib.Path(graphzero.__file__).parent
@@ -97,6 +97,6 @@ def test_lines_of_a_slot_that_are_sent_and_received_lie_within_it() -> None:
 def test_only_one_file_knows_where_the_arguments_of_a_transfer_stand() -> None:
     """Others may name its ops, and ask; the text's own laws read the arguments of what is still to be checked."""
     decoding = re.compile(r"bucket_\w+\.__name__|\"bucket_|removeprefix\(.bucket_|ops\.launch, \(|args\[2\]\[0\]")
-    allowed = {"ir/transfer.py", "ir/ops.py", "ir/laws/forms.py"}
+    allowed = {"ir/transfer.py", "ir/ops.py", "ir/verifier/pass_op_types.py"}
     found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if decoding.search(path.read_text("utf-8"))}
     assert found <= allowed

@@ -13,9 +13,9 @@ from toys import STAGES, history, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
 from graphzero.ir.value import TensorType
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Pipeline, Reuse, default_passes
 from graphzero.sbp.types import B, P, S
 

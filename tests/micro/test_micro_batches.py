@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import graphzero as gz
 from graphzero.ir import ops, value
-from graphzero.ir.laws.verify import verify
+from graphzero.ir.verifier.verify import verify
 
 B, S = gz.sbp.B, gz.sbp.S
 

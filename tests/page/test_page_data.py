@@ -23,13 +23,13 @@ from graphzero.plugins.page import plan_data, render
 from graphzero.plugins.page.lines import Pool
 from graphzero.plugins.page.render import SCRIPTS, STYLES, embedded
 from graphzero.plugins.page.timeline import read_measured
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 
 Json = dict[str, Any]
 
 
 @contextmanager
-def program_of(tmp_path: Path, name: str, stage: int = 3, ranks: int = 4) -> Iterator[Program]:
+def program_of(tmp_path: Path, name: str, stage: int = 3, ranks: int = 4) -> Iterator[StepProgram]:
     file = tmp_path / "train.py"
     file.write_text(FACTORY)
     graph, example = factory.make(f"{file}:{name}", gz.placement("cpu", range(ranks), virtual=True), stage)
@@ -37,7 +37,7 @@ def program_of(tmp_path: Path, name: str, stage: int = 3, ranks: int = 4) -> Ite
         yield prepared.program
 
 
-def given(program: Program, **more: Any) -> tuple[Json, list[str]]:
+def given(program: StepProgram, **more: Any) -> tuple[Json, list[str]]:
     """What the page reads: through JSON and back."""
     pool = Pool()
     found = plan_data(program, "toy", pool, **more)

@@ -14,10 +14,10 @@ from toys import random_step
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.ir.transfer import NO_SLOT_YET
+from graphzero.ir.verifier.verify import verify
 from graphzero.ops import PIN
 from graphzero.passes import BuiltinPass, Options, Pipeline, default_passes, parse_passes
 from graphzero.passes.contract import Contract, Example, contract_of

@@ -11,9 +11,9 @@ from toys import STAGES, history, lines, lower, random_step, step
 from graphzero.errors import VerifyError
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
-from graphzero.ir.layout import layout_of
 from graphzero.ir.text.parser import parse
+from graphzero.ir.transfer_layout import layout_of
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Bucket, Zero
 from graphzero.sbp.types import Nd, S
 from graphzero.testing import assert_graph, assert_same_step

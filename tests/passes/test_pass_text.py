@@ -15,8 +15,8 @@ from graphzero.ir.value import Role
 from graphzero.passes import NAMES, Keep, Options, Pin, Pipeline, Propagate, Zero, default_passes
 from graphzero.passes.option_text import form_of, forms_of, write_options
 from graphzero.passes.pass_list import GROUPS, PASSES, Entry
-from graphzero.passes.text import listing, parse_passes, print_passes
-from graphzero.sbp.links import Link
+from graphzero.passes.pass_list_text import listing, parse_passes, print_passes
+from graphzero.sbp.link_costs import Link
 from graphzero.sbp.types import B, P, S, partial
 
 SAMPLES: dict[str, list[Any]] = {
@@ -89,7 +89,7 @@ def test_the_whole_list_goes_on_from_the_level_of_the_graph() -> None:
 LEVELS_FROM = {level: list(dict.fromkeys(LEVEL.values()))[i:] for i, level in enumerate(dict.fromkeys(LEVEL.values()))}
 
 WRONG = [
-    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, narrow, count_targets"),
+    ("zro", 1, "no pass is called 'zro'; the passes are pin, zero, cast_before_gather, count_targets"),
     ("pin,", 5, "expected the name of a pass"),
     ("pin,,zero", 5, "expected the name of a pass"),
     ("pin zero", 5, "expected ',' and a pass"),
@@ -123,7 +123,7 @@ WRONG = [
     ("propagate{links=({latency=1})}", 19, "Link needs bandwidth"),
     ("propagate{links=({latency=1 bandwidth=fast})}", 39, "expected a number"),
     ("propagate{links=({latency=1 bandwidth=0})}", 19, "nothing would ever arrive"),
-    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, narrow, count"),
+    ("bucket", 1, "bucket takes a local graph, and here it is captured; it can go on with pin, zero, cast_before"),
     ("pin,propagate,zero", 15, "zero takes a captured graph, and here it is propagated"),
     ("default,pin", 9, "pin takes a captured graph, and here it is local"),
     ("zero{stage=__import__('os')}", 12, "expected a whole number"),

@@ -12,8 +12,8 @@ from toys import lower, step
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import LEVELS, StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import (
     NAMES,
     Bucket,
@@ -31,7 +31,7 @@ from graphzero.passes import (
     pass_name,
 )
 from graphzero.passes.pass_list import PASSES
-from graphzero.sbp.links import Link
+from graphzero.sbp.link_costs import Link
 from graphzero.sbp.types import P, S
 from graphzero.testing import assert_same_step
 
@@ -69,7 +69,9 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     last = pipeline(graph)
     records = pipeline.history
     assert tuple(record.name for record in records) == tuple(
-        name for name in NAMES if name not in (*PARTS, "narrow", "gather_casts", "recompute", "order", "step_early")
+        name
+        for name in NAMES
+        if name not in (*PARTS, "cast_before_gather", "gather_casts", "recompute", "order", "step_early")
     )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
@@ -272,7 +274,7 @@ def test_a_pass_is_there_under_its_condition() -> None:
     ):
         missing |= {"recompute", "order", "step_early", *PARTS}
         missing |= set() if options.masters and options.optimise else {"gather_casts"}
-        missing |= set() if options.masters else {"narrow"}
+        missing |= set() if options.masters else {"cast_before_gather"}
         assert names(default_passes(options)) == [name for name in NAMES if name not in missing]
 
 

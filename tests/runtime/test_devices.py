@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
 from graphzero.ir import value
-from graphzero.ir.layout import shape_on
+from graphzero.ir.transfer_layout import shape_on
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.virtual import VirtualWorld

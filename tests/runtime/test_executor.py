@@ -9,7 +9,7 @@ from graphzero.errors import GraphZeroError, SbpError, VerifyError
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.sbp.local import chunk
+from graphzero.sbp.shards import chunk
 
 MOMENTUM = """
 graph step(dp={n}) local

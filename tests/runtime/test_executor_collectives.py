@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphzero.ir.layout import layout_of
 from graphzero.ir.text.parser import parse
+from graphzero.ir.transfer_layout import layout_of
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.sbp.local import chunk
+from graphzero.sbp.shards import chunk
 
 N = 4
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graphzero.ir.storage import kernel_forms
 from graphzero.runtime import kernels
 from graphzero.runtime.kernels import kernel
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "sbp")]
 from samples import NO_CPU_KERNEL, UNCHECKED_VALUES, by_op  # noqa: E402

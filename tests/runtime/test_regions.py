@@ -281,7 +281,7 @@ def test_what_is_asked_of_a_region_does_not_keep_its_program() -> None:
 """)
         )
     )
-    asked = (aliases.kind_of, kernel_forms.name_of, kernel_forms.out_form, kernel_forms.in_place_form)
+    asked = (aliases.alias_kind, kernel_forms.name_of, kernel_forms.out_form, kernel_forms.in_place_form)
     assert [bool(ask(op)) for ask in asked] == [False] * 4
     left = weakref.ref(op)
     del op

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import graphzero as gz
-from graphzero.ir.layout import LONG, lay_out
 from graphzero.ir.transfer import transfer_of
+from graphzero.ir.transfer_layout import LONG, lay_out
 from graphzero.testing import trace_step
 
 WIDTH = 256

@@ -18,8 +18,8 @@ from graphzero.runtime.state.seed import key_tensor, step_key
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import Sent
-from graphzero.sbp.local import LocalSize, LocalStart
 from graphzero.sbp.placement import placement
+from graphzero.sbp.shards import LocalSize, LocalStart
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from graphzero.runtime.transport.wires import SEGMENT
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
-from graphzero.sbp.local import chunk
 from graphzero.sbp.placement import placement
+from graphzero.sbp.shards import chunk
 
 N = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.int64, torch.complex64)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_table import add, aten, b, f, i, u
 
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 
 SCALARS = {"rounding_mode": "floor", "p": 2, "decimals": 1, "is_result": False, "self_is_result": False, "n": 1}
 INTEGERS = ("bitwise", "__", "gcd", "lcm")
@@ -17,7 +17,7 @@ COMPLEX = ("_conj", "real", "imag", "conj_physical", "_neg_view")
 def pointwise() -> None:
     """From the schema: one shape for all operands, then shapes that broadcast, where operands are apart."""
     from graphzero.sbp.rules import comparison, pointwise
-    from graphzero.sbp.rules._write import overloads
+    from graphzero.sbp.rules._factor_lines import overloads
 
     names = [*pointwise.LINEAR, pointwise.BACKWARDS, pointwise.GROWING_OPS, pointwise.NONLINEAR,
              pointwise.SPECIAL, comparison.COMPARISONS, "maximum", "minimum", "max.other", "min.other",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 
 aten = torch.ops.aten
 gz = torch.ops.graphzero

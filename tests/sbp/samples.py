@@ -16,7 +16,7 @@ import sample_reductions as reductions
 import sample_shapes as shapes
 from sample_table import TABLE, Sample, generator
 
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.registry import registered
 
 UNCHECKED_VALUES = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default",

@@ -9,8 +9,8 @@ import torch
 
 import graphzero as gz
 from graphzero.sbp import B, P, S
-from graphzero.sbp.local import alike, cut, lifted, nests
 from graphzero.sbp.route import route
+from graphzero.sbp.shards import alike, cut, lifted, nests
 from graphzero.sbp.types import Nd
 
 OPTIONS = (B, P, S(0), S(0, 2), S(0, 4), S(1))

@@ -11,7 +11,7 @@ from torch import Tensor
 import graphzero as gz
 from graphzero.errors import SbpError
 from graphzero.sbp import registry
-from graphzero.sbp.law import check_rule
+from graphzero.sbp.rule_checks import check_rule
 
 aten = torch.ops.aten
 

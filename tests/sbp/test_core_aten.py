@@ -14,7 +14,7 @@ import graphzero as gz
 from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.errors import CaptureError
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.registry import has_rule
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ import pytest
 
 import graphzero as gz
 from graphzero.sbp import boxing
-from graphzero.sbp.links import Costs, Link, messages
+from graphzero.sbp.link_costs import Costs, Link, messages
 from graphzero.sbp.types import B, P, S, partial
 
 ALL = (B, S(0), S(1), P, partial("max"))

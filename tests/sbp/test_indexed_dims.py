@@ -10,7 +10,7 @@ import torch
 from sample_table import f, i, u
 
 from graphzero.sbp import B, Offset, P, S, Signature, registry, rule, signatures
-from graphzero.sbp.law import check_rule, meta_of
+from graphzero.sbp.rule_checks import check_rule, meta_of
 
 aten = torch.ops.aten
 SUM, NONE, MEAN = 2, 0, 1

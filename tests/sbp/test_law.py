@@ -7,9 +7,9 @@ import torch
 from samples import LOCALIZED_ELSEWHERE, NO_CPU_KERNEL, UNCHECKED_VALUES, Sample, by_op, samples
 
 from graphzero.ir.known_ops import NAMESPACES
-from graphzero.sbp.call import op_name
-from graphzero.sbp.law import violations
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.registry import registered
+from graphzero.sbp.rule_checks import violations
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

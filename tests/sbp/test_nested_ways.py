@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 from graphzero.sbp.boxing import wire_bytes
-from graphzero.sbp.local import alike, nests, sections_at
 from graphzero.sbp.route import route
+from graphzero.sbp.shards import alike, nests, sections_at
 from graphzero.sbp.types import B, P, S
 
 GRIDS = [(2, 2), (2, 3), (3, 2), (2, 4), (8, 8), (1, 4), (4, 1), (2, 2, 2), (2, 1, 3), (3, 2, 2)]

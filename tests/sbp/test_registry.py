@@ -11,11 +11,11 @@ import torch
 
 from graphzero.errors import SbpError
 from graphzero.sbp import registry
-from graphzero.sbp.call import Call
-from graphzero.sbp.law import violations
-from graphzero.sbp.local import LocalSize
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.rank_call import local_args
 from graphzero.sbp.registry import NoRuleWarning, has_rule, rule, signatures
+from graphzero.sbp.rule_checks import violations
+from graphzero.sbp.shards import LocalSize
 from graphzero.sbp.signature import Signature, TensorMeta
 from graphzero.sbp.types import B, P, S
 

@@ -15,8 +15,8 @@ import torch
 from samples import UNCHECKED_VALUES, Sample, samples
 from torch.utils._pytree import tree_leaves
 
-from graphzero.sbp import law
-from graphzero.sbp.call import op_name
+from graphzero.sbp import rule_checks
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.registry import signatures
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, S, Sbp, partial
@@ -93,13 +93,13 @@ def lacking() -> tuple[dict[str, set[str]], int]:
         for sample in samples():
             if sample.op.namespace != "aten" or op_name(sample.op) in UNCHECKED_VALUES:
                 continue
-            whole = law._outputs(sample.op(*sample.args, **sample.kwargs))
-            metas, made = law._metas(sample.args, sample.kwargs, whole)
+            whole = rule_checks._outputs(sample.op(*sample.args, **sample.kwargs))
+            metas, made = rule_checks._metas(sample.args, sample.kwargs, whole)
             ours = set(signatures(sample.op, *metas, made, 2))
             for signature in _known_to_dtensor(sample, [x for x in whole if x is not None]):
                 shared += signature in ours
                 call = (tuple(sample.args), dict(sample.kwargs))
-                if signature not in ours and not law._broken(sample.op, call, whole, signature, 2, True):
+                if signature not in ours and not rule_checks._broken(sample.op, call, whole, signature, 2, True):
                     found[sample.op._schema.name.removeprefix("aten::")].add(f"{signature} of {sample}")
     return found, shared
 

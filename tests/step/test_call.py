@@ -6,7 +6,7 @@ from torch import nn
 
 import graphzero as gz
 from graphzero.ir.value import Role
-from graphzero.step.inputs import Reader
+from graphzero.step.build_inputs import BuildInputReader
 
 
 class Train(gz.Graph):
@@ -33,8 +33,8 @@ def prepared(graph: gz.Graph, *args: object, alone: bool = False):
 
 
 def test_arguments_are_read_once_whether_a_call_compiles_binds_or_does_neither(monkeypatch):
-    read, seen = Reader.read, []
-    monkeypatch.setattr(Reader, "read", lambda *args: seen.append(args) or read(*args))
+    read, seen = BuildInputReader.read, []
+    monkeypatch.setattr(BuildInputReader, "read", lambda *args: seen.append(args) or read(*args))
     graph = Train()
     for calls in (1, 2, 3):
         graph(X, 0.5)
@@ -93,7 +93,7 @@ def test_what_is_measured_is_the_call_with_these_arguments_whichever_was_last():
 def test_a_split_tensor_of_the_shape_of_a_plain_share_is_not_taken_for_a_larger_one():
     with gz.testing.fake_world(2):
         placement = gz.placement("cpu", range(2))
-        reader = Reader(lambda x: x, placement)
+        reader = BuildInputReader(lambda x: x, placement)
         whole = gz.to_global(torch.zeros(2, 3), placement=placement, sbp=gz.sbp.S(0))
         for x, shape in ((torch.zeros(4, 3), (8, 3)), (whole, (4, 3)), (torch.zeros(4, 3), (8, 3))):
             (leaf,) = reader.read((x,), {}, {}).leaves

@@ -5,7 +5,7 @@ import torch
 
 import graphzero as gz
 from graphzero.capture.objects import tree
-from graphzero.step.inputs import Reader
+from graphzero.step.build_inputs import BuildInputReader
 
 
 def build(x, y=None, *more, **options): ...
@@ -27,7 +27,7 @@ CALLS = {
 
 def test_every_call_is_read_as_the_first_of_its_kind():
     placement = gz.placement("cpu", range(2), virtual=True)
-    reader = Reader(build, placement)
+    reader = BuildInputReader(build, placement)
     for _ in range(2):
         for what, (args, kwargs, names) in CALLS.items():
             found = reader.read(args, kwargs, {})
@@ -38,7 +38,7 @@ def test_every_call_is_read_as_the_first_of_its_kind():
 
 
 def test_what_build_cannot_take_is_refused_in_every_call():
-    reader = Reader(lambda x: x, gz.placement("cpu", range(2), virtual=True))
+    reader = BuildInputReader(lambda x: x, gz.placement("cpu", range(2), virtual=True))
     for _ in range(2):
         reader.read((A,), {}, {})
         with pytest.raises(TypeError, match="too many positional arguments"):

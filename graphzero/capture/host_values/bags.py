@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphzero.ops import BAG
-from graphzero.ops.bag import MODES
+from graphzero.ops.embedding_bag import MODES
 
 
 def embedding_bag(

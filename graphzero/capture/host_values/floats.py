@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture.objects.patches import patched
-from graphzero.ir.source import is_project
+from graphzero.ir.source_location import is_project
 
 _SYMBOLIC = (torch.SymFloat, torch.SymInt)
 

@@ -29,7 +29,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import problem, problem_here, withdraw
 from graphzero.errors import CaptureError
-from graphzero.ir.source import is_project, user_frame
+from graphzero.ir.source_location import is_project, user_frame
 from graphzero.ops import CHECK
 
 CONSTANT = 1 << 16  # elements of a tensor of Python's numbers that is known while build is traced

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero.capture.objects.contents import UnknownNumber
-from graphzero.ir.source import user_frame
+from graphzero.ir.source_location import user_frame
 
 _PLAIN = (bool, int, float, torch.SymFloat)
 

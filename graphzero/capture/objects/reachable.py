@@ -9,7 +9,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from graphzero.capture.objects.contents import MISSING, Contents
-from graphzero.ir.source import is_project
+from graphzero.ir.source_location import is_project
 
 METHODS = (MethodType, staticmethod, classmethod)
 FUNCTIONS = (FunctionType, *METHODS)

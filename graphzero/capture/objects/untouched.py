@@ -32,7 +32,7 @@ from graphzero.capture.objects.contents import (
 from graphzero.capture.objects.reachable import FUNCTIONS, METHODS, Reached
 from graphzero.capture.objects.settings import Streams, same_settings
 from graphzero.capture.spec import Step
-from graphzero.ir.source import is_library
+from graphzero.ir.source_location import is_library
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)

@@ -23,7 +23,7 @@ from graphzero.capture.optimizer.hyper import OF_STATE, is_number, with_numbers
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
-from graphzero.ir.source import line_of
+from graphzero.ir.source_location import line_of
 
 SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
 

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from graphzero.errors import SbpError
 from graphzero.ops import SAME
-from graphzero.sbp.local import nests
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.shards import nests
 from graphzero.sbp.types import B, Nd, Sbp
 
 # How a value is given: one annotation for each axis, or for the axes that are named.

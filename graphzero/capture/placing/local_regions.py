@@ -24,8 +24,8 @@ from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.randomness import Draws
 from graphzero.ir import value
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, RANK_KEY
-from graphzero.sbp.local import LocalStart
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.shards import LocalStart
 from graphzero.sbp.types import B, Nd
 
 Runs = Callable[[Callable[..., Any], Any, Any, tuple[Any, ...], dict[str, Any]], Any]

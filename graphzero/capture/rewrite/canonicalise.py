@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero.ir import value
-from graphzero.ir.aliases import Kind, is_copy, is_plain_view, is_reshape, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind, is_copy, is_plain_view, is_reshape
 from graphzero.ops import AS_LOCAL
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ _FACTORIES = {
 
 
 def _is_name(target: Any) -> bool:
-    return target in _TRACED_NAMES or kind_of(target) is Kind.NAME
+    return target in _TRACED_NAMES or alias_kind(target) is AliasKind.NAME
 
 
 def shows_operand(target: Any) -> bool:

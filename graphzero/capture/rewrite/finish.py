@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import value
-from graphzero.ir.aliases import Kind, is_plain_view, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind, is_plain_view
 from graphzero.ir.ops import use
 from graphzero.ir.value import Role, is_tensor
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN
@@ -19,7 +19,7 @@ _KNOWN = ("type", "sbp", "pins", "role", "phase", "source", "module")
 
 def origin(node: fx.Node) -> fx.Node:
     """What ``node`` is a plain copy of."""
-    while kind_of(node.target) is Kind.NAME or node.target is aten.clone.default:
+    while alias_kind(node.target) is AliasKind.NAME or node.target is aten.clone.default:
         node = value.operand(node)
     return node
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero.ir import value
-from graphzero.ir.aliases import Kind, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind
 from graphzero.ir.value import TensorType
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def _is_accumulated(node: fx.Node) -> bool:
 
 def _counts(node: fx.Node, rows: int) -> bool:
     """Whether the values of ``node`` are 0, 1, 2 ..."""
-    while kind_of(node.target) in (Kind.RESHAPE, Kind.UNIT):
+    while alias_kind(node.target) in (AliasKind.RESHAPE, AliasKind.UNIT):
         node = value.operand(node)
     if node.target not in _ARANGES:
         return False

@@ -24,7 +24,7 @@ from graphzero.capture.problems import place_of, problem
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.capture.trace.reads import Reads
 from graphzero.errors import CaptureError
-from graphzero.ir.source import user_frames
+from graphzero.ir.source_location import user_frames
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
 _KINDS = dict(zip(_REGISTERS, ("parameter", "buffer", "module"), strict=True))

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 from graphzero import _compat
 from graphzero.errors import GraphZeroError
-from graphzero.ir.source import line_of
+from graphzero.ir.source_location import line_of
 
 _ATTEMPTS = 6  # at most, in which a place learns yes by itself; then all do
 _Calls = tuple[tuple[CodeType, int], ...]  # innermost first

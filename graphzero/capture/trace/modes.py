@@ -28,7 +28,7 @@ from graphzero.capture.trace.casts import Casts
 from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
-from graphzero.ir.source import running_module, user_frame, user_frames
+from graphzero.ir.source_location import running_module, user_frame, user_frames
 from graphzero.ops import CHECK
 
 aten = torch.ops.aten

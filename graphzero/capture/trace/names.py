@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from graphzero.capture.objects.reachable import METHODS, codes
-from graphzero.ir.source import is_project
+from graphzero.ir.source_location import is_project
 
 _OF_FUNCTIONS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.spec import Step
 from graphzero.capture.trace.names import Names
-from graphzero.ir.source import is_project
+from graphzero.ir.source_location import is_project
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)
 _CODE = (FunctionType, BuiltinFunctionType)

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.trace.reads import Reads, attribute
-from graphzero.ir.source import line_of
+from graphzero.ir.source_location import line_of
 
 Reals = Mapping[int, tuple[Tensor, str]]
 

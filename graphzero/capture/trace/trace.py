@@ -42,7 +42,7 @@ from graphzero.capture.trace.surroundings import surroundings, untouched_optimiz
 from graphzero.capture.trace.tensor_attributes import tensor_attributes, warn_of_new_attributes
 from graphzero.capture.trace.threads import others_wait
 from graphzero.errors import CaptureError, GraphZeroError
-from graphzero.ir.source import line_of
+from graphzero.ir.source_location import line_of
 
 
 @dataclass

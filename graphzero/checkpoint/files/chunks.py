@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor
 
 from graphzero.runtime.tensors.shards import coordinates
-from graphzero.sbp.local import bounds, cutting, unfold
+from graphzero.sbp.shards import bounds, cutting, unfold
 from graphzero.sbp.types import Nd
 
 SMALL = 1 << 14  # elements: what is not larger is written by one of its holders alone

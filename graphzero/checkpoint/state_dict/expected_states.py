@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 
 from graphzero.capture import OptimizerSpec, Stepping, hypers_of_group, initial_fill
 from graphzero.runtime.state.state import State
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 
 
 class StatesToCome:
     """Those of the program that is there, else those that a tiny twin of the optimizer makes in its first step."""
 
-    def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: Program | None) -> None:
+    def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: StepProgram | None) -> None:
         self._optimizers, self._found = optimizers, state.tensors()
         self._known: dict[tuple[int, str], set[str]] = {}
         self._of_twins: dict[tuple[int, int, int], Collection[str]] = {}

@@ -15,7 +15,7 @@ from torch import fx
 
 from graphzero import ops as own
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import Kind, is_copy, is_view, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind, is_copy, is_view
 from graphzero.ir.storage import inplace, kernel_forms
 
 Order = tuple[int, ...] | None  # dims from the outermost in memory to the innermost; None: not known
@@ -49,7 +49,7 @@ class Orders:
         return self._of.get(node)
 
     def _found(self, node: fx.Node) -> Order:
-        target, kind = node.target, kind_of(node.target)
+        target, kind = node.target, alias_kind(node.target)
         if target is operator.getitem:
             return self._picked(node)
         if not value.is_tensor(node):
@@ -59,11 +59,11 @@ class Orders:
         room = inplace.out_of(node)
         if room is not None:
             return self.of(room)
-        if kind in (Kind.NAME, Kind.MARK):
+        if kind in (AliasKind.NAME, AliasKind.MARK):
             return self.of(node.all_input_nodes[0])
-        if kind is Kind.TURN:
+        if kind is AliasKind.TURN:
             return _turned(node, self.of(node.all_input_nodes[0]), dims)
-        if kind in (Kind.RESHAPE, Kind.UNIT) or (target is ops.slice_shard and node.args[1] == 0):
+        if kind in (AliasKind.RESHAPE, AliasKind.UNIT) or (target is ops.slice_shard and node.args[1] == 0):
             return rows if self.is_row_major(node.all_input_nodes[0]) else None
         if is_view(target):
             return None

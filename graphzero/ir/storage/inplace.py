@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphzero.ir import layout, ops, value
+from graphzero.ir import ops, transfer_layout, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import kernel_forms
 from graphzero.ir.transfer import Transfer
@@ -95,7 +95,9 @@ def works_over(target: Any, at: int, device_type: str) -> bool:
 def arrives_dense(graph: StepGraph, moves: Transfer) -> bool:
     """Whether the pieces of a gather without a slot, one after the other, are its result without any padding."""
     (type_,), (nd,) = value.type_of(moves.node), value.sbp_of(moves.node)
-    return layout.lay_out(graph, moves).arrived_elements == prod(layout.shape_on(graph, type_, nd, None))
+    return transfer_layout.lay_out(graph, moves).arrived_elements == prod(
+        transfer_layout.shape_on(graph, type_, nd, None)
+    )
 
 
 def is_own_piece(moves: Transfer, room: fx.Node) -> bool:

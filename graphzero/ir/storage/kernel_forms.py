@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from graphzero import _compat
-from graphzero.ir.memo import remembered
-from graphzero.sbp.call import op_name
+from graphzero.ir.op_cache import cache_by_op
+from graphzero.sbp.op_call import op_name
 
 
 def _names(text: str) -> frozenset[str]:
@@ -137,7 +137,7 @@ def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and bool(torch.Tag.pointwise in target.tags)
 
 
-@remembered
+@cache_by_op
 def name_of(target: Any) -> str:
     """``mul.Scalar``, ``relu``, ``graphzero.cross_entropy_backward``."""
     return (
@@ -152,7 +152,7 @@ def _is_alike(target: Any, device_type: str) -> bool:
     return device_type == "cpu" or is_pointwise(target) or name_of(target).startswith("graphzero.")
 
 
-@remembered
+@cache_by_op
 def out_form(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
     """The overload of ``target`` that writes its one result into a given tensor, and that argument's keyword.
 
@@ -169,7 +169,7 @@ def out_form(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
     return min(found, key=lambda one: _arguments(one[0]) != wanted, default=None)
 
 
-@remembered
+@cache_by_op
 def in_place_form(target: Any) -> torch._ops.OpOverload | None:
     """The overload that writes its result over its first operand (``mul_`` of ``mul``), or None."""
     if not isinstance(target, torch._ops.OpOverload):

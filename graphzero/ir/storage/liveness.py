@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from graphzero.ir import ops, space, value
+from graphzero.ir import memory_space, ops, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, lay_out, shape_on
 from graphzero.ir.storage.roots import Roots, Storage, storage_roots
 from graphzero.ir.transfer import Transfer, transfer_of
+from graphzero.ir.transfer_layout import TransferLayout, lay_out, shape_on
 from graphzero.ops import CHECK
 
 _SPAN = ("begin", "end", "nbytes")  # of a life
@@ -105,7 +105,7 @@ class Liveness:
         return {node: moves for node, moves in found if moves is not None}
 
     @cached_property
-    def layouts(self) -> dict[fx.Node, Layout]:
+    def layouts(self) -> dict[fx.Node, TransferLayout]:
         """How each of them lies in its buffer."""
         return {node: lay_out(self.graph, moves) for node, moves in self.transfers.items()}
 
@@ -139,13 +139,15 @@ class Liveness:
     def lives(self, rank: int | None = None) -> tuple[Life, ...]:
         """Every storage in the memory of a rank's device as ``rank`` sees it, communication slots left out."""
         if rank not in self._lives:
-            held = (storage for storage in self.readers if not space.is_offload(storage[0].target))
+            held = (storage for storage in self.readers if not memory_space.is_offload(storage[0].target))
             self._lives[rank] = tuple(self._life(storage, rank) for storage in held)
         return self._lives[rank]
 
     def on_host(self, rank: int | None = None) -> tuple[Life, ...]:
         """Every storage that the step makes in host memory."""
-        return tuple(self._life(storage, rank) for storage in self.readers if space.is_offload(storage[0].target))
+        return tuple(
+            self._life(storage, rank) for storage in self.readers if memory_space.is_offload(storage[0].target)
+        )
 
     def _life(self, storage: Storage, rank: int | None) -> Life:
         node = storage[0]
@@ -272,8 +274,8 @@ def _is_read(node: fx.Node, user: fx.Node) -> bool:
 def _first_category(storage: Storage) -> str:
     node = storage[0]
     role = value.role_of(node)
-    if space.is_offload(node.target):
-        return space.HOST
+    if memory_space.is_offload(node.target):
+        return memory_space.HOST
     if role is not None and role.kind == "accumulator":
         return "accumulators"
     if node.op == "placeholder":
@@ -289,13 +291,13 @@ def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
     role = value.role_of(node)
-    if storage[0].op == "placeholder" or known in ("gradients", "accumulators", space.HOST):
+    if storage[0].op == "placeholder" or known in ("gradients", "accumulators", memory_space.HOST):
         return known
     if role is not None and role.kind == "gradient":
         return "gradients"
     if is_param:
         return known
-    if space.is_reload(storage[0].target):
+    if memory_space.is_reload(storage[0].target):
         return "activations"
     if value.is_recomputed(storage[0]):
         return "activations" if not all(map(value.is_recomputed, node.users)) else known

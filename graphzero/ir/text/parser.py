@@ -21,7 +21,7 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError
 from graphzero.ir import known_ops
 from graphzero.ir.graph import LEVELS, StepGraph
-from graphzero.ir.text.words import MOST_DIMS, Reader, read_sbp
+from graphzero.ir.text.lexer import MOST_DIMS, LineReader, read_sbp
 from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ScalarType, TensorType
 from graphzero.sbp.placement import Placement, placement
 
@@ -84,14 +84,14 @@ class _Parser:
                 self._value(line, phase, repeat)
         raise self.fail("a graph ends in a line `return ...`")
 
-    def _reader(self, text: str) -> Reader:
-        return Reader(text, self.fail, self.values, self.result.placement.names)
+    def _reader(self, text: str) -> LineReader:
+        return LineReader(text, self.fail, self.values, self.result.placement.names)
 
     # ---- the first line
 
     def _header(self) -> tuple[str, Placement, str]:
         line = self.lines[self.number].strip() if self.number < len(self.lines) else ""
-        reader = Reader(line, self.fail, {})
+        reader = LineReader(line, self.fail, {})
         expected = "expected `graph name(axis=ranks, ...) level`"
         if reader.word() != "graph":
             raise self.fail(expected)
@@ -99,7 +99,7 @@ class _Parser:
         if name is None:
             name, bracket, rest = reader.rest().rpartition("(")
             name = name.strip()
-            reader = Reader(bracket + rest, self.fail, {})
+            reader = LineReader(bracket + rest, self.fail, {})
         axes = list(islice(self._axes(reader, expected), MOST_AXES + 1))
         if len(axes) > MOST_AXES:
             raise self.fail(_PLACES)
@@ -110,7 +110,7 @@ class _Parser:
             raise self.fail(f"{level!r:.80} is no level; one of {', '.join(LEVELS)}")
         return name, self._placed(*zip(*axes, strict=True)), level
 
-    def _axes(self, reader: Reader, expected: str) -> Iterator[tuple[str, int]]:
+    def _axes(self, reader: LineReader, expected: str) -> Iterator[tuple[str, int]]:
         if not reader.take("("):
             raise self.fail(expected)
         while not reader.take(")"):
@@ -163,7 +163,7 @@ class _Parser:
     def _no_line(self) -> ParseError:
         return self.fail("expected `name = op(arguments) : type  sbp`")
 
-    def _placeholder(self, reader: Reader, name: str) -> fx.Node:
+    def _placeholder(self, reader: LineReader, name: str) -> fx.Node:
         role = reader.role(name)
         if role.kind not in PLACEHOLDER_KINDS:
             raise self.fail(
@@ -173,7 +173,7 @@ class _Parser:
         node.meta["role"] = role
         return node
 
-    def _op(self, reader: Reader, name: str) -> fx.Node:
+    def _op(self, reader: LineReader, name: str) -> fx.Node:
         words = reader.dotted()
         graph = self.result.graph
         if reader.take("["):
@@ -193,7 +193,7 @@ class _Parser:
         args, kwargs = self._arguments(reader)
         return graph.create_node("call_function", target, args, kwargs, name=name)
 
-    def _arguments(self, reader: Reader) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, reader: LineReader) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = list[Any](), dict[str, Any]()
         while not reader.take(")"):
             name = reader.keyword()

@@ -18,8 +18,8 @@ from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.ends import Ends, output_sbp
-from graphzero.sbp.links import Costs, Links, costs_on
+from graphzero.passes.place.step_results import StepResults, output_sbp
+from graphzero.sbp.link_costs import Costs, Links, costs_on
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -192,7 +192,7 @@ def _ranked(
 
 def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     """New states leave in the SBP they entered with, outputs complete or as this rank's share."""
-    ends = Ends(graph)
+    ends = StepResults(graph)
     output = graph.output
     axes = range(len(graph.placement.names))
     placeholders = {p.name: p for p in graph.placeholders("param", "buffer", "state")}
@@ -218,7 +218,7 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     graph.set_output(outputs, aux, updates)
 
 
-def _end_sbp(ends: Ends, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:
+def _end_sbp(ends: StepResults, node: fx.Node, axis: int, have: Sbp, whole: bool) -> Sbp:
     return B if whole else output_sbp(ends.graph, node, axis, have)
 
 

@@ -20,7 +20,7 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import STOCHASTIC_ROUND, UNIFORM_LIKE
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp import rank_call
-from graphzero.sbp.local import LocalSize, LocalStart, Unfolded, cutting, unfold
+from graphzero.sbp.shards import LocalSize, LocalStart, Unfolded, cutting, unfold
 from graphzero.sbp.types import Nd
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
 from graphzero.sbp.boxing import Move
 from graphzero.sbp.collectives import COLLECTIVES
-from graphzero.sbp.links import Links
-from graphzero.sbp.local import alike, cutting, sections_at, unfold
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.route import Step, route
+from graphzero.sbp.shards import alike, cutting, sections_at, unfold
 from graphzero.sbp.types import Nd, Sbp
 
 # Bytes below which a collective more costs more than what it saves.  Parameters and gradients travel in buckets.

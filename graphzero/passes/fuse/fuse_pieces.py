@@ -26,11 +26,11 @@ Part = tuple[int, int]  # of a dim: its first and last, exclusive
 
 
 @dataclass(frozen=True)
-class Sum:
+class PieceSum:
     """Of two gradients of one piece; they are added where ``at`` added what they were spread to."""
 
-    left: fx.Node | Sum
-    right: fx.Node | Sum
+    left: fx.Node | PieceSum
+    right: fx.Node | PieceSum
     at: fx.Node
 
 
@@ -41,7 +41,7 @@ class Spread:
     op: Any
     dim: int
     size: int
-    parts: dict[Part, fx.Node | Sum]
+    parts: dict[Part, fx.Node | PieceSum]
 
     def plus(self, other: Spread, at: fx.Node) -> Spread | None:
         """The sum of both, if parts that overlap are the same."""
@@ -50,7 +50,7 @@ class Spread:
         parts = dict(self.parts)
         for part, made in other.parts.items():
             if part in parts:
-                parts[part] = Sum(parts[part], made, at)
+                parts[part] = PieceSum(parts[part], made, at)
             elif any(part[0] < last and first < part[1] for first, last in parts):
                 return None
             else:
@@ -145,7 +145,7 @@ def _join(graph: StepGraph, node: fx.Node, spread: Spread) -> None:
     _replace(graph, node, joined)
 
 
-def _added(graph: StepGraph, part: fx.Node | Sum) -> fx.Node:
+def _added(graph: StepGraph, part: fx.Node | PieceSum) -> fx.Node:
     if isinstance(part, fx.Node):
         return part
     left, right = _added(graph, part.left), _added(graph, part.right)

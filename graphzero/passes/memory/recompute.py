@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphzero.errors import ConfigError
-from graphzero.ir import ops, space, value
+from graphzero.ir import memory_space, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
@@ -136,7 +136,7 @@ class Forward:
         target: Any = maker.target
         if target in _HELD:
             return f"{op_name(target)} runs once"
-        if space.is_offload(target):
+        if memory_space.is_offload(target):
             return "it lies in host memory"
         if isinstance(target, torch._ops.OpOverload):
             if target._schema.is_mutable:

@@ -16,7 +16,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.place.expand import SUM, Writer
+from graphzero.passes.place.expand import SUM, DefinitionWriter
 
 aten = torch.ops.aten
 LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -69,7 +69,7 @@ def _count(graph: StepGraph, node: fx.Node, loss: fx.Node) -> fx.Node:
     """How many targets are not ignored, or what they weigh together."""
     _, target, weight, _, ignored = loss.args
     assert isinstance(target, fx.Node)
-    w, dtype = Writer(graph, node), value.tensor_type(node).dtype
+    w, dtype = DefinitionWriter(graph, node), value.tensor_type(node).dtype
     dims = list(range(len(value.tensor_type(target).shape)))
     if weight is None:
         return w(aten.sum.dim_IntList, w(aten.ne.Scalar, target, ignored), dims, dtype=dtype)
@@ -81,9 +81,9 @@ def _count(graph: StepGraph, node: fx.Node, loss: fx.Node) -> fx.Node:
     return w(aten.sum.dim_IntList, weights, [*dims, len(dims)], dtype=dtype)
 
 
-def _column(w: Writer, weight: Any) -> fx.Node:
+def _column(w: DefinitionWriter, weight: Any) -> fx.Node:
     return w(aten.unsqueeze.default, weight, 1)
 
 
-def _last(w: Writer, mask: fx.Node) -> fx.Node:
+def _last(w: DefinitionWriter, mask: fx.Node) -> fx.Node:
     return w(aten.unsqueeze.default, mask, -1)

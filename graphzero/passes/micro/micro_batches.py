@@ -4,7 +4,8 @@ Up to here ``mb`` is a placement axis like any other, and says the whole mathema
 over it, what must be complete where.  Its members run one after the other on the same ranks, so a box on it is no
 collective: a sum is added up in place, pieces are put side by side, a part is taken from what is there.
 
-What belongs where is ``parts``, what micro-batches hand on ``handed_on``, how values lie ``sizes``; ``writer`` writes.
+``loop_partition`` decides which part each value belongs to, ``loop_carried`` what micro-batches pass on,
+``micro_batch_types`` the SBP and sizes of values; ``loop_writer`` writes the program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.micro.writer import Writer
+from graphzero.passes.micro.loop_writer import LoopWriter
 from graphzero.sbp.placement import MICRO_BATCHES
 
 
@@ -78,5 +79,5 @@ class MicroBatches(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         if MICRO_BATCHES in graph.placement.names:
             reduces_each = self.stage >= 2 and not self.whole_accumulators
-            Writer(graph, reduces_each, self.keep_gathered or ()).write()
+            LoopWriter(graph, reduces_each, self.keep_gathered or ()).write()
         return graph

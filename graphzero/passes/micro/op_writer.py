@@ -12,9 +12,9 @@ from graphzero.ir.aliases import is_name, is_whole_view
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, UNIFORM_LIKE
-from graphzero.passes.micro.parts import SHAPED, Parts
-from graphzero.passes.micro.refusals import Refusals
-from graphzero.passes.micro.sizes import EACH, LAST, Sizes
+from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
+from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
+from graphzero.passes.micro.micro_batch_types import EACH, LAST, MicroBatchTypes
 from graphzero.sbp.placement import MICRO_BATCHES
 from graphzero.sbp.types import Nd
 
@@ -31,7 +31,9 @@ class OpWriter:
     written, as an op takes it: a value of the program, or an int.
     """
 
-    def __init__(self, graph: StepGraph, sizes: Sizes, parts: Parts, refusals: Refusals) -> None:
+    def __init__(
+        self, graph: StepGraph, sizes: MicroBatchTypes, parts: LoopPartition, refusals: MicroBatchErrors
+    ) -> None:
         self.graph, self.sizes, self.parts, self.refusals = graph, sizes, parts, refusals
         self.done: dict[str, dict[fx.Node, fx.Node]] = {"before": {}, EACH: {}, LAST: {}}
         self.taken: dict[tuple[str, fx.Node, Nd], fx.Node] = {}

@@ -20,9 +20,9 @@ from graphzero.ir import calls, ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import op_name
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, CHECK, UNIFORM_LIKE
-from graphzero.passes.micro.parts import SHAPED
-from graphzero.passes.micro.sizes import Sizes
-from graphzero.sbp.local import alike
+from graphzero.passes.micro.loop_partition import SHAPED
+from graphzero.passes.micro.micro_batch_types import MicroBatchTypes
+from graphzero.sbp.shards import alike
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, S, Sbp
 
@@ -238,7 +238,7 @@ def sized(node: fx.Node, args: Any, kwargs: Any, run: Signature, count: int) -> 
         return args, kwargs
     ins = [(shape, (s,)) for (shape, _), s in zip(calls.operand_pairs(node), run.inputs, strict=True)]
     outs = [(shape, (s,)) for (shape, _), s in zip(calls.result_pairs(node), run.outputs, strict=True)]
-    return Sizes(0, count).args(node, args, kwargs, ins, outs)
+    return MicroBatchTypes(0, count).args(node, args, kwargs, ins, outs)
 
 
 def _results(node: fx.Node) -> list[list[fx.Node]]:

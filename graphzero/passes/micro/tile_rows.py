@@ -20,9 +20,9 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.micro.parts import SHAPED
+from graphzero.passes.micro.loop_partition import SHAPED
+from graphzero.passes.micro.micro_batch_types import MicroBatchTypes
 from graphzero.passes.micro.row_region import NoRegion, RowRegion, row_region, sized
-from graphzero.passes.micro.sizes import Sizes
 from graphzero.passes.place.forward_sweep import HALF
 from graphzero.sbp.types import B
 
@@ -125,7 +125,7 @@ class _Writer:
     """Puts the tiles in the place of the ops that they are of."""
 
     def __init__(self, graph: StepGraph, region: RowRegion) -> None:
-        self.graph, self.region, self.sizes = graph, region, Sizes(0, region.count)
+        self.graph, self.region, self.sizes = graph, region, MicroBatchTypes(0, region.count)
         self.inside = set(region.nodes)
         self.phase = max((value.phase_of(node) for node in region.nodes), key=value.PHASES.index)
         self.place = next(node for node in region.nodes if value.phase_of(node) == self.phase)
@@ -298,7 +298,7 @@ class _Writer:
         return self.graph.call(target, args, type_, sbp=value.sbp_of(like), phase=self.phase, like=like, name=name)
 
 
-def _part_of(sizes: Sizes, type_: Any, cuts: tuple[Any, ...]) -> Any:
+def _part_of(sizes: MicroBatchTypes, type_: Any, cuts: tuple[Any, ...]) -> Any:
     """The type of what an op makes in a tile."""
     if not isinstance(type_, tuple):
         return sizes.part_of(type_, cuts)

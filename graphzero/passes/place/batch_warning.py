@@ -10,7 +10,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.aliases import ANNOTATIONS
 from graphzero.passes.place.forward_sweep import AxisPropagation
-from graphzero.sbp.call import op_name
+from graphzero.sbp.op_call import op_name
 from graphzero.sbp.registry import GatheredBatchWarning
 from graphzero.sbp.types import B
 

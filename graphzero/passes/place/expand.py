@@ -26,7 +26,7 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import PIN
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.forward_sweep import swept
-from graphzero.sbp.links import Links
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import Sbp
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ INF = float("inf")
 Found = Mapping[fx.Node, tuple[Sbp | None, ...]]
 
 
-class Writer:
+class DefinitionWriter:
     """Writes ops in front of ``node``, which they are to replace; ``w(op, ...)`` adds one and gives its value."""
 
     def __init__(self, graph: StepGraph, node: fx.Node):
@@ -77,17 +77,17 @@ class Writer:
 Expansion = Callable[..., fx.Node]  # of a Writer and the op's arguments, by position
 
 
-def softmax(w: Writer, x: fx.Node, dim: int, half_to_float: bool) -> fx.Node:
+def softmax(w: DefinitionWriter, x: fx.Node, dim: int, half_to_float: bool) -> fx.Node:
     _, powers, total = w.exponentials(w.wide(x), [dim])
     return w.to(w(aten.div.Tensor, powers, total), value.tensor_type(w.node).dtype)
 
 
-def log_softmax(w: Writer, x: fx.Node, dim: int, half_to_float: bool) -> fx.Node:
+def log_softmax(w: DefinitionWriter, x: fx.Node, dim: int, half_to_float: bool) -> fx.Node:
     moved, _, total = w.exponentials(w.wide(x), [dim])
     return w.to(w(aten.sub.Tensor, moved, w(aten.log.default, total)), value.tensor_type(w.node).dtype)
 
 
-def safe_softmax(w: Writer, x: fx.Node, dim: int, dtype: torch.dtype | None = None) -> fx.Node:
+def safe_softmax(w: DefinitionWriter, x: fx.Node, dim: int, dtype: torch.dtype | None = None) -> fx.Node:
     """A row in which everything is masked, by -inf, gives zeros."""
     x = w.wide(x if dtype is None else w.to(x, dtype))
     top = w.replaced(w(aten.amax.default, x, [dim], True), -INF, 0.0)
@@ -96,7 +96,7 @@ def safe_softmax(w: Writer, x: fx.Node, dim: int, dtype: torch.dtype | None = No
     return w.to(w(aten.div.Tensor, powers, total), value.tensor_type(w.node).dtype)
 
 
-def logsumexp(w: Writer, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
+def logsumexp(w: DefinitionWriter, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
     wide = w.wide(x)
     top = w(aten.amax.default, wide, list(dims), True)
     top = w.replaced(w.replaced(top, -INF, 0.0), INF, 0.0)
@@ -106,20 +106,20 @@ def logsumexp(w: Writer, x: fx.Node, dims: Sequence[int], keepdim: bool = False)
     return w.to(found, value.tensor_type(w.node).dtype)
 
 
-def softmax_backward(w: Writer, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
+def softmax_backward(w: DefinitionWriter, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
     grad, out = w.wide(grad), w.wide(out)
     total = w.total(w(aten.mul.Tensor, grad, out), [dim])
     return w.to(w(aten.mul.Tensor, w(aten.sub.Tensor, grad, total), out), dtype)
 
 
-def log_softmax_backward(w: Writer, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
+def log_softmax_backward(w: DefinitionWriter, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
     known = _row_sum(w, grad, dim)
     grad, out = w.wide(grad), w.wide(out)
     total = w.total(grad, [dim]) if known is None else w.wide(known)
     return w.to(w(aten.sub.Tensor, grad, w(aten.mul.Tensor, w(aten.exp.default, out), total)), dtype)
 
 
-def _row_sum(w: Writer, grad: fx.Node, dim: int) -> fx.Node | None:
+def _row_sum(w: DefinitionWriter, grad: fx.Node, dim: int) -> fx.Node | None:
     """The sum of each row of a gradient that has one number in each: what an unweighted nll_loss sends back."""
     if grad.target not in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default) or dim % 2 != 1:
         return None
@@ -132,20 +132,20 @@ def _row_sum(w: Writer, grad: fx.Node, dim: int) -> fx.Node | None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Definition:
     """operands: how many tensors lead the arguments, whose rows run along the argument that follows."""
 
     write: Expansion
     operands: int = 1
 
 
-TABLE: dict[Any, Entry] = {
-    aten._softmax.default: Entry(softmax),
-    aten._log_softmax.default: Entry(log_softmax),
-    aten._safe_softmax.default: Entry(safe_softmax),
-    aten.logsumexp.default: Entry(logsumexp),
-    aten._softmax_backward_data.default: Entry(softmax_backward, 2),
-    aten._log_softmax_backward_data.default: Entry(log_softmax_backward, 2),
+TABLE: dict[Any, Definition] = {
+    aten._softmax.default: Definition(softmax),
+    aten._log_softmax.default: Definition(log_softmax),
+    aten._safe_softmax.default: Definition(safe_softmax),
+    aten.logsumexp.default: Definition(logsumexp),
+    aten._softmax_backward_data.default: Definition(softmax_backward, 2),
+    aten._log_softmax_backward_data.default: Definition(log_softmax_backward, 2),
 }
 
 
@@ -217,7 +217,7 @@ def _expand(graph: StepGraph, node: fx.Node, axes: Sequence[Found], splits: tupl
     for operand in dict.fromkeys(_arguments(node)[: entry.operands]):
         if any(want is not None and found[operand][0] is not want for found, want in zip(axes, splits, strict=True)):
             node.replace_input_with(operand, _pinned(graph, node, operand, splits))
-    last = entry.write(Writer(graph, node), *node.args, **node.kwargs)
+    last = entry.write(DefinitionWriter(graph, node), *node.args, **node.kwargs)
     node.target, node.args, node.kwargs = last.target, last.args, last.kwargs
     graph.graph.erase_node(last)
 

@@ -17,9 +17,9 @@ from torch import fx
 from graphzero.ir import calls, ops, value
 from graphzero.ir.aliases import ANNOTATIONS, is_whole_view
 from graphzero.ir.graph import StepGraph
-from graphzero.passes.place.ends import Ends
-from graphzero.sbp.links import Costs, Links, costs_on
-from graphzero.sbp.local import alike, nests
+from graphzero.passes.place.step_results import StepResults
+from graphzero.sbp.link_costs import Costs, Links, costs_on
+from graphzero.sbp.shards import alike, nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, Sbp
 
@@ -90,7 +90,7 @@ class AxisPropagation:
         self.chosen: dict[fx.Node, Signature] = {}
         self.boxed: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # what is moved, to where -> for which readers
         self.before: dict[tuple[fx.Node, Sbp], set[fx.Node]] = {}  # the same, of the walk before
-        self.ends = Ends(graph)
+        self.ends = StepResults(graph)
         self.seen: dict[fx.Node, tuple[list[Option], Signature]] = {}  # what the first sweep saw and took, if it notes
         self.weights: set[fx.Node] = set()  # weights that the user has split here, through views and casts
         self.is_data = graph.placement.names[axis] in graph.placement.batch_axes

@@ -19,7 +19,7 @@ from graphzero.passes.place.backward_sweep import cut_for_readers
 from graphzero.passes.place.batch_warning import warn_of_gathered_batch
 from graphzero.passes.place.forward_sweep import AxisPropagation, swept
 from graphzero.passes.place.reduction_sweep import place_reductions
-from graphzero.sbp.links import Links
+from graphzero.sbp.link_costs import Links
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.passes.base import BuiltinPass
 from graphzero.passes.place.pin import pin_gradients
-from graphzero.sbp.local import nests
+from graphzero.sbp.shards import nests
 from graphzero.sbp.types import B, Nd, S
 
 PADDING = 0.02  # dim 0 is split if its padding is under this share, else the dim with least padding

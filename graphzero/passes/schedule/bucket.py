@@ -24,9 +24,9 @@ from torch import fx
 from graphzero.errors import ConfigError
 from graphzero.ir import ops, transfer, value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import LONG, lay_out, lies_in_long_runs
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.transfer import Transfer, delivered, transfer_of
+from graphzero.ir.transfer_layout import LONG, lay_out, lies_in_long_runs
 from graphzero.passes.base import BuiltinPass
 
 JOINED = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)

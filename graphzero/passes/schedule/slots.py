@@ -13,9 +13,9 @@ from math import prod
 from torch import fx
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, lies_in_long_runs, local_shape
 from graphzero.ir.storage.liveness import Liveness, liveness
 from graphzero.ir.transfer import NO_SLOT_YET, awaited, put_in_slot
+from graphzero.ir.transfer_layout import TransferLayout, lies_in_long_runs, local_shape
 from graphzero.passes.base import BuiltinPass
 
 
@@ -91,7 +91,7 @@ def _best(sizes: list[int], free: set[int], need: int) -> int:
     return slot
 
 
-def _is_direct(at: Liveness, layout: Layout) -> bool:
+def _is_direct(at: Liveness, layout: TransferLayout) -> bool:
     """Whether a launched transfer moves one value that can go between its own storage and its result's.
 
     A gather along dim 0 is the pieces one after the other, if the other axes cut alike; so is what a reduce-scatter

@@ -22,7 +22,7 @@ from graphzero.plugins.page import plan_data, render
 from graphzero.plugins.page.lines import Pool
 from graphzero.plugins.page.timeline import read_measured
 from graphzero.sbp.placement import DEVICE_TYPES
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 
 COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 END = "\033[0m"
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
             print(line)
 
 
-def compiled(options: argparse.Namespace) -> AbstractContextManager[Program]:
+def compiled(options: argparse.Namespace) -> AbstractContextManager[StepProgram]:
     """The program that the command line asks for."""
     where = factory.placement_of(options, _device_type(options))
     return factory.planned("show", options.factory, where, options.stage)
@@ -182,7 +182,7 @@ def write_page(options: argparse.Namespace) -> str:
     return f"wrote {options.html}, {len(text.encode()) / 1e6:.1f} MB; it opens from disk in any browser"
 
 
-def title(options: argparse.Namespace, program: Program) -> str:
+def title(options: argparse.Namespace, program: StepProgram) -> str:
     """What tells a plan from another one of the same step."""
     return f"stage {options.stage}, {program.plan.placement}, {Path(options.device).stem}"
 

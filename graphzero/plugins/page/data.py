@@ -12,11 +12,11 @@ from graphzero.plugins.page.lines import Pool, passes_data, values_data
 from graphzero.plugins.page.memory import memory_data
 from graphzero.plugins.page.parameters import parameters_data
 from graphzero.plugins.page.timeline import planned_data, rows_of
-from graphzero.step.program import Program
+from graphzero.step.program import StepProgram
 
 
 def plan_data(
-    program: Program,
+    program: StepProgram,
     title: str,
     pool: Pool,
     device: Device | None = None,

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import shape_on
+from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.value import TensorType
 from graphzero.plugins.page.lines import sbp_text
 from graphzero.sbp.types import Nd

@@ -11,7 +11,7 @@ from graphzero.plan.device import Device
 from graphzero.plan.timeline import timeline
 from graphzero.plugins.page.lines import Pool
 from graphzero.runtime.json_file import read_json
-from graphzero.sbp.links import is_finite
+from graphzero.sbp.link_costs import is_finite
 
 TEXTS = ("name", "stream", "kind", "phase")
 NUMBERS = ("begin", "end", "nbytes", "flops")

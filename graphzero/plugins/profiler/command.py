@@ -22,7 +22,7 @@ from graphzero.plugins.profiler import trace
 from graphzero.runtime.world import launch
 from graphzero.sbp.placement import DEVICE_TYPES, Placement, placement
 from graphzero.sbp.types import Nd
-from graphzero.step.inputs import Reader
+from graphzero.step.build_inputs import BuildInputReader
 
 EXAMPLES = """examples:
   graphzero trace train.py:make --ranks 4 --stage 2                 four virtual ranks in this process
@@ -94,7 +94,7 @@ def placement_of(options: argparse.Namespace) -> Placement | None:
 
 def whole_batch(graph: Graph, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What all ranks together would be given, of what a FACTORY gives one: as many times what a rank splits."""
-    reader, wanted = Reader(graph.build, graph.placement), dict(graph.config.settings.inputs)
+    reader, wanted = BuildInputReader(graph.build, graph.placement), dict(graph.config.settings.inputs)
     leaves, spec, names = reader.flatten(example, {})
     whole = [
         _repeated(x, reader.nd(name, x, wanted.get(name)), graph.placement.hierarchy) if type(x) is Tensor else x

@@ -22,7 +22,7 @@ from graphzero.plugins.profiler.recorder import Recorder
 from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import Sent
-from graphzero.step.selection import Prepared
+from graphzero.step.program_selector import PreparedCall
 
 WARM_UP = 2  # calls: the first compiles, the second finds all memory
 
@@ -135,7 +135,7 @@ class _Own(NamedTuple):
 
 
 def _take_steps(
-    prepared: Prepared, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int
+    prepared: PreparedCall, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int
 ) -> tuple[_Own, str]:
     """What this process measures of so many steps that are traced and as many that are not; why it knows no peak."""
     traced, untraced = [], []
@@ -159,7 +159,7 @@ def _check() -> None:
         raise ConfigError("gz.trace in a fake world: nothing is sent there; use virtual ranks, or torchrun")
 
 
-def _plain(prepared: Prepared, graph: Graph, args: Any, kwargs: Any) -> float:
+def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> float:
     """Seconds of one call."""
     device = prepared.source.world.device
     synchronize(device)
@@ -169,7 +169,7 @@ def _plain(prepared: Prepared, graph: Graph, args: Any, kwargs: Any) -> float:
     return time.perf_counter() - began
 
 
-def _traced(prepared: Prepared, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
+def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
     """One call: of each local rank, and the collectives of the first."""
     executor, world = prepared.executor, prepared.source.world
     sent = world.trace = []

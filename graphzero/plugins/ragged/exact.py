@@ -28,7 +28,7 @@ from torch import fx
 
 from graphzero.errors import CaptureError
 from graphzero.ir import calls, ops, value
-from graphzero.ir.aliases import Kind, is_name, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind, is_name
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along, Ragged
 from graphzero.ops import AS_GLOBAL, AS_LOCAL
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _ALIKE = (aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
           aten.new_full.default)  # fmt: skip
 _COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_SHOW = (Kind.RESHAPE, Kind.UNIT, Kind.TURN, Kind.NAME, Kind.COPY)
+_SHOW = (AliasKind.RESHAPE, AliasKind.UNIT, AliasKind.TURN, AliasKind.NAME, AliasKind.COPY)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,9 @@ class _Walk:
 def _hands_on(node: fx.Node) -> bool:
     """Whether an op shows the same numbers in other dims or another dtype."""
     plus_nothing = node.target is aten.add.Tensor and tuple(node.args[1:]) == (0,)
-    return kind_of(node.target) in _SHOW or plus_nothing or node.target in (aten.expand.default, aten._to_copy.default)
+    return (
+        alias_kind(node.target) in _SHOW or plus_nothing or node.target in (aten.expand.default, aten._to_copy.default)
+    )
 
 
 def _replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:

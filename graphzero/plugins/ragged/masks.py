@@ -13,7 +13,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along, Ragged
 from graphzero.ir.value import Role, TensorType
-from graphzero.passes.place.expand import Writer
+from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.sizes import Formula
 
 aten = torch.ops.aten
@@ -37,8 +37,8 @@ class Masks:
         return node
 
     @property
-    def _top(self) -> Writer:
-        return Writer(self.graph, self.first)
+    def _top(self) -> DefinitionWriter:
+        return DefinitionWriter(self.graph, self.first)
 
     def _once(self, key: Any, make: Any) -> fx.Node:
         if key not in self._made:
@@ -74,7 +74,7 @@ class Masks:
         for dim, number in dims:
             key = x, dim, number, math.copysign(1, number), value.phase_of(reader)
             if key not in self._filled:
-                w = Writer(self.graph, reader)
+                w = DefinitionWriter(self.graph, reader)
                 self._filled[key] = w(aten.masked_fill.Scalar, x, self.along(dim, shape), number)
             x = self._filled[key]
         return x
@@ -82,14 +82,14 @@ class Masks:
     def last(self, name: str, more: int, back: int) -> fx.Node:
         """Whether a place is not the one that is ``back`` places before the end of what was given of a dim."""
 
-        def make(w: Writer) -> fx.Node:
+        def make(w: DefinitionWriter) -> fx.Node:
             here, size = self.vector(name, more), self.ragged[name].size + more
             behind = [self._shifted(w, here, by, size) for by in (back - 1, back)]
             return w(aten.bitwise_or.Tensor, behind[0], w(aten.bitwise_not.default, behind[1]))
 
         return self._once(("last", name, more, back), make)
 
-    def _shifted(self, w: Writer, padded: fx.Node, by: int, size: int) -> fx.Node:
+    def _shifted(self, w: DefinitionWriter, padded: fx.Node, by: int, size: int) -> fx.Node:
         if not by:
             return padded
         rest = w(aten.slice.Tensor, padded, 0, by, size)
@@ -98,7 +98,7 @@ class Masks:
     def count(self, name: str, more: int, dtype: torch.dtype) -> fx.Node:
         """How many places were given of a dim that has so many more than the ragged dim; 0-d."""
 
-        def make(w: Writer) -> fx.Node:
+        def make(w: DefinitionWriter) -> fx.Node:
             given = w(aten.eq.Scalar, self.vector(name, more), 0)
             return w(aten.sum.dim_IntList, given, [0], dtype=dtype)
 
@@ -107,7 +107,7 @@ class Masks:
     def number(self, formula: Formula, dtype: torch.dtype) -> fx.Node:
         """A number that hangs on sizes, at the sizes of what was given; 0-d."""
 
-        def make(w: Writer) -> fx.Node:
+        def make(w: DefinitionWriter) -> fx.Node:
             found, *others = [self.count(name, more, dtype) for name, more in formula.sizes]
             w = self._top
             for other in others:
@@ -119,7 +119,7 @@ class Masks:
         return self._once((formula, dtype), make)
 
 
-def _spread(w: Writer, vector: fx.Node, sections: int, places: int, inner: int) -> fx.Node:
+def _spread(w: DefinitionWriter, vector: fx.Node, sections: int, places: int, inner: int) -> fx.Node:
     """One truth for each of ``inner`` neighbours, over and over."""
     found = w(aten.view.default, vector, [1, places, 1])
     found = w(aten.expand.default, found, [sections, places, inner])

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.value import TensorType
-from graphzero.passes.place.expand import Writer
+from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.sizes import Formula, Place
 from graphzero.plugins.ragged.work import Work
 from graphzero.sbp import rank_call
@@ -43,7 +43,7 @@ def _put(work: Work, place: Place, formula: Formula) -> bool:
     node, type_ = work.node, value.type_of(work.node)
     if node.target is aten.full.default and place == 1:
         number = work.masks.number(formula, _exact(type_.dtype))
-        number = Writer(work.masks.graph, node).to(number, type_.dtype)
+        number = DefinitionWriter(work.masks.graph, node).to(number, type_.dtype)
         node.target, node.args, node.kwargs = aten.expand.default, (number, list(type_.shape)), {}
         return True
     takes = node.target in WITH_NUMBER or node.target in WITH_TENSOR

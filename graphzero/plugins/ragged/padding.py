@@ -25,7 +25,7 @@ from graphzero.runtime.tensors.shards import global_shape, wrap
 from graphzero.runtime.world.consensus import SIZES, Ranks, digest, tensor_text
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S
-from graphzero.step.inputs import Reader, check_kind
+from graphzero.step.build_inputs import BuildInputReader, check_kind
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Found:
 class Padding:
     """Pads the calls of a Graph, as ``set_shapes`` says."""
 
-    def __init__(self, reader: Reader, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, reader: BuildInputReader, ranks: Ranks, settings: Settings) -> None:
         assert settings.shapes is not None
         self.reader, self.ranks, self.settings, self.shapes = reader, ranks, settings, settings.shapes
         self.placement = reader.placement

@@ -10,7 +10,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.ragged import Along
 from graphzero.ops import UNIFORM_LIKE
-from graphzero.passes.place.expand import Writer
+from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.table import dim_of, ndim_of, rule
 from graphzero.plugins.ragged.work import Work, fill_all
 
@@ -167,7 +167,7 @@ def select(work: Work) -> None:
         _need(work, along.name, work.args[2] + 1 - along.more)
         return
     _need(work, along.name, back - along.more)
-    w, ndim = Writer(work.masks.graph, work.node), ndim_of(x)
+    w, ndim = DefinitionWriter(work.masks.graph, work.node), ndim_of(x)
     others = _around(w, work.masks.last(along.name, along.more, back), dim, ndim)
     picked = w(aten.masked_fill.Scalar, x, others, 0)
     dtype = value.tensor_type(x).dtype
@@ -186,7 +186,7 @@ def select_backward(work: Work) -> None:
         work.make(0, found)
         if back is None:
             continue
-        w, grad = Writer(work.masks.graph, work.node), work.operands[0]
+        w, grad = DefinitionWriter(work.masks.graph, work.node), work.operands[0]
         ndim, shape = ndim_of(work.node), list(value.tensor_type(work.node).shape)
         others = _around(w, work.masks.last(name, found.more, back), dim, ndim)
         grad = w(aten.expand.default, w(aten.unsqueeze.default, grad, dim), shape)
@@ -196,7 +196,7 @@ def select_backward(work: Work) -> None:
         work.left = {(0, replace(a, dim=a.dim + (a.dim >= dim))) for _, a in work.left}
 
 
-def _around(w: Writer, vector: fx.Node, dim: int, ndim: int) -> fx.Node:
+def _around(w: DefinitionWriter, vector: fx.Node, dim: int, ndim: int) -> fx.Node:
     size = value.tensor_type(vector).numel
     return w(aten.view.default, vector, [size if i == dim else 1 for i in range(ndim)])
 

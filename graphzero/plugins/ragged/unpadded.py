@@ -12,7 +12,7 @@ from graphzero.capture import Captured, Inputs, Step, capture
 from graphzero.errors import CaptureError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.packed import Packed
+from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.text.printer import print_line
 from graphzero.plugins.ragged.exact import exact
 from graphzero.plugins.ragged.padding import Padded
@@ -31,7 +31,7 @@ def unpadded(step: Step, inputs: Inputs, padded: Padded, captured: Captured) -> 
     graph = captured.graph
     sizes = _compared(step, inputs, padded, captured, graph)
     found = exact(graph, sizes, padded.ragged, padded.dims)
-    return replace(captured, packed=Packed.of(found.graph), padded=found.outputs, least=found.least)
+    return replace(captured, packed=PackedGraph.of(found.graph), padded=found.outputs, least=found.least)
 
 
 def _compared(step: Step, inputs: Inputs, padded: Padded, captured: Captured, graph: StepGraph) -> Sizes:

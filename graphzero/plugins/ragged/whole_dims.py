@@ -10,7 +10,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.ragged import Along
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
-from graphzero.passes.place.expand import Writer
+from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.table import INF, TABLE, bounds, dim_of, ndim_of, rule
 from graphzero.plugins.ragged.work import Rule, Work, fill_all
 
@@ -125,7 +125,7 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
 
 def _hiding(work: Work, keys: Along, query: Any, key: Any) -> fx.Node:
     """A mask that is added to scores: nothing for what was given, -inf for padding."""
-    w, places = Writer(work.masks.graph, work.node), value.tensor_type(key).shape[2]
+    w, places = DefinitionWriter(work.masks.graph, work.node), value.tensor_type(key).shape[2]
     dtype, rows = value.tensor_type(query).dtype, value.tensor_type(query).shape[2]
     zeros = w(aten.full.default, [1, 1, rows, places], 0.0, dtype=dtype)
     return work.masks.filled(zeros, [(Along(keys.name, 3, 1, keys.more), -INF)], work.node)

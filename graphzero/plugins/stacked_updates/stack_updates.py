@@ -27,7 +27,7 @@ from graphzero.passes.place.forward_sweep import AxisPropagation, swept
 from graphzero.passes.schedule.bucket import default_limit
 from graphzero.plugins.stacked_updates.stacked_op import Lifted, StackedOp, stacked_op, stacked_type
 from graphzero.plugins.stacked_updates.whole_chains import Chain, whole_chains
-from graphzero.sbp.links import Links
+from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import B, S, Sbp
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from graphzero.ir import value
-from graphzero.ir.aliases import Kind, kind_of
+from graphzero.ir.aliases import AliasKind, alias_kind
 from graphzero.ir.value import TensorType
-from graphzero.sbp.call import Call, argument_names
+from graphzero.sbp.op_call import Call, argument_names
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def _is_elementwise(node: fx.Node) -> bool:
         return False
     if node.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return False
-    return torch.Tag.pointwise in node.target.tags or kind_of(node.target) in (Kind.COPY, Kind.NAME)
+    return torch.Tag.pointwise in node.target.tags or alias_kind(node.target) in (AliasKind.COPY, AliasKind.NAME)
 
 
 def _elementwise(use: _Use) -> StackedOp:

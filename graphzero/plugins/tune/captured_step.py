@@ -25,8 +25,8 @@ from graphzero.ir.value import Role
 from graphzero.plan import Candidate
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import B, Nd, S, Sbp
-from graphzero.step.choice import program_of
-from graphzero.step.compile import given
+from graphzero.step.compile_step import prepare_for_passes
+from graphzero.step.pass_settings import program_of
 
 HELD = ("param", "state")  # kinds of roles that are split as a weight is
 
@@ -96,7 +96,7 @@ def captured_step(graph: Graph, example: tuple[Any, ...]) -> CapturedStep:
     """
     with graph.prepared_call(f"tuning of {graph.name}", example, {}) as prepared:
         call, program = prepared.call, prepared.program
-        step, placed = given(call, program.captured)
+        step, placed = prepare_for_passes(call, program.captured)
         batch = [leaf for leaf in call.inputs.tensors if leaf.shape and any(sbp is S(0) for sbp in leaf.nd)]
         rows = next((leaf.shape[0] for leaf in batch if leaf.shape), 1)
         modules = prepared.source.modules

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from graphzero.ir import layout, value
+from graphzero.ir import transfer_layout, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
 from graphzero.runtime.execute.environment import Places
@@ -48,13 +48,13 @@ class Rooms:
         offset = self.arena.offsets.get((node, 0)) if self.arena is not None else None
         if offset is None:
             return None
-        found = layout.layout_of(self.graph, node)
+        found = transfer_layout.layout_of(self.graph, node)
         if found is not None:
             dtype = found.moves.dtype
             shapes: list[Shape] = [(found.arrived_elements,)] * len(self.ranks)
         else:
             type_, nd = value.tensor_type(node), value.nd_of(node)
-            dtype, shapes = type_.dtype, [layout.shape_on(self.graph, type_, nd, rank) for rank in self.ranks]
+            dtype, shapes = type_.dtype, [transfer_layout.shape_on(self.graph, type_, nd, rank) for rank in self.ranks]
         room = Room(self.places.new(), offset, dtype, shapes)
         self.all.append(room)
         return room.place

@@ -11,7 +11,7 @@ from graphzero.ir import value
 from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment, Step, Turn
 from graphzero.runtime.world.world import World
-from graphzero.sbp.local import LocalSize, LocalStart
+from graphzero.sbp.shards import LocalSize, LocalStart
 
 LONGEST = 1000  # lines of one generated function
 

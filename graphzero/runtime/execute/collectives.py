@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from graphzero.errors import VerifyError
-from graphzero.ir import layout
+from graphzero.ir import transfer_layout
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import inplace
 from graphzero.ir.transfer import NO_SLOT_YET
@@ -35,7 +35,7 @@ class Transfers:
 
     def begin(self, node: fx.Node) -> None:
         """A collective, or the launch of one."""
-        found = layout.layout_of(self.graph, node)
+        found = transfer_layout.layout_of(self.graph, node)
         assert found is not None
         if found.moves.slot == NO_SLOT_YET:
             raise VerifyError(f"'{node.name}' has no communication slot; run the pass slots before")

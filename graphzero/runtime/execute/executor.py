@@ -19,11 +19,11 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError, SbpError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import examine
-from graphzero.ir.layout import shape_on
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import print_line
+from graphzero.ir.transfer_layout import shape_on
+from graphzero.ir.verifier.verify import examine
 from graphzero.runtime.execute.guard import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter

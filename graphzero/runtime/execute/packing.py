@@ -15,11 +15,11 @@ from torch import Tensor, fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.layout import Layout, count_runs, shape_on
 from graphzero.ir.transfer import Transfer
+from graphzero.ir.transfer_layout import TransferLayout, count_runs, shape_on
 from graphzero.runtime.transport.primitives import Handle, same_place
 from graphzero.runtime.world.world import World
-from graphzero.sbp.local import chunk
+from graphzero.sbp.shards import chunk
 
 Shape = tuple[int, ...]
 Cut = tuple[Shape, int, list[int]]  # seen in this shape: the dim, and how long its pieces are
@@ -28,7 +28,7 @@ Cut = tuple[Shape, int, list[int]]  # seen in this shape: the dim, and how long 
 class Exchange:
     """How one rank packs the members of ``layout`` and unpacks the results; computed once, from shapes alone."""
 
-    def __init__(self, graph: StepGraph, layout: Layout, world: World, local: int):
+    def __init__(self, graph: StepGraph, layout: TransferLayout, world: World, local: int):
         self.layout = layout
         moves = layout.moves
         self.own = world.coordinate(local)[world.placement.axis(moves.axis)]

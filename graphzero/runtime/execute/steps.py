@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from graphzero.ir.space import HOST, is_offload
+from graphzero.ir.memory_space import HOST, is_offload
 from graphzero.ir.transfer import is_transfer
 
 Env = list[Any]

@@ -25,7 +25,7 @@ from graphzero.runtime import kernels
 from graphzero.runtime.inductor.region_ops import RegionOp
 from graphzero.runtime.inductor.regions import COMPOSED, Region
 from graphzero.runtime.world.world import World
-from graphzero.sbp.local import piece_shape
+from graphzero.sbp.shards import piece_shape
 
 aten = torch.ops.aten
 Boxed = Callable[[list[Tensor]], list[Tensor]]

@@ -19,7 +19,7 @@ from graphzero.runtime.tensors.shards import as_dtensor, coordinates, is_whole, 
 from graphzero.runtime.tensors.submesh import nd_on, on_whole
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotate
-from graphzero.sbp.local import window
+from graphzero.sbp.shards import window
 from graphzero.sbp.types import Nd
 
 

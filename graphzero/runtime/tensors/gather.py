@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import coordinates, local_of
 from graphzero.sbp.dtensor import nd_of_dtensor
-from graphzero.sbp.local import cut, window
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.shards import cut, window
 from graphzero.sbp.types import Nd
 
 WINDOW = 64 * 2**20  # bytes of all ranks' pieces that one gather brings, beside the whole tensors

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.sbp.dtensor import to_placements
-from graphzero.sbp.local import cut, cuts, joined, piece_shape
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.reductions import REDUCTIONS
+from graphzero.sbp.shards import cut, cuts, joined, piece_shape
 from graphzero.sbp.types import Nd
 
 

@@ -148,7 +148,7 @@ def note_source(error: BaseException, source: str) -> None:
 
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's in an error's traceback."""
-    from graphzero.ir.source import line_of  # which running a program does without
+    from graphzero.ir.source_location import line_of  # which running a program does without
 
     found, traceback = "", error.__traceback__
     while traceback is not None:

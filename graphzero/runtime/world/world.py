@@ -23,8 +23,8 @@ from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.buffers import Buffers
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.collectives import COLLECTIVES
-from graphzero.sbp.local import LocalSize, LocalStart, resolve
 from graphzero.sbp.placement import Placement
+from graphzero.sbp.shards import LocalSize, LocalStart, resolve
 
 
 @dataclass(frozen=True)

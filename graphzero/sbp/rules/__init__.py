@@ -2,27 +2,28 @@
 
 from graphzero.sbp.rules import (
     attention,
-    bags,
+    broadcast_only,
     comparison,
     conv_pool,
     creation,
+    embedding_bag,
+    graphzero_ops,
     index,
     linalg,
     loss,
     matmul,
     moe,
     norm,
-    own,
     pointwise,
     quantize,
     rearrange,
     reduce,
     slicing,
     view,
-    whole,
 )
 
 __all__ = [
-    "attention", "bags", "comparison", "conv_pool", "creation", "index", "linalg", "loss", "matmul", "moe", "norm",
-    "own", "pointwise", "quantize", "rearrange", "reduce", "slicing", "view", "whole",
+    "attention", "broadcast_only", "comparison", "conv_pool", "creation", "embedding_bag", "graphzero_ops",
+    "index", "linalg", "loss", "matmul", "moe", "norm", "pointwise", "quantize", "rearrange",
+    "reduce", "slicing", "view",
 ]  # fmt: skip

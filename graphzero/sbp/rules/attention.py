@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import broadcast, overloads
+from graphzero.sbp.rules._factor_lines import broadcast, overloads
 from graphzero.sbp.signature import TensorMeta
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import letters, overloads
+from graphzero.sbp.rules._factor_lines import letters, overloads
 
 COMPARISONS = """
     eq ne lt le gt ge isfinite isinf isnan isneginf isposinf isclose logical_not logical_xor bitwise_not

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import MOVE, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, overloads
 
 
 def _convolution(call: Call, weight: int) -> tuple[str, str, str, str]:

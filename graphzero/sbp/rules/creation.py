@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.reductions import REDUCTIONS
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import letters, overloads
+from graphzero.sbp.rules._factor_lines import letters, overloads
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, S, Sbp, partial
 

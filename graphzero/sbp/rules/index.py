@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Offset, Rule, rule
-from graphzero.sbp.rules._write import GROWING, MOVE, broadcast, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, broadcast, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 PLACE = "q"  # the dim that is indexed, where it is split; other dims have letters from a on, an index has z

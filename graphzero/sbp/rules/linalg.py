@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import dims_of, letters, overloads
 
 MATRICES = {
     "linalg_cholesky_ex linalg_inv_ex": "~...__->...__,...",

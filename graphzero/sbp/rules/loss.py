@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Offset, rule
-from graphzero.sbp.rules._write import broadcast, letters, overloads
+from graphzero.sbp.rules._factor_lines import broadcast, letters, overloads
 
 NONE, MEAN, SUM = 0, 1, 2
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import broadcast, letters, overloads
+from graphzero.sbp.rules._factor_lines import broadcast, letters, overloads
 
 PRODUCTS = {
     "mm": "mk,kn->mn",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 import graphzero.ops  # noqa: F401
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
 
 FORMS = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import dim_of, overloads, put
+from graphzero.sbp.rules._factor_lines import dim_of, overloads, put
 
 
 def _normalized(call: Call) -> tuple[str, str]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import GROWING, MOVE, is_zero, overloads
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, is_zero, overloads
 
 LINEAR = {
     "mul.Tensor": "...,...->...",

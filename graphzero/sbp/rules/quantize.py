@@ -3,9 +3,9 @@ each channel."""
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import dim_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import dim_of, letters, overloads
 
 rule(overloads("fake_quantize_per_tensor_affine_cachemask"), "~...->...,...")
 

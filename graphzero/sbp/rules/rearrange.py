@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, dim_of, dims_of, letters, overloads
 
 
 @rule(overloads("rot90"))

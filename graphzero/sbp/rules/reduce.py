@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import dim_of, dims_of, letters, overloads
 
 
 def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: object = "dim") -> str:

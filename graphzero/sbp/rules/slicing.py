@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import Shape, rule
-from graphzero.sbp.rules._write import GROWING, MOVE, dim_of, is_zero, letters, overloads, put
+from graphzero.sbp.rules._factor_lines import GROWING, MOVE, dim_of, is_zero, letters, overloads, put
 from graphzero.sbp.signature import TensorMeta
 
 INPUT_SIZES = {"input_sizes": lambda i, o: o[0]}

@@ -7,9 +7,9 @@ import math
 import string
 from collections.abc import Iterator, Sequence
 
-from graphzero.sbp.call import Call
+from graphzero.sbp.op_call import Call
 from graphzero.sbp.registry import rule
-from graphzero.sbp.rules._write import MOVE, dim_of, dims_of, letters, overloads
+from graphzero.sbp.rules._factor_lines import MOVE, dim_of, dims_of, letters, overloads
 
 SIZE = {"size": lambda i, o: o[0]}
 SHAPE = {"shape": lambda i, o: o[0]}

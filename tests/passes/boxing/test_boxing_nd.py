@@ -10,15 +10,15 @@ import torch
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Localize, LowerBoxing, Pipeline
 from graphzero.passes.boxing.lower_boxing import SMALL as SMALL_BYTES
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.tensors.shards import join, local_shape
 from graphzero.runtime.world.virtual import VirtualWorld
-from graphzero.sbp.local import nests
 from graphzero.sbp.route import bytes_of, route
+from graphzero.sbp.shards import nests
 from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
 from graphzero.testing import assert_graph
 

@@ -7,7 +7,7 @@ import pytest
 from graphzero.ir.text.parser import parse
 from graphzero.passes import InsertBoxing, LowerBoxing, Pin, Pipeline, Propagate
 from graphzero.sbp.boxing import wire_bytes
-from graphzero.sbp.links import Link
+from graphzero.sbp.link_costs import Link
 from graphzero.sbp.route import route
 from graphzero.sbp.types import B, P, S
 from graphzero.testing import assert_same_step

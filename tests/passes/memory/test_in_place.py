@@ -8,11 +8,11 @@ from toys import STAGES, inputs_of, lower, on_ranks, options, random_step, run, 
 
 from graphzero.errors import VerifyError
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws import storage
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.storage import inplace, kernel_forms
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
+from graphzero.ir.verifier import storage
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Bucket, Pipeline, Reuse, Zero, default_passes
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld

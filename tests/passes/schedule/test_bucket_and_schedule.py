@@ -10,10 +10,10 @@ from toys import STAGES, history, lines, lower, on_ranks, options, random_step, 
 from graphzero.errors import ConfigError, VerifyError
 from graphzero.ir import ops
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.laws.verify import verify
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.ir.transfer import transfer_of
+from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Bucket, DeadCode, Pipeline, Reuse, Zero, default_passes
 from graphzero.testing import assert_graph, assert_same_step
 

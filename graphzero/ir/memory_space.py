@@ -1,0 +1,60 @@
+"""In which memory values lie: that of the rank's device, or, for what some ops make, that of the host.
+
+Like the storage of a value it follows from the op that makes it, so it is not printed.  What lies in host memory is no
+memory of the device: the plan counts it apart, and so does the measurement.  It is read by the ops that bring it back,
+and by nothing else (``laws.spaces``).  On a CPU both are the same chips, and are told apart all the same, so that a
+program for an accelerator can be planned, tested and measured where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.sbp.op_call import Op, op_name, overload_of
+from graphzero.sbp.registry import has_rule
+
+HOST = "host"  # what such bytes are called beside the categories of the device's
+
+_OFFLOADS: set[Op] = set()
+_RELOADS: set[Op] = set()
+
+
+def host_memory(offload: Op, reload: Op) -> None:
+    """Say that ``offload`` makes its results in host memory, and that ``reload`` brings such values back.
+
+    Both are ops registered with ``torch.library``, with an SBP rule each: a rank's piece goes and comes back as it is.
+    A plan counts what ``offload`` makes as ``memory.host``, not as memory of the device, from there until ``reload``
+    has read it, and a program in which anything else reads it is refused.  Say it beside the ops' rules.
+
+    Raises ConfigError for an op without a rule, and where one op is said to do both.
+    """
+    ops = overload_of(offload), overload_of(reload)
+    for op in ops:
+        if not has_rule(op):
+            raise ConfigError(
+                f"host_memory: {op_name(op)} has no SBP rule, so every rank would gather what it moves; give it one "
+                f'first: gz.sbp.rule({op_name(op)}, "sum max min: ...->...")'
+            )
+    if ops[0] is ops[1] or ops[0] in _RELOADS or ops[1] in _OFFLOADS:
+        raise ConfigError(f"host_memory: {op_name(ops[0])} cannot both put values into host memory and bring them back")
+    _OFFLOADS.add(ops[0])
+    _RELOADS.add(ops[1])
+
+
+def is_offload(target: Any) -> bool:
+    """Whether an op's results lie in host memory."""
+    return target in _OFFLOADS
+
+
+def is_reload(target: Any) -> bool:
+    """Whether an op may read what lies in host memory."""
+    return target in _RELOADS
+
+
+def uses_host(nodes: Iterable[fx.Node]) -> bool:
+    """Whether anything in a program lies in host memory."""
+    return bool(_OFFLOADS) and any(node.target in _OFFLOADS for node in nodes)

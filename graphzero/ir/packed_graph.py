@@ -1,0 +1,199 @@
+"""Graphs at rest: some twenty bytes a value instead of a kilobyte, and the same graph again when somebody asks.
+
+What ``history`` keeps of each pass is read seldom, and ``torch.fx`` nodes are large.  Nothing is lost: names,
+arguments, order and all that is known of a value, source lines too, which the text leaves out.  Numbers, strings and
+containers become compressed bytes; the rest, ops, types, roles and SBPs, never changes and is referred to.
+
+A pass leaves most nodes as they were: of each graph, a ``PackedHistory`` writes the rows that no graph before it had.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from graphzero import _compat
+from graphzero.ir.graph import StepGraph
+
+# Containers and numbers that are written as what they are made of; strings, ints, tuples and their kind always are.
+REDUCED = frozenset({complex, slice, immutable_dict})  # and immutable_list
+CHANGING = (list, dict, set, bytearray)  # so are these, and they may hold something else later
+FAST = 1  # zlib's level: the best one saves a fifth more
+
+Facts = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the graphs of a shelf have in common."""
+
+    nodes: array[int] = field(default_factory=lambda: array("I"))  # which one each row is of
+    pieces: list[tuple[bytes, bytes]] = field(default_factory=list)  # heads and bodies of the rows that are new
+    objects: list[Any] = field(default_factory=list)  # that rows refer to
+
+
+class _Row(NamedTuple):
+    number: int
+    facts: Facts
+
+
+class _Last(NamedTuple):
+    about: Facts
+    order: array[int]
+    packed: PackedGraph
+
+
+class PackedHistory:
+    """Takes copies of one graph between its changes.  A row is a node as it stood at some time."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept, numbers = _Kept(), dict[int, int]()
+        self._numbers = numbers  # of nodes, by id, all of which are in the next
+        self._rows: dict[fx.Node, _Row] = {}  # the last of each node
+        self._heads, self._bodies = _Writer(numbers, self._kept.objects), _Writer(numbers, self._kept.objects)
+        self._last: _Last | None = None
+        self._may_change = False  # something that rows were written of
+
+    def put(self, graph: StepGraph) -> PackedGraph:
+        """The graph as it is now; the same object as the last time where nothing has changed since."""
+        facts = {node: _facts(node) for node in graph.nodes}
+        about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read)
+        new = [node for node, found in facts.items() if not self._has(node, found)]
+        last = self._last
+        is_same = not new and last is not None and all(map(is_, about, last.about))
+        if is_same and last is not None and last.order == self._order(facts):
+            return last.packed
+        if self._may_change:
+            self._begin()
+            new = list(facts)
+        self._write(new, facts)
+        order = self._order(facts)
+        self._last = _Last(about, order, PackedGraph(graph, self._kept, order))
+        return self._last.packed
+
+    def _has(self, node: fx.Node, facts: Facts) -> bool:
+        row = self._rows.get(node)
+        return row is not None and len(facts) == len(row.facts) and all(map(is_, facts, row.facts))
+
+    def _order(self, nodes: Mapping[fx.Node, Facts]) -> array[int]:
+        return array("I", [self._rows[node].number for node in nodes])
+
+    def _write(self, nodes: list[fx.Node], facts: Mapping[fx.Node, Facts]) -> None:
+        kept, rows, numbers = self._kept, self._rows, self._numbers
+        for node in nodes:
+            numbers.setdefault(id(node), len(rows))
+            rows[node] = _Row(len(kept.nodes), facts[node])
+            kept.nodes.append(numbers[id(node)])
+        heads = [(node.op, node.target, node.name, node.type) for node in nodes]
+        bodies = [(node.args, dict(node.kwargs), {**node.meta}) for node in nodes]
+        kept.pieces.append((self._heads.written(heads), self._bodies.written(bodies)))
+        self._may_change = any(_may_change(x) for *_, meta in bodies for x in meta.values())
+
+
+def _facts(node: fx.Node) -> Facts:
+    """All of a node, as objects that are never changed, only replaced."""
+    meta = node.meta
+    return (node.op, node.name, node.target, *_compat.arguments(node), node.type, *meta, *meta.values())
+
+
+def _may_change(x: Any) -> bool:
+    return type(x) in CHANGING or (type(x) is tuple and any(map(_may_change, x)))
+
+
+class PackedGraph:
+    """A copy of a graph as it was: what a ``PackedHistory`` takes, or ``Packed.of(graph)``."""
+
+    __slots__ = ("_is_read", "_kept", "_level", "_name", "_order", "_pieces", "_placement")
+
+    def __init__(self, graph: StepGraph, kept: _Kept, order: array[int]) -> None:
+        self._name, self._placement, self._level = graph.name, graph.placement, graph.level
+        self._is_read = graph.is_read
+        self._kept, self._pieces = kept, len(kept.pieces)
+        self._order = zlib.compress(order.tobytes(), FAST)
+
+    @classmethod
+    def of(cls, graph: StepGraph) -> PackedGraph:
+        return PackedHistory().put(graph)
+
+    def graph(self) -> StepGraph:
+        """The graph, made anew each time: whoever asks may change it."""
+        graph, nodes, order = fx.Graph(), dict[int, fx.Node](), array("I")
+        order.frombytes(zlib.decompress(self._order))
+        heads = self._read(0, nodes)
+        for row in order:
+            op, target, name, type_ = heads[row]
+            nodes[self._kept.nodes[row]] = _compat.add_node(graph, op, target, (), {}, name, type_)
+        bodies = self._read(1, nodes)
+        for row, node in zip(order, graph.nodes, strict=True):
+            args, kwargs, node.meta = bodies[row]
+            _compat.set_arguments(node, args, kwargs)
+        made = StepGraph(self._name, self._placement, graph, self._level)
+        made.is_read = self._is_read
+        return made
+
+    def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
+        """What was written of all rows until then, also of those that are not in this graph."""
+        pieces = [zlib.decompress(piece[part]) for piece in self._kept.pieces[: self._pieces]]
+        reader = _Reader(io.BytesIO(b"".join(pieces)), nodes, self._kept.objects)
+        return [row for _ in pieces for row in reader.load()]
+
+
+class _Writer(pickle.Pickler):
+    """A node is written by its number, anything else that is not plain by one below zero, of where it is kept.
+
+    That is asked once for each object: the pickler knows by itself what is plain, and what it has met before.
+    """
+
+    def __init__(self, numbers: dict[int, int], kept: list[Any]) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.numbers, self.kept = numbers, kept
+
+    def written(self, rows: list[Any]) -> bytes:
+        self.file.seek(0)
+        self.file.truncate()
+        self.dump(rows)
+        return zlib.compress(self.file.getbuffer(), FAST)
+
+    def reducer_override(self, x: Any) -> Any:
+        number = self.numbers.get(id(x))
+        if number is None:
+            if type(x) is immutable_list:
+                return immutable_list, (tuple(x),)
+            if type(x) in REDUCED or x is _numbered:
+                return NotImplemented
+            self.kept.append(x)
+            number = self.numbers[id(x)] = -len(self.kept)
+        return _numbered, (number,)
+
+
+def _numbered(number: int) -> Any:
+    """In a graph's bytes, what is called for an object by its number; each reader puts its own in its place."""
+    raise NotImplementedError
+
+
+class _Reader(pickle.Unpickler):
+    """nodes: by their numbers; of one that is not in the graph there is None, and no row in it that reads that."""
+
+    def __init__(self, file: io.BytesIO, nodes: Mapping[int, fx.Node], kept: list[Any]) -> None:
+        super().__init__(file)
+        self.nodes, self.kept = nodes, kept
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) == (__name__, _numbered.__name__), f"{module}.{name} is not kept"
+        return self._numbered
+
+    def _numbered(self, number: int) -> Any:
+        return self.nodes.get(number) if number >= 0 else self.kept[-number - 1]

@@ -1,0 +1,306 @@
+"""The words of a printed graph: numbers, strings, names, and the arguments that consist of them.
+
+A ``LineReader`` goes over one line from left to right and never back, so that the time of reading grows with the text
+alone.  Nothing of a text is evaluated: an argument is one of the forms below.
+
+    8  -1.5  1e-05  inf  nan  (1+2j)  True  None  'text'  [...]  (...)      constants
+    name                                                                   a value above
+    8/dp  8@dp  8/dp/tp                                                    a rank's size, where its piece begins
+    torch.float32  torch.strided  torch.contiguous_format                  dtypes, layouts, memory formats
+    device(type='cpu')  device(type='cuda', index=1)                       devices
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.errors import GraphZeroError
+from graphzero.ir.text.printer import NAMELESS
+from graphzero.ir.value import ROLE_KINDS, Role
+from graphzero.sbp.placement import DEVICE_TYPES
+from graphzero.sbp.shards import LocalSize, LocalStart
+from graphzero.sbp.types import Sbp, parse_sbp
+
+DEEPEST = 16  # brackets in one another
+LARGEST = 2**63 - 1
+MOST_DIMS = 64  # as torch has it
+
+_WORD = re.compile(r"[^\W\d]\w*")
+_KEYWORD = re.compile(r"[^\W\d]\w*[ \t]*=")
+_DOTTED = re.compile(r"[\w.]+")
+_DIGITS = re.compile(r"[0-9]+")
+_FRACTION = re.compile(r"(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?")
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.?))", re.DOTALL)
+_PLAIN = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_SPACES = re.compile(r"\s*")
+_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None, "inf": float("inf"), "nan": float("nan")}
+_TORCH_KINDS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def read_sbp(word: str, fail: Callable[[str], Exception]) -> Sbp:
+    """The SBP that a word says.  fail: makes the error to raise."""
+    digits = re.findall(r"[0-9]+", word[:200])
+    if len(word) > 60 or any(len(number) > 18 for number in digits) or int((*digits, 0)[0]) > MOST_DIMS:
+        raise fail(f"{word!r:.80} is no SBP of up to {MOST_DIMS} dims")
+    try:
+        return parse_sbp(word)
+    except GraphZeroError as error:
+        raise fail(str(error)) from None
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else _PLAIN[found[4]]
+
+
+class LineReader:
+    """One line, and how far it has been read.
+
+    fail: makes the error to raise of what is wrong.  values: what names of values mean.  axes: of the placement.
+    """
+
+    def __init__(
+        self, text: str, fail: Callable[[str], Exception], values: dict[str, fx.Node], axes: tuple[str, ...] = ()
+    ) -> None:
+        self.text, self.fail, self.values, self.axes = text, fail, values, axes
+        self.at = 0
+
+    # ---- characters
+
+    def take(self, mark: str) -> bool:
+        """Go past ``mark``, if it stands here, and the spaces around it."""
+        self._skip()
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at += len(mark)
+        self._skip()
+        return True
+
+    def next(self) -> str:
+        """The next character that is no space, or nothing."""
+        self._skip()
+        return self.text[self.at : self.at + 1]
+
+    def until(self, mark: str) -> tuple[str, bool]:
+        """What stands here up to ``mark``, which is gone past, or to the end; and whether there was one."""
+        found, mark, _ = self.text[self.at :].partition(mark)
+        self.at += len(found) + len(mark)
+        return found.strip(), bool(mark)
+
+    def rest(self) -> str:
+        """What has not been read, which is read with that."""
+        self._skip()
+        found, self.at = self.text[self.at :].rstrip(), len(self.text)
+        return found
+
+    def _skip(self) -> None:
+        self._match(_SPACES)
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found is not None else self.at
+        return found[0] if found is not None else ""
+
+    # ---- words
+
+    def word(self) -> str:
+        """A name, or nothing if none stands here."""
+        self._skip()
+        return self._match(_WORD)
+
+    def dotted(self) -> str:
+        """Letters, digits and dots: a path, the name of an op."""
+        self._skip()
+        return self._match(_DOTTED)
+
+    def keyword(self) -> str:
+        """The name of an argument with its ``=``, or nothing."""
+        self._skip()
+        return self._match(_KEYWORD).rstrip("= \t")
+
+    def string(self) -> str | None:
+        """A text in quotes, as Python writes it; None if none stands here."""
+        self._skip()
+        token = self._match(_STRING)
+        if not token:
+            return None
+        try:
+            found = _ESCAPE.sub(_unescaped, token[1:-1])
+            found.encode()
+        except (KeyError, ValueError):  # another escape, or half of a character
+            raise self.fail(f"{token:.80} is no text as repr writes it") from None
+        return found
+
+    def path(self) -> str | None:
+        """One word of a role: a path as it stands, or anything in quotes."""
+        quoted = self.string()
+        return quoted if quoted is not None else self.dotted() or None
+
+    def role(self, name: str = "") -> Role:
+        """``kind(path)`` or ``kind(path, key)``; name: of the placeholder, which then is the path that is left out."""
+        begin, kind, words = self.at, self.word(), list[str]()
+        good = self.take("(")
+        while good and not self.take(")"):
+            word = self.path()
+            good = word is not None and (self.take(",") or self.next() == ")")
+            words.append(word or "")
+        if not good or len(words) > 2:
+            raise self.fail(f"{self.text[begin:].strip()!r:.200}: expected `kind(path)` or `kind(path, key)`")
+        if kind not in ROLE_KINDS and not name:
+            raise self.fail(f"no role is called {kind}; one of {', '.join(ROLE_KINDS)}")
+        return Role(kind, *(words or ([name] if kind not in NAMELESS else [])))
+
+    # ---- arguments
+
+    def items(self, close: str, depth: int = 0) -> list[Any]:
+        """Values up to the bracket ``close``, behind the one that opened."""
+        found: list[Any] = []
+        while not self.take(close):
+            found.append(self.value(depth))
+            if not self.take(",") and self.next() != close:
+                raise self.unreadable()
+        return found
+
+    def value(self, depth: int = 0) -> Any:
+        """One argument."""
+        begin = self.at
+        found = self._primary(depth)
+        while self.next() in ("/", "@") and self.next():
+            mark, self.at = self.next(), self.at + 1
+            found = self._cut(found, LocalSize if mark == "/" else LocalStart, begin)
+        return found
+
+    def unreadable(self) -> Exception:
+        """The error where no argument, or more than one, stands between two commas."""
+        if self.next() in ("", ":"):
+            return self.fail(f"{self.text[: self.at].strip()!r:.200} is no call: a bracket is not closed")
+        begin = max(self.text.rfind(mark, 0, self.at) for mark in ",([=") + 1
+        ends = [end for mark in ",)]" if (end := self.text.find(mark, self.at)) >= 0]
+        return self.fail(f"cannot read the argument {self.text[begin : min(ends, default=None)].strip()!r:.200}")
+
+    def _primary(self, depth: int) -> Any:
+        if depth > DEEPEST:
+            raise self.fail(f"more than {DEEPEST} brackets in one another")
+        mark = self.next()
+        if mark.isdigit() and mark.isascii():
+            return self._number("")
+        if mark == "-":
+            return self._negative()
+        if mark in ("'", '"') and mark:
+            found = self.string()
+            if found is None:
+                raise self.fail("a text in quotes does not end")
+            return found
+        if self.take("["):
+            return self.items("]", depth + 1)
+        if self.take("("):
+            return self._bracket(depth + 1)
+        return self._named()
+
+    def _number(self, sign: str) -> int | float | complex:
+        digits, fraction = self._match(_DIGITS), self._match(_FRACTION)
+        text = sign + digits + fraction
+        if len(text) > 400 or (not fraction and (len(digits) > 20 or int(digits) > LARGEST + (sign == "-"))):
+            raise self.fail(f"{text:.40} is beyond what 64 bits hold")
+        if self.text[self.at : self.at + 1] == "j":
+            self.at += 1
+            return complex(f"{text}j")
+        if self._match(_WORD):
+            raise self.unreadable()
+        return float(text) if fraction else int(text)
+
+    def _negative(self) -> Any:
+        self.take("-")
+        if self.next().isdigit() and self.next().isascii():
+            return self._number("-")
+        word = self.word()
+        if word not in ("inf", "nan"):
+            raise self.unreadable()
+        return -_WORDS[word]
+
+    def _bracket(self, depth: int) -> Any:
+        """A tuple, or a complex number."""
+        items: list[Any] = []
+        while not self.take(")"):
+            items.append(self.value(depth))
+            sign = self.next()
+            if len(items) == 1 and sign in ("+", "-") and sign and isinstance(items[0], (int, float)):
+                return self._complex(items[0], sign)
+            if not self.take(","):
+                if self.next() != ")":
+                    raise self.unreadable()
+                if len(items) == 1:
+                    raise self.fail("a tuple of one is written with a comma: (x,)")
+        return tuple(items)
+
+    def _complex(self, real: float, sign: str) -> complex:
+        self.take(sign)
+        number = self._number(sign) if self.next().isdigit() and self.next().isascii() else None
+        if not isinstance(number, complex) or not self.take(")"):
+            raise self.unreadable()
+        return complex(real, number.imag)
+
+    def _named(self) -> Any:
+        name = self.word()
+        if not name:
+            raise self.unreadable()
+        if name in _WORDS:
+            return _WORDS[name]
+        if name == "torch" and self.take("."):
+            return self._of_torch(self.word())
+        if name == "device" and self.next() == "(":
+            return self._device()
+        if name in self.values:
+            return self.values[name]
+        if self.next() in (".", "(") and self.next():
+            raise self.unreadable()
+        if keyword.iskeyword(name):
+            raise self.fail(f"cannot read the argument {name!r}")
+        raise self.fail(f"{name} is not defined above this line")
+
+    def _of_torch(self, name: str) -> Any:
+        found = torch.__dict__.get(name)
+        if not isinstance(found, _TORCH_KINDS):
+            raise self.fail(
+                f"cannot read the argument 'torch.{name:.80}': of torch a text names dtypes, layouts and memory formats"
+            )
+        return found
+
+    def _device(self) -> torch.device:
+        self.take("(")
+        if not (self.word() == "type" and self.take("=")):
+            raise self.unreadable()
+        kind, index = self.string(), None
+        if self.take(","):
+            if not (self.word() == "index" and self.take("=")):
+                raise self.unreadable()
+            index = self.value()
+        if (
+            kind not in DEVICE_TYPES
+            or not self.take(")")
+            or not (index is None or (type(index) is int and 0 <= index < 128))
+        ):
+            kinds = ", ".join(DEVICE_TYPES)
+            raise self.fail(f"a device is device(type='cpu') or device(type='cuda', index=0), of {kinds}")
+        return torch.device(kind) if index is None else torch.device(kind, index)
+
+    def _cut(self, size: Any, kind: type[LocalSize] | type[LocalStart], begin: int) -> LocalSize | LocalStart:
+        """What an axis cuts: a number, or what axes outside it have cut."""
+        if type(size) is not int and not isinstance(size, kind):
+            raise self.fail(f"{self.text[begin : self.at - 1].strip()!r:.80} is no size that an axis cuts")
+        axis = self.word()
+        if axis not in self.axes:
+            raise self.fail(f"no axis is called {axis}; the graph's are {', '.join(self.axes)}")
+        outside = size
+        while isinstance(outside, (LocalSize, LocalStart)):
+            if outside.axis == axis:
+                raise self.fail(f"axis {axis} cuts a size once")
+            outside = outside.size
+        return kind(size, axis)  # type: ignore[arg-type]  # checked above

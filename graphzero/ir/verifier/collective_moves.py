@@ -1,0 +1,139 @@
+"""The laws of moves, from level "lowered" on: no box is left, and each collective or local cut makes on its axis what
+its name says, where the axes inside allow it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.text.printer import op_name
+from graphzero.ir.transfer import transfer_of
+from graphzero.ir.verifier.violation import nd_text, violation
+from graphzero.sbp.collectives import COLLECTIVES
+from graphzero.sbp.registry import signatures
+from graphzero.sbp.route import is_possible
+from graphzero.sbp.shards import alike, sections_at
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import B, Nd, P, S, Sbp, partial
+
+# Of what a move makes on its axis: the arguments behind the value, and the kinds of SBP between which it goes.
+_LOCAL: dict[Any, tuple[tuple[str, ...], str, str]] = {
+    ops.slice_shard: (("dim", "axis"), "B", "S"),
+    ops.place_shard: (("dim", "axis"), "S", "P"),
+    ops.keep_first: (("axis",), "B", "P"),
+}
+_ARGUMENTS = {op: COLLECTIVES[op.__name__].arguments for op in ops.COLLECTIVES} | {
+    op: arguments for op, (arguments, *_) in _LOCAL.items()
+}
+_ENDS = {op: (COLLECTIVES[op.__name__].src, COLLECTIVES[op.__name__].dst) for op in ops.COLLECTIVES} | {
+    op: (src, dst) for op, (_, src, dst) in _LOCAL.items()
+}
+
+
+def check_moves(graph: StepGraph, where: str) -> None:
+    """Raise VerifyError for the first box, and the first move that its name does not describe."""
+    for node in graph.nodes:
+        if node.target is ops.box:
+            raise violation(node, where, f"'{node.name}' is still a box", "Run `lower_boxing`")
+        if node.target in ops.MOVES:
+            source = value.operand(node)
+            _check_move(graph, node, where, value.nd_of(source), value.nd_of(node), node.target, node.args[1:])
+        elif node.target in (*ops.BUCKETS, ops.launch):
+            _check_bucket(graph, node, where)
+        elif node.target in ops.IN_TURN:
+            _check_in_turn(graph, node, where)
+
+
+def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
+    """Micro-batches follow each other on every rank: nothing goes to another rank, or lies otherwise."""
+    product = node.target is ops.accumulate_mm
+    if product:
+        _check_product(graph, node, where)
+    for operand in value.tensor_operands(node)[: 1 if product else None]:
+        if value.nd_of(operand) != value.nd_of(node):
+            have, made = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
+            problem = f"'{node.name}' takes {have} to {made}, which {op_name(node.target)} does not"
+            raise violation(node, where, problem, "Box what it reads before it")
+
+
+def _check_product(graph: StepGraph, node: fx.Node, where: str) -> None:
+    """What is added up is a product as ``mm`` makes it."""
+    factors, made = value.tensor_operands(node)[1:], value.tensor_type(node)
+    metas = [value.tensor_type(x).meta for x in factors]
+    for axis, ranks in enumerate(graph.placement.hierarchy):
+        stands = Signature(tuple(value.nd_of(x)[axis] for x in factors), (value.nd_of(node)[axis],))
+        sections = {sbp.sections for sbp in (*stands.inputs, *stands.outputs)} - {1}
+        allowed = signatures(torch.ops.aten.mm.default, metas, {}, [made.meta], ranks=ranks, sections=sections)
+        if ranks > 1 and stands not in allowed:
+            problem = f"'{node.name}' adds up a product {stands}, which would not compute the same"
+            raise violation(node, where, problem, "Box what it reads before it")
+
+
+def _check_bucket(graph: StepGraph, node: fx.Node, where: str) -> None:
+    moves = transfer_of(node)
+    assert moves is not None
+    for i, (member, nd) in enumerate(zip(moves.members, value.sbp_of(node), strict=True)):
+        by_name = {"dim": moves.dims[i] if moves.dims else None, "axis": moves.axis, "reduction": moves.reduction}
+        rest = tuple(by_name[name] for name in moves.collective.arguments)
+        _check_move(graph, node, where, value.nd_of(member), nd, ops.BY_NAME[moves.kind], rest)
+
+
+def _check_move(
+    graph: StepGraph, node: fx.Node, where: str, have: Nd, made: Nd, move: Any, args: tuple[Any, ...]
+) -> None:
+    """A lowered box makes on its axis what its name says, where axes inside allow it, and changes no other axis.
+
+    What other axes cut may go by another name behind it: ``(S(0), S(0))`` is gathered to ``(B, S(0, 2))`` on 2 x 2.
+    """
+    if move is not ops.relabel:
+        have, made = _by_one_name(have, made, graph.placement.axis(_axis(move, args)), graph.placement.hierarchy)
+    for i, (src, dst) in enumerate(zip(have, made, strict=True)):
+        on_axis = move is not ops.relabel and graph.placement.names[i] == _axis(move, args)
+        possible = is_possible(have, i, src, dst, graph.placement.hierarchy)
+        ends = [_plain(nd, i, graph, move) for nd in (have, made)]
+        good = possible and _moves(move, args, *ends) if on_axis else src is dst
+        if move is ops.relabel:
+            good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
+            good = good or alike(have, made, graph.placement.hierarchy)
+        if not good:
+            problem = f"'{node.name}' takes {nd_text(have)} to {nd_text(made)}, which {move.__name__} does not"
+            raise violation(node, where, problem, "Make boxes, and let `lower_boxing` choose what they become")
+
+
+def _by_one_name(have: Nd, made: Nd, axis: int, hierarchy: tuple[int, ...]) -> tuple[Nd, Nd]:
+    """Both, with one name for what the axes other than ``axis`` cut, if they cut the same."""
+    begin, end = ((*other[:axis], own[axis], *other[axis + 1 :]) for own, other in ((have, made), (made, have)))
+    if alike(have, begin, hierarchy):
+        return begin, made
+    return (have, end) if alike(made, end, hierarchy) else (have, made)
+
+
+def _plain(nd: Nd, axis: int, graph: StepGraph, move: Any) -> Sbp:
+    """The SBP on ``axis``; a split of the dim where ranks hold parts of one section each, or the op knows sections."""
+    sbp = nd[axis]
+    plain = sbp.sections > 1 and (
+        move.__name__ in ops.IN_SECTIONS or sections_at(nd, graph.placement.hierarchy, axis) == 1
+    )
+    return S(sbp.dim) if plain else sbp
+
+
+def _axis(move: Any, args: tuple[Any, ...]) -> Any:
+    return args[_ARGUMENTS[move].index("axis")]
+
+
+def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
+    """Whether a move with these arguments (behind the value) takes ``src`` to ``dst``."""
+    names, (source, target) = _ARGUMENTS[move], _ENDS[move]
+    given = list(zip(names, args, strict=False))
+    dims = iter([arg for name, arg in given if name == "dim"])
+    if source == "P":
+        wanted = partial(dict(given).get("reduction", "sum")) if "reduction" in names else src
+        good = src.is_partial and src is wanted
+    else:
+        good = src is (S(next(dims)) if source == "S" else B)
+    return good and dst is {"B": B, "P": P, "S": S(next(dims)) if target == "S" else None}[target]

@@ -1,0 +1,171 @@
+"""What a text says of each value, computed again: a graph that was read is believed nothing.
+
+``check_stated`` looks at every node of a graph that ``parse`` has made, before any law or pass does: that its op is one
+that a program may hold, that its arguments have the form that the op takes, and that the type behind it is the one
+that the op makes.  What passes' ops take is in ``forms``; other ops are asked themselves, see ``infer``, once per
+process for operands of the same types.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphzero.ir import known_ops, ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage import inplace
+from graphzero.ir.text.printer import op_name
+from graphzero.ir.value import ScalarType, TensorType, Type
+from graphzero.ir.verifier.infer_types import NUMBERS, as_key, infer
+from graphzero.ir.verifier.pass_op_types import FORMS, Unfit, kind_of_number, need
+from graphzero.ir.verifier.violation import violation
+from graphzero.ops import AS_GLOBAL, AS_LOCAL, SAME
+from graphzero.sbp.types import parse_sbp
+
+
+def check_stated(graph: StepGraph, where: str) -> None:
+    """Raise VerifyError for the first node that does not make what it is said to make."""
+    for node in graph.nodes:
+        try:
+            if node.op == "placeholder":
+                _check_placeholder(node)
+            elif node.op == "call_function":
+                _check_call(graph, node)
+            elif node.op == "output":
+                _check_output(graph)
+        except Unfit as error:
+            raise violation(node, where, f"'{node.name}' {error}", _hint(node)) from None
+
+
+def _hint(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "Write inputs as str(graph) prints them"
+    return "Write the op, its arguments and its type as str(graph) prints them"
+
+
+# ---- placeholders and results
+
+
+def _check_placeholder(node: fx.Node) -> None:
+    role, type_ = value.role_of(node), value.type_of(node)
+    assert role is not None
+    is_number = isinstance(type_, ScalarType)
+    if role.kind in ("hyper", "scalar"):
+        need(is_number, f"is a {role.kind} of type {_text(type_)}, which is no number")
+    else:
+        need(isinstance(type_, TensorType), f"is a {role.kind} of type {_text(type_)}, which is no tensor")
+    if role.kind == "seed":
+        need(type_ == TensorType(torch.int64, ()), f"is a seed of type {_text(type_)}; a seed is i64[]")
+
+
+def _check_output(graph: StepGraph) -> None:
+    for node in value.flat_nodes(graph.output.args):
+        need(isinstance(value.type_of(node), (TensorType, ScalarType)), f"hands out '{node.name}', several results")
+
+
+# ---- calls
+
+
+def _check_call(graph: StepGraph, node: fx.Node) -> None:
+    target: Any = node.target
+    for operand in node.all_input_nodes:
+        many = isinstance(value.type_of(operand), tuple)
+        need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
+    if why := known_ops.why_unfit(target):
+        raise Unfit(f"calls {op_name(target)}, which {why}")
+    made = _made(graph, node)
+    need(made == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(made)}")
+    nd = value.sbp_of(node)
+    need(nd is None or not isinstance(made, ScalarType), "is a number, which has no SBP")
+
+
+def _text(type_: Any) -> str:
+    if isinstance(type_, tuple):
+        inner = ", ".join("_" if t is None else str(t) for t in type_[:8])
+        return f"({inner}{', ...' * (len(type_) > 8)})"
+    return str(type_)
+
+
+def _made(graph: StepGraph, node: fx.Node) -> Any:
+    """The type of what a call makes."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return _picked(node)
+    _check_room(graph, node)
+    if target in known_ops.NAME_OF:
+        return _number(node)
+    if isinstance(target, torch._ops.OpOverload):
+        return _of_op(graph, node)
+    return FORMS[target.__name__](graph, list(node.args), value.own_kwargs(node))
+
+
+def _picked(node: fx.Node) -> Any:
+    source, index = node.args
+    types = value.type_of(source) if isinstance(source, fx.Node) else None
+    good = isinstance(types, tuple) and type(index) is int and 0 <= index < len(types)
+    need(good and types[index] is not None, f"picks result {index!r:.20} of what has no such result")  # type: ignore[index]
+    return types[index]  # type: ignore[index]
+
+
+def _check_room(graph: StepGraph, node: fx.Node) -> None:
+    """``out=`` names a value, or of an op over operands one or nothing for each result."""
+    if value.OUT not in node.kwargs:
+        return
+    given, type_ = node.kwargs[value.OUT], value.type_of(node)
+    need(graph.level in ("lowered", "local"), f"is told where to write at level {graph.level}")
+    if node.target in inplace.OVER_OPERANDS:
+        good = isinstance(given, (list, tuple)) and isinstance(type_, tuple) and len(given) == len(type_)
+        need(good and all(x is None or isinstance(x, fx.Node) for x in given), "has an out= for other results")  # type: ignore[union-attr]
+    else:
+        many = node.target is not ops.launch and isinstance(type_, tuple)
+        need(isinstance(given, fx.Node) and not many, "has an out= that is no value")
+
+
+# ---- host numbers
+
+
+def _number(node: fx.Node) -> Type:
+    """Arithmetic: of one or two numbers, not of such as grow without bounds."""
+    given = [*node.args, *node.kwargs.values()]
+    kinds = [kind_of_number(x) for x in given]
+    need(not node.kwargs and None not in kinds, "computes with what is no number")
+    probe = [NUMBERS[kind] for kind in kinds if kind is not None]
+    growing = node.target in (operator.mul, operator.pow)
+    need(not growing or "float" in kinds, "multiplies whole numbers, which may grow without bounds")
+    try:
+        made = node.target(*probe)  # type: ignore[operator]  # one of ``known_ops.ARITHMETIC``, on ones
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise Unfit(f"cannot be computed: {error}") from None
+    return ScalarType(type(made).__name__)
+
+
+# ---- ATen's ops and graphzero's own
+
+
+def _of_op(graph: StepGraph, node: fx.Node) -> Any:
+    if node.target in (AS_LOCAL, AS_GLOBAL):
+        _check_end(graph, node)
+    args = as_key(node.args)
+    kwargs = tuple((name, as_key(arg)) for name, arg in value.own_kwargs(node).items())
+    made = infer(node.target, args, kwargs, _count(value.type_of(node)))
+    if isinstance(made, str):
+        raise Unfit(made)
+    if isinstance(made, tuple) and isinstance(value.type_of(node), tuple):  # results that nobody reads may stay unsaid
+        made = tuple(None if s is None else t for t, s in zip(made, value.type_of(node), strict=True))
+    return made
+
+
+def _count(type_: Any) -> int:
+    return len(type_) if isinstance(type_, tuple) else 1
+
+
+def _check_end(graph: StepGraph, node: fx.Node) -> None:
+    said = node.args[1] if len(node.args) == 3 and not node.kwargs else None
+    good = isinstance(said, (list, tuple)) and len(said) == len(graph.placement.names)
+    need(good and all(isinstance(one, str) for one in said), "does not name an SBP for each axis")  # type: ignore[union-attr]
+    for one in said:  # type: ignore[union-attr]
+        if one != SAME:
+            parse_sbp(str(one))

@@ -1,0 +1,262 @@
+"""The laws of a StepGraph, checked after every pass.
+
+At every level: operands stand before their readers, every value has a type, an update has the type of what it
+replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
+what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is
+``moves``'s, what may be written over ``storage``'s.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+
+from torch import fx
+
+from graphzero._compat import arguments
+from graphzero.errors import VerifyError
+from graphzero.ir import calls, value
+from graphzero.ir.aliases import ANNOTATIONS
+from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.storage.liveness import liveness
+from graphzero.ir.text.printer import op_name
+from graphzero.ir.value import TensorType
+from graphzero.ir.verifier.collective_moves import check_moves
+from graphzero.ir.verifier.memory_spaces import check_spaces
+from graphzero.ir.verifier.stated_types import check_stated
+from graphzero.ir.verifier.storage import check_storage
+from graphzero.ir.verifier.violation import nd_text, violation
+from graphzero.sbp.shards import nests
+from graphzero.sbp.signature import Signature
+from graphzero.sbp.types import Nd, Sbp
+
+WRITABLE = ("param", "buffer", "state")
+
+
+def verify(graph: StepGraph, after: str = "") -> StepGraph:
+    """Check every law that holds at the graph's level; returns the graph.
+
+    Args:
+        after: the pass that made it, for the message.
+
+    Raises:
+        VerifyError: the law, the line with its neighbours and the user's source line, what is allowed, what to do.
+    """
+    where = f"after pass {after}: " if after else ""
+    level = LEVELS.index(graph.level)
+    _check_order(graph, where)
+    _check_repeated(graph, where)
+    _check_updates(graph, where)
+    check_spaces(graph, where)
+    examine(graph, where)
+    if level >= LEVELS.index("propagated"):
+        _check_known(graph, where)
+        _check_ops(graph, where, boxed=level >= LEVELS.index("boxed"))
+    if level >= LEVELS.index("boxed"):
+        _check_results(graph, where)
+    if level >= LEVELS.index("lowered"):
+        check_moves(graph, where)
+        check_storage(graph, where)
+    return graph
+
+
+def examine(graph: StepGraph, where: str = "") -> None:
+    """Compute what a text has stated of a graph that was read, once; what runs or counts it relies on no more.
+
+    Raises VerifyError for the first value that is not what its line says.
+    """
+    if graph.stated:
+        _check_order(graph, where)
+        check_stated(graph, where)
+        graph.stated = False
+
+
+def _check_order(graph: StepGraph, where: str) -> None:
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise VerifyError(
+                    f"{where}'{node.name}' reads '{operand.name}', which is not made above it\n  "
+                    "Insert new nodes before their first reader: with graph.graph.inserting_before(node): ..."
+                )
+        seen.add(node)
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise VerifyError(f"{where}'{node.name}' is a {node.op} node; a graph holds placeholders, calls, an output")
+        if node.op != "output" and "type" not in node.meta:
+            raise VerifyError(
+                f"{where}'{node.name}' = {op_name(node.target)}(...) has no type\n  "
+                "Make nodes by graph.call(target, args, type), or set node.meta['type']"
+            )
+
+
+def _check_repeated(graph: StepGraph, where: str) -> None:
+    """What is repeated stands together; behind, only what it has written over something from before is read."""
+    if not any(map(value.repeats_of, graph.nodes)):
+        return
+    at = liveness(graph)
+    inside = at.repeated
+    counts = {value.repeats_of(at.nodes[i]) for i in inside}
+    for i in inside:
+        node = at.nodes[i]
+        if value.repeats_of(node) == 0 or len(counts) > 1 or node.op != "call_function":
+            problem = f"'{node.name}' stands between ops that are repeated, and is not, or not as often"
+            raise violation(node, where, problem, "Add ops with like= an op that they stand beside, or behind these")
+        leaves = any(at.position[user] >= inside.stop for user in node.users)
+        storages = [storage for storage in at.roots[node] if storage is not None]
+        if leaves and any(at.position[storage[0]] >= inside.start for storage in storages):
+            problem = f"'{node.name}' is made anew each time, and read when all is through"
+            raise violation(node, where, problem, "Hand it on in an accumulator: accumulate, put, or carry")
+
+
+def _check_updates(graph: StepGraph, where: str) -> None:
+    placeholders = {node.name: node for node in graph.placeholders()}
+    for name, new in graph.updates.items():
+        old = placeholders.get(name)
+        role = value.role_of(old) if old is not None else None
+        if old is None or role is None or role.kind not in WRITABLE:
+            raise VerifyError(
+                f"{where}the step updates '{name}', which is no parameter, buffer or state of the graph\n  "
+                f"It may update: {', '.join(n for n in list(placeholders)[:8])}"
+            )
+        if value.type_of(old) != value.type_of(new):
+            problem = f"'{new.name}' : {value.type_of(new)} is to replace '{name}' : {value.type_of(old)}"
+            raise violation(new, where, problem, "An update keeps shape and dtype; cast or reshape before it")
+
+
+def _check_known(graph: StepGraph, where: str) -> None:
+    for node in graph.nodes:
+        if node.op == "output" or value.is_scalar(node) or _was_known(graph, node):
+            continue
+        type_, nd = value.type_of(node), value.sbp_of(node)
+        pairs = zip(type_, nd or (None,) * len(type_), strict=True) if isinstance(type_, tuple) else [(type_, nd)]
+        for one, sbp in pairs:
+            if isinstance(one, TensorType):
+                _check_sbp(node, one, sbp, graph, where)
+
+
+def _was_known(graph: StepGraph, node: fx.Node) -> bool:
+    """Whether the node was found right with this type and SBP, on this placement."""
+    known, meta = graph.lawful.get(node), node.meta.get
+    return known is not None and known[0] is graph.placement and known[1] is meta("type") and known[2] is meta("sbp")
+
+
+def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph, where: str) -> None:
+    axes, hierarchy = graph.placement.names, graph.placement.hierarchy
+    if nd is None or len(nd) != len(axes) or None in nd:
+        problem = f"'{node.name}' has no SBP on each of the axes {', '.join(axes)}"
+        raise violation(node, where, problem, "Run `propagate` after passes that add values, or set its SBP")
+    for axis, sbp in zip(axes, nd, strict=True):
+        if sbp.is_split and sbp.dim >= len(type_.shape):
+            problem = f"'{node.name}' is {sbp} on axis {axis}, but it has {len(type_.shape)} dims"
+            raise violation(node, where, problem, "Split one of its dims, or pin it to B")
+    if not nests(type_.shape, nd, hierarchy):
+        problem = f"'{node.name}' of shape {list(type_.shape)} cannot be cut as {nd_text(nd)}: sections must be even"
+        raise violation(node, where, problem, "Pin it to B on one of the axes")
+
+
+def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
+    """Each op that stands otherwise than when it was found right: a pass leaves most of them as they were."""
+    for node in graph.nodes:
+        facts = _facts(graph, node, boxed)
+        known = graph.lawful.get(node, ())
+        if len(known) != len(facts) or not all(map(is_, known, facts)):
+            _check_one(graph, node, where, boxed)
+            graph.lawful[node] = facts
+
+
+def _facts(graph: StepGraph, node: fx.Node, boxed: bool) -> list[Any]:
+    """All that the SBPs of one op are judged by, as objects to be compared by identity: they are never changed."""
+    meta = node.meta.get
+    facts = [graph.placement, meta("type"), meta("sbp"), boxed, node.target, *arguments(node)]
+    for operand in node.all_input_nodes:
+        meta = operand.meta.get
+        facts += (meta("type"), meta("sbp"))
+    return facts
+
+
+def _check_one(graph: StepGraph, node: fx.Node, where: str, boxed: bool) -> None:
+    if node.op == "call_function" and calls.is_op(node):
+        axes = [i for i, ranks in enumerate(graph.placement.hierarchy) if ranks > 1 or not boxed]  # one rank has it all
+        for part in calls.parts_of(node):
+            runs = {axis: _check_op(graph, node, axis, where, boxed, part) for axis in axes}
+            if boxed and len(runs) > 1 and (why := calls.misfit(graph, node, runs, part)):
+                raise violation(node, where, f"'{node.name}' {why}", "Pin it to B on one of the axes before this op")
+    elif boxed and node.target in ANNOTATIONS:
+        _check_identity(node, where)
+    elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        source = value.sbp_of(node.args[0])
+        if source is not None and source[node.args[1]] != value.sbp_of(node):
+            problem = f"'{node.name}' is not in the SBP of the result that it picks"
+            raise violation(node, where, problem, f"'{node.args[0].name}' makes {source[node.args[1]]}")
+
+
+def _check_op(
+    graph: StepGraph, node: fx.Node, axis: int, where: str, boxed: bool, part: int | None = None
+) -> Signature:
+    """The signature in which the op at ``node`` stands on ``axis``; before boxes, one that makes its results."""
+    inputs, outputs = calls.input_sbps(node, axis, part), calls.output_sbps(node, axis, part)
+    allowed = calls.signatures_of(graph, node, axis, (*inputs, *outputs), part=part)
+    for signature in allowed:
+        if signature.outputs == outputs and (signature.inputs == inputs or not boxed):
+            return signature
+    if not boxed:
+        problem = f"'{node.name}' cannot be {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}"
+        raise violation(node, where, problem, _allows(node, allowed))
+    operands = calls.operands_of(node, part)
+    summed = next((o for o, sbp in _nonlinear(operands, inputs, allowed) if sbp.is_partial), None)
+    if summed is not None:
+        problem = f"'{node.name}' reads the partial sum '{summed.name}', but {op_name(node.target)} is not linear"
+    else:
+        given = _short(Signature(inputs, outputs))
+        problem = f"'{node.name}' runs {op_name(node.target)} as {given}, which would not compute the same"
+    name = summed.name if summed is not None else operands[0].name if operands else node.name
+    hint = (
+        f"{_allows(node, allowed)}\n"
+        "  Run `propagate` and `insert_boxing` after passes that move pins, or pin it yourself: "
+        f'graph.pin("{name}", "{graph.placement.names[axis]}", B)'
+    )
+    raise violation(node, where, problem, hint)
+
+
+def _nonlinear(
+    operands: list[fx.Node], inputs: tuple[Sbp, ...], allowed: tuple[Signature, ...]
+) -> Iterator[tuple[fx.Node, Sbp]]:
+    """Operands that no signature takes in the SBP that they have."""
+    for i, (operand, sbp) in enumerate(zip(operands, inputs, strict=True)):
+        if all(signature.inputs[i] is not sbp for signature in allowed):
+            yield operand, sbp
+
+
+def _allows(node: fx.Node, allowed: tuple[Signature, ...]) -> str:
+    shown = ",  ".join(map(_short, allowed[:8])) + (f",  and {len(allowed) - 8} more" if len(allowed) > 8 else "")
+    return f"{op_name(node.target)} allows  {shown}"
+
+
+def _short(signature: Signature, most: int = 12) -> str:
+    """A signature; of an op with very many operands, the first."""
+    if len(signature.inputs) <= most:
+        return str(signature)
+    return f"{', '.join(map(str, signature.inputs[:most]))}, ... -> {', '.join(map(str, signature.outputs))}"
+
+
+def _check_identity(node: fx.Node, where: str) -> None:
+    source = value.operand(node)
+    if value.sbp_of(source) != value.sbp_of(node):
+        problem = f"'{node.name}' reads '{source.name}' in another SBP than its own"
+        raise violation(node, where, problem, "Run `insert_boxing` after passes that move pins")
+
+
+def _check_results(graph: StepGraph, where: str) -> None:
+    placeholders = {node.name: node for node in graph.placeholders()}
+    for name, new in graph.updates.items():
+        if value.sbp_of(placeholders[name]) != value.sbp_of(new):
+            entered, left = value.sbp_of(placeholders[name]), value.sbp_of(new)
+            problem = f"'{name}' enters the step as {nd_text(entered)} and would leave it as {nd_text(left)}"
+            raise violation(new, where, problem, "A state keeps its SBP: box its new value, or move the pin of both")
+    for out in value.flat_nodes(graph.outputs):
+        if value.is_tensor(out) and any(sbp.is_partial for sbp in value.nd_of(out)):
+            problem = f"build would return the partial sum '{out.name}'"
+            raise violation(out, where, problem, "Run `insert_boxing`, which completes what leaves the step")

@@ -1,0 +1,103 @@
+"""Lists of passes as text: ``zero{stage=2},propagate,insert_boxing``.
+
+Passes stand apart by commas, options by spaces.  ``default{...}`` is the whole list that a Graph runs with these
+``Options``, ``fuse`` and ``schedule`` are the passes of those groups.  Names and types are those of the passes' own
+fields, values are written as ``forms`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from graphzero.ir.text.lexer import LineReader
+from graphzero.ir.text.parser import ParseError
+from graphzero.passes.base import Pass, pass_text
+from graphzero.passes.contract import contract_of
+from graphzero.passes.option_text import forms_of, made, read_options, refused
+from graphzero.passes.pass_list import GROUPS, NAMES, PASSES, Options, default_passes, first_on, level_behind
+
+DEFAULT = "default"
+SHOWN = 60  # characters of a text at either side of what is wrong
+
+
+def print_passes(passes: Iterable[Pass]) -> str:
+    """The text of a list of passes."""
+    return ",".join(map(pass_text, passes))
+
+
+def parse_passes(text: str, level: str = "captured", own: Mapping[str, Callable[..., Any]] | None = None) -> list[Pass]:
+    """Read a list of passes.
+
+    Args:
+        text: what ``print_passes`` gives; spaces around names and marks are free.
+        level: of the graph that they are for.
+        own: passes of the user's by the names that they have in the text; a dataclass is made with its options.
+
+    Raises:
+        ParseError: with the place, and what may stand there.
+    """
+    reader = LineReader(text, lambda problem: _error(text, reader.at, problem), {})
+    found, more = list[Pass](), bool(reader.next())
+    while more:
+        passes, level = _next(reader, level, own or {})
+        found += passes
+        more = reader.take(",")
+    if reader.next():
+        raise reader.fail("expected ',' and a pass, or the options in {}")
+    return found
+
+
+def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]]) -> tuple[list[Pass], str]:
+    """What stands here, for a graph of that level, and the level behind it."""
+    begin, name = reader.at, reader.word()
+    if name in own:
+        return [_own_pass(reader, own[name], name)], level
+    if name == DEFAULT:
+        return default_passes(_options(reader, Options, name), since=first_on(level)), PASSES[-1].level
+    if name not in (*NAMES, *GROUPS):
+        what = f"no pass is called {name!r}" if name else "expected the name of a pass"
+        more = f"{', '.join(GROUPS)} for several that go together, and {DEFAULT} for the whole list"
+        names = ", ".join((*NAMES, *own))
+        raise refused(reader, begin, f"{what}; the passes are {names}; {more}")
+    entry = next(one for one in PASSES if name in (one.name, one.group))
+    if entry.level != level:
+        here = ", ".join(one.name for one in PASSES if one.level == level)
+        problem = f"{name} takes a {entry.level} graph, and here it is {level}; it can go on with {here}"
+        raise refused(reader, begin, problem)
+    kind = GROUPS.get(name, entry.kind)
+    return [_options(reader, kind, name)], level_behind(entry)
+
+
+def _own_pass(reader: LineReader, made: Callable[..., Any], name: str) -> Pass:
+    try:
+        return _options(reader, made, name) if isinstance(made, type) else made
+    except TypeError as error:  # of a field without a text form
+        raise reader.fail(f"{name}: {error}") from None
+
+
+def _options(reader: LineReader, kind: type, name: str) -> Any:
+    begin = reader.at
+    if reader.take("{"):
+        return read_options(reader, kind, name)
+    return made(reader, begin, kind, {}, name)
+
+
+def _error(text: str, at: int, problem: str) -> ParseError:
+    begin = max(at - SHOWN, 0)
+    window = text[begin : at + SHOWN].replace("\n", " ").replace("\t", " ")
+    return ParseError(f"passes, character {at + 1}: {problem}\n  {window}\n  {' ' * (at - begin)}^")
+
+
+def listing() -> str:
+    """Every pass with the level that it runs on, one line of what it does, and its options."""
+    lines = ["name{option=value option=value},name,...   in the order in which they run", ""]
+    rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in PASSES]
+    groups = [(name, next(one.level for one in PASSES if one.group == name), kind) for name, kind in GROUPS.items()]
+    for name, level, kind in [*rows, *groups, (DEFAULT, "any", Options)]:
+        summary = contract_of(kind).summary if name != DEFAULT else "The passes from there on that a Graph runs."
+        lines.append(f"{name:<20}{level:<12}{summary.replace('``', '`')}")
+        plain = made(LineReader("", ParseError, {}), 0, kind, {}, name)
+        for option, form in forms_of(kind).items():
+            lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
+    return "\n".join(lines)

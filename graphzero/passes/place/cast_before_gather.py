@@ -1,0 +1,87 @@
+"""CastBeforeGather: a parameter that is read in 16 bit is cast where it lies; what is gathered of it is the cast."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphzero.ir import ops, value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
+from graphzero.passes.base import BuiltinPass
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class CastBeforeGather(BuiltinPass):
+    """Puts casts of parameters in front of the uses that they stand behind, so that half of the bytes are moved.
+
+    A cast computes each element by itself, so it changes no value.  What reads the parameter as it is goes on doing so.
+
+    Requires: pins on uses; casts of a use to a smaller dtype, and to nothing else.
+    Ensures: a use in 16 bit is one of the parameter's cast, with the same pins.
+
+    Example::
+
+        cast_before_gather
+
+        graph step(dp=2) captured
+          x  = batch()                            : f32[8, 4]   S(0)!
+          w  = param()                            : f32[4, 2]   S(0)!
+        forward:
+          wf = use(w)                             : f32[4, 2]   B!
+          c  = _to_copy(wf, dtype=torch.bfloat16) : bf16[4, 2]
+          xc = _to_copy(x, dtype=torch.bfloat16)  : bf16[8, 4]
+          y  = mm(xc, c)                          : bf16[8, 2]
+          return y
+        ->
+        graph step(dp=2) captured
+          x        = batch()                           : f32[8, 4]   S(0)!
+          w        = param()                           : f32[4, 2]   S(0)!
+        forward:
+          w_narrow = _to_copy(w, dtype=torch.bfloat16) : bf16[4, 2]  ; param(w)
+          wf       = use(w_narrow)                     : bf16[4, 2]  B!
+          xc       = _to_copy(x, dtype=torch.bfloat16) : bf16[8, 4]
+          y        = mm(xc, wf)                        : bf16[8, 2]
+          return y
+    """
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        for use in [node for node in graph.nodes if node.target is ops.use]:
+            casts: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
+            for user in use.users:
+                if _narrows(user, use):
+                    casts[value.tensor_type(user).dtype].append(user)
+            for same in casts.values():
+                _cast_first(graph, use, same)
+        return graph
+
+
+def _narrows(node: fx.Node, use: fx.Node) -> bool:
+    """Whether a node casts a use to a smaller dtype, and does nothing else."""
+    plain = node.target is _CAST and node.kwargs.keys() <= {"dtype"}
+    return plain and value.tensor_type(node).dtype.itemsize < value.tensor_type(use).dtype.itemsize
+
+
+def _cast_first(graph: StepGraph, use: fx.Node, casts: list[fx.Node]) -> None:
+    """One cast of the parameter, and one use of it, in the place of ``casts`` of ``use``."""
+    param, cast = use.args[0], casts[0]
+    assert isinstance(param, fx.Node)
+    role = value.role_of(param)
+    type_ = value.tensor_type(cast)
+    with graph.graph.inserting_before(use):
+        made = graph.call(_CAST, (param,), type_, kwargs=dict(cast.kwargs), like=use, name=f"{param.name}_narrow")
+        made.meta["role"] = Role("param", role.of) if role is not None else None
+        read = use
+        if set(use.users) != set(casts):
+            read = graph.call(ops.use, (made,), type_, sbp=value.sbp_of(use), like=use, name=use.name)
+            read.meta["pins"] = value.pins_of(use)
+    for one in casts:
+        one.replace_all_uses_with(read)
+        graph.graph.erase_node(one)
+    read.args = (made,)
+    read.meta["type"] = type_

@@ -1,0 +1,34 @@
+"""graphzero's own ops other than attention."""
+
+from __future__ import annotations
+
+import torch
+
+import graphzero.ops  # noqa: F401
+from graphzero.sbp.op_call import Call
+from graphzero.sbp.registry import rule
+from graphzero.sbp.rules._factor_lines import MOVE
+
+rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
+rule(torch.ops.graphzero.stochastic_round.default, "~...,~->...")
+rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
+rule(torch.ops.graphzero.check.default, "~...->...")  # every rank knows, and all of them raise
+
+
+@rule(torch.ops.graphzero.adam.default)
+def adam(call: Call) -> str | None:
+    """Element by element, of one parameter; of several all-B, for each of them could be split in its own way."""
+    count, moments = len(call.args[0]), len(call.outputs)
+    return f"{'~...,' * (moments + 1)}~->{','.join(['...'] * moments)}" if count == 1 else None
+
+
+@rule(torch.ops.graphzero.adam_rounded.default)
+def adam_rounded(call: Call) -> str:
+    """Of one parameter; start and total follow the split, as of draws."""
+    moments = len(call.outputs)
+    return f"{'~...,' * (moments + 1)}~,~->{','.join(['...'] * moments)}"
+
+
+@rule(torch.ops.graphzero.rank_key.default)
+def rank_key(call: Call) -> None:
+    """All-B alone: which rank draws from which key is in its arguments."""

@@ -1,0 +1,84 @@
+"""One call of a Graph as it was read: its arguments, the state of things as of now, and what selects its program.
+
+This is the only place that reads them.  The key, capture, the ranks' agreement, what the program is fed and what the
+user is given back all go by the one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphzero.capture import Inputs, baked_of_average
+from graphzero.config import Settings
+from graphzero.ir.value import Role
+from graphzero.plugins.ragged.padding import Padded, Padding
+from graphzero.runtime.state.state import State
+from graphzero.step.attributes import Attributes
+from graphzero.step.build_inputs import BuildInputReader
+from graphzero.step.key import Key, Keys
+from graphzero.step.parameter_groups import ParameterGroups
+from graphzero.step.user_graph import UserGraph
+
+
+@dataclass(frozen=True)
+class BuildCall:
+    """inputs: the arguments of build.  state: the tensors of modules and optimizers.  key: of its program.
+
+    settings: of the Graph, as they are now.
+    numbers: the hyperparameters and float inputs that it feeds the program, by role.
+    is_global: whether the caller speaks of global tensors, so that outputs are given as such.
+    padded: what of the inputs is padding, if ``set_shapes`` has said that some is.
+    """
+
+    inputs: Inputs
+    state: State
+    settings: Settings
+    key: Key
+    numbers: Mapping[Role, float]
+    is_global: bool
+    padded: Padded | None = None
+
+
+class BuildCallReader:
+    """Reads the calls of one Graph; what follows from modules and parameter groups is kept while those stay."""
+
+    def __init__(self, source: UserGraph, attributes: Attributes) -> None:
+        self._source, self._attributes = source, attributes
+        self._keys, self._groups = Keys(), ParameterGroups()
+        self._reader: BuildInputReader | None = None
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
+        """The record of a call, or of ``compile`` for such arguments, where not ``running``.
+
+        Raises what ``Reader.read`` does, ConfigError for an optimizer's parameter that no module of the Graph has, and
+        where tensors are to be bound, ConfigError or PlacementError for one that has no values or device.
+        """
+        if self._reader is None:
+            self._reader = self._source.reader()
+        settings = self._source.config.settings
+        if settings.shapes is None:
+            inputs, padded = self._reader.read(args, kwargs, dict(settings.inputs), running), None
+        else:
+            inputs, padded = Padding(self._reader, self._source.ranks, settings).read(args, kwargs, running)
+        found, is_bound = state.look()
+        if not is_bound:
+            self._keys.count(state, found)
+        self._attributes.look(state.modules, found)
+        self._groups.look(self._source.optimizers)
+        baked = (*self._groups.baked, *map(baked_of_average, self._source.averages))
+        key = self._keys.of(inputs, state, found, settings, baked)
+        if running and state.program is None:
+            state.check_real()
+        is_global = any(leaf.is_global for leaf in inputs.leaves)
+        return BuildCall(inputs, state, settings, key, self._numbers(inputs), is_global, padded)
+
+    def with_numbers_now(self, call: BuildCall) -> BuildCall:
+        """``call`` with hyperparameters that have changed since it was read."""
+        self._groups.look(self._source.optimizers)
+        return replace(call, numbers=self._numbers(call.inputs))
+
+    def _numbers(self, inputs: Inputs) -> Mapping[Role, float]:
+        scalars = {Role("scalar", leaf.name): leaf.raw for leaf in inputs.leaves if isinstance(leaf.raw, float)}
+        return {**self._groups.numbers, **scalars} if scalars else self._groups.numbers

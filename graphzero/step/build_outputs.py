@@ -1,0 +1,86 @@
+"""What ``build`` returns, of what a program hands back: values of the user's own, in the tree that build made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.ragged import Along
+from graphzero.plugins.ragged.padding import Padded
+from graphzero.runtime.execute.executor import Results
+from graphzero.runtime.tensors import resplit
+from graphzero.runtime.tensors.shards import join, wrap
+from graphzero.runtime.world.world import World
+from graphzero.sbp.dtensor import annotate
+from graphzero.sbp.types import Nd, S
+
+
+@dataclass(frozen=True)
+class BuildOutput:
+    """One thing that build returns.  nd, shape: of a tensor; no shape: a number.  is_literal: what stands there.
+
+    padded: along what it is padded.
+    """
+
+    nd: Nd = ()
+    shape: tuple[int, ...] | None = None
+    is_literal: bool = False
+    padded: frozenset[Along] = frozenset()
+
+    def of(self, held: Any, world: World, as_global: bool, padding: Padded | None) -> Any:
+        """What the user is given, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
+        if self.is_literal:
+            return held
+        if self.shape is None:
+            return held[0]
+        found = self._tensor(held, self.shape, world, as_global)
+        if not self.padded or padding is None:
+            return found
+        is_local = not world.placement.virtual and found.shape != torch.Size(self.shape)
+        return padding.cut(found, self.padded, self.shape, is_local)
+
+    def _tensor(self, pieces: Sequence[Tensor], shape: tuple[int, ...], world: World, as_global: bool) -> Tensor:
+        placement, nd = world.placement, self.nd
+        if placement.virtual:
+            whole = (join(pieces, nd, placement.hierarchy) if len(pieces) > 1 else pieces[0]).detach()
+            if as_global:
+                annotate(whole, placement, nd)
+            return whole
+        local = pieces[0].detach()
+        batch_split = all(
+            sbp.is_broadcast or sbp is S(0) and axis in placement.data_axes
+            for axis, sbp in zip(placement.names, nd, strict=True)
+        )
+        if batch_split and not as_global:
+            return local
+        found = wrap(local, placement.mesh(), nd, shape)
+        return found if as_global else resplit.whole(found, placement)
+
+
+class BuildOutputs:
+    """All of them.  spec: the tree that build makes of them."""
+
+    def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[frozenset[Along]] = ()) -> None:
+        along = padded or [frozenset()] * len(graph.outputs)
+        self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
+
+    def of(self, results: Results, world: World, as_global: bool, padding: Padded | None) -> Any:
+        """What build returns.  as_global: tensors as global ones.  padding: what of the inputs is padding."""
+        pairs = zip(self._all, results.outputs, strict=True)
+        found = [output.of(held, world, as_global, padding) for output, held in pairs]
+        return pytree.tree_unflatten(found, self._spec)
+
+
+def _output(x: Any, padded: frozenset[Along]) -> BuildOutput:
+    if not isinstance(x, fx.Node):
+        return BuildOutput(is_literal=True)
+    return (
+        BuildOutput(value.nd_of(x), value.tensor_type(x).shape, padded=padded) if value.is_tensor(x) else BuildOutput()
+    )

@@ -1,0 +1,65 @@
+"""From one call to the program that it runs: capture, passes, plan.  Touches no real tensor."""
+
+from __future__ import annotations
+
+import gc
+
+from graphzero.capture import Captured, Step, capture
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.value import Role
+from graphzero.logs import phase
+from graphzero.ops import CHECK
+from graphzero.plugins.ragged.unpadded import unpadded
+from graphzero.runtime.record import cuda_graph
+from graphzero.runtime.record.garbage import collector_at_rest
+from graphzero.sbp.types import Nd
+from graphzero.step.build_call import BuildCall
+from graphzero.step.pass_settings import program_of
+from graphzero.step.program import ProgramPart, StepProgram
+
+YOUNG = 1  # generations of the collector in which is what compiling has made
+
+
+@collector_at_rest()  # each round of its own would look at all that compiling has made
+def compile_step(
+    step: Step, call: BuildCall, captured: Captured | None, room: int | None = None, verifies: bool = True
+) -> StepProgram:
+    """Capture (unless given), run the passes, plan.
+
+    room: bytes that one rank may have, if the settings leave the stage to that.  verifies: see ``Pipeline``.
+    """
+    state, settings = call.state, call.settings
+    if settings.cuda_graph:
+        cuda_graph.check(state.world.placement)
+    if captured is None:
+        with phase("capture"):
+            captured = capture(step, call.inputs)
+            if call.padded is not None:
+                captured = unpadded(step, call.inputs, call.padded, captured)
+            gc.collect(YOUNG)  # what tracing leaves is several times what it makes
+    graph, placed = prepare_for_passes(call, captured)
+    with phase("plan"):
+        found = program_of(graph, settings, placed, room, verifies)
+        gc.collect(YOUNG)
+    part = ProgramPart(found.graph, found.arena, settings.executor, settings.cuda_graph)
+    return StepProgram(captured, part, found.history, found.plan)
+
+
+def prepare_for_passes(call: BuildCall, captured: Captured) -> tuple[StepGraph, dict[Role, Nd]]:
+    """What the passes are given: the captured step, and how all that it may read lies."""
+    state, graph = call.state, captured.graph
+    placed = {Role("batch", leaf.name): leaf.nd for leaf in call.inputs.tensors}
+    placed.update({Role("batch", mask.name): mask.nd for mask in (call.padded.masks if call.padded else ())})
+    placed.update(state.placed(state.tensors(), captured.states))
+    if not call.settings.check_values:
+        leave_out_checks(graph)
+    return graph, placed
+
+
+def leave_out_checks(graph: StepGraph) -> None:
+    """Take the checks out of a captured step, and what only they read."""
+    aux = {name: node for name, node in graph.aux.items() if node.target is not CHECK}
+    graph.set_output(graph.outputs, aux, graph.updates)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.graph.erase_node(node)

@@ -1,0 +1,193 @@
+"""Which program a call runs: the call read, the ranks agreed, the program found or compiled.
+
+All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
+What a call consists of is ``call``'s, what ranks compare ``facts``', how a program is made ``compile``'s; binding and
+running it are ``steps``'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphzero.config import AUTO, Settings
+from graphzero.errors import ConfigError, GraphZeroError
+from graphzero.logs import event, is_on, working
+from graphzero.logs.progress import Work
+from graphzero.runtime.execute.executor import Executor
+from graphzero.runtime.world import device_memory
+from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
+from graphzero.step.attributes import Attributes
+from graphzero.step.build_call import BuildCall, BuildCallReader
+from graphzero.step.build_inputs import text_of
+from graphzero.step.compile_step import compile_step
+from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
+from graphzero.step.key import Key, differing, placed_of
+from graphzero.step.program import StepProgram
+from graphzero.step.program_cache import CachedKey, ProgramCache
+from graphzero.step.user_graph import UserGraph
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call that may run, on all ranks: of what Graph, as it was read, and its program."""
+
+    source: UserGraph
+    call: BuildCall
+    program: StepProgram
+
+    @property
+    def executor(self) -> Executor:
+        return self.program.part.executor(self.source.world)
+
+
+class ProgramSelector:
+    """Selects among the programs of one Graph, and makes those that are not there yet.
+
+    last: the program used or compiled last.
+    is_settled: whether the last call has come to its end, so that what is kept of what it read may be used again.
+    """
+
+    def __init__(self, source: UserGraph) -> None:
+        self.source, self.progress = source, Progress()
+        self.last: StepProgram | None = None
+        self.is_settled = True
+        self._last_key: Key | None = None
+        attributes = Attributes(source.owner)
+        self.programs = ProgramCache(source, attributes)
+        self._calls = BuildCallReader(source, attributes)
+        self._facts = Facts(source, attributes, self.progress)
+
+    def settle(self) -> None:
+        """Read all anew, if the last call may have been interrupted as it wrote down what it had read."""
+        if not self.is_settled:
+            attributes = Attributes(self.source.owner)
+            self.programs.settle(attributes)
+            self._calls = BuildCallReader(self.source, attributes)
+            self._facts = Facts(self.source, attributes, self.progress)
+            self.source.state().forget()
+        self.is_settled = False
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool, verifies: bool = True
+    ) -> PreparedCall:
+        """The program for these arguments, agreed on by all ranks.
+
+        running: for a call, not for ``compile``.  verifies: see ``Pipeline``, of a program that is made.
+        """
+        source, state = self.source, self.source.state()
+        ranks, talks = source.ranks, source.ranks.active
+        self.settle()
+        call: BuildCall | None = None
+        known: CachedKey | None = None
+        failure: Exception | None = None
+        hash_, restart = 0, False
+        parts: Parts = dict
+        try:
+            if running and (torn := state.why_torn()):
+                raise GraphZeroError(torn)
+            call = self._calls.read(args, kwargs, state, running)
+            known = self.programs.known(call.key)
+            if talks:
+                hash_, parts = self._facts.of(call, known, running)
+            restart = state.random.is_outdated
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+            failure = error
+        is_new = not (self.programs.all if known is None else known.programs)
+        is_unbound = running and state.program is None
+        is_talking = is_new or is_unbound or source.config.settings.check_inputs != "first" or ranks.must_talk
+        if is_talking:
+            compares = running and talks and call is not None and known is not None and compares_inputs(call, known)
+            needs = is_unbound, compares  # what one rank has to do, all do
+            agreed = ranks.agree(CALL if running else COMPILE, hash_, parts, failure, restart, needs)
+            restart = agreed.wish
+            if agreed.needs[0]:
+                state.invalidate()
+            if agreed.needs[1] and call is not None and known is not None and known.shared is not None:
+                known.shared.check(call.inputs, ranks)
+        elif failure is not None:
+            raise failure
+        assert call is not None and known is not None
+        state.meet()
+        if running:
+            call = self._begun(call, restart and (is_talking or not talks))
+        program = self.programs.find(call, known)
+        if program is None:
+            program = self._compiled(call, verifies)
+        else:
+            if program is not self.last:
+                self._tell_of_other(call, "program_reused", "runs a program that it has")
+            if not is_talking:  # a rank that runs another program would wait, or take what is not meant for it
+                ranks.agree(PROGRAM, program.hash, program.lines)
+        self.last, self._last_key = program, call.key
+        self.is_settled = not running
+        return PreparedCall(source, call, program)
+
+    def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreparedCall:
+        """The same without a word to other ranks.  Raises ConfigError for arguments whose program has never run."""
+        call = self._calls.read(args, kwargs, self.source.state(), running=False)
+        program = self.programs.find(call, self.programs.known(call.key))
+        if program is None or not program.part.has_executor:
+            raise ConfigError(
+                f"{self.source.name} has not run yet: call it once with such a batch, then measure a call"
+            )
+        return PreparedCall(self.source, call, program)
+
+    def _begun(self, call: BuildCall, restart: bool) -> BuildCall:
+        """``call`` when rank 0's numbers are those of all: before the capture, which hyperparameters may decide."""
+        state = call.state
+        if not state.is_started:
+            state.start(self.source.schedulers)
+            call = self._calls.with_numbers_now(call)
+        if restart:
+            state.random.set(None, 0)
+        return call
+
+    def _compiled(self, call: BuildCall, verifies: bool) -> StepProgram:
+        ranks = self.source.ranks
+        program: StepProgram | None = None
+        failure: Exception | None = None
+        room = device_memory.room(ranks) if _needs_room(call.settings) else None
+        self._tell_of_other(call, "compile_begun", "compiles a program")
+        with working(f"compiling {self.source.name}", self.source.speaks) as work:
+            try:
+                program = compile_step(self.source.step, call, self.programs.find_capture(call), room, verifies)
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
+                failure = error
+        self._tell_of_compile(work, failure)
+        made = program
+        ranks.agree(PROGRAM, made.hash if made and ranks.active else 0, lambda: made.lines() if made else {}, failure)
+        assert program is not None
+        self.programs.add(call.key, program, call.numbers)
+        return program
+
+    def _tell_of_other(self, call: BuildCall, name: str, does: str) -> None:
+        """Log that a call runs another program than the last one."""
+        if not is_on():
+            return
+        changed = [] if self._last_key is None else differing(self._last_key, call.key) or ["guarded values"]
+        inputs = {leaf.name: text_of(leaf) for leaf in call.inputs.leaves}
+        why = f", for {', '.join(changed)} changed" if changed else ""
+        graph, count = self.source.name, len(self.programs.all)
+        event(name, f"{graph} {does}{why}", graph=graph, programs=count, changed=changed, inputs=inputs)
+
+    def _tell_of_compile(self, work: Work, failure: Exception | None) -> None:
+        graph, seconds = self.source.name, work.elapsed
+        if failure is None:
+            event("compile_done", f"{graph} compiled in {seconds:.2f} s", graph=graph, seconds=seconds,
+                  phases=work.seconds)  # fmt: skip
+        else:
+            why = f"{type(failure).__name__}: {failure}"
+            event("compile_failed", f"{graph} was not compiled: {why}", graph=graph, seconds=seconds, error=why)
+
+    def bound(self, prepared: PreparedCall) -> None:
+        """Its program is bound: the same call, made again, finds it though parameters are split now."""
+        call, program = prepared.call, prepared.program
+        self.progress.repeats = bool(program.repeated)
+        nds = call.state.nds(call.state.tensors())
+        self.programs.alias(replace(call.key, placed=placed_of(call.inputs, nds)), program)
+
+
+def _needs_room(settings: Settings) -> bool:
+    """On all ranks or on none."""
+    return settings.zero.stage == AUTO and settings.memory_budget is None
