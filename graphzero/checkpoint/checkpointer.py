@@ -17,10 +17,15 @@ from graphzero.checkpoint.files.async_save import Saved
 from graphzero.checkpoint.restore import Restore
 from graphzero.checkpoint.save_operation import HINT, Writing, first_does
 from graphzero.checkpoint.snapshot import Content
-from graphzero.checkpoint.state_dict import collect, loading, validate
-from graphzero.checkpoint.state_dict.expected_states import StatesToCome
+from graphzero.checkpoint.state_dict import collect, loading
+from graphzero.checkpoint.state_dict.expected_states import ExpectedStates
 from graphzero.checkpoint.state_dict.loss_scale import moved_in, moved_out
-from graphzero.checkpoint.state_dict.validate import Checked
+from graphzero.checkpoint.state_dict.validate import (
+    ValidStateDict,
+    describe_contents,
+    needs_all_ranks,
+    validate_state_dict,
+)
 from graphzero.errors import ConfigError
 from graphzero.logs import event
 from graphzero.runtime.world.consensus import FULL, LOAD, SAVE, Topic
@@ -55,17 +60,17 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Any]:
         outline, ranks, placement = self.outline(), self._source.ranks, self._source.placement
-        if not any(collect.is_sectioned(x) for _, x in collect.tensors_in(outline)):
+        if not any(collect.is_sectioned(x) for _, x in collect.tensors_with_paths(outline)):
             return cast("dict[str, Any]", collect.saveable(outline, placement))
         with ranks.together(f"state_dict() of {self._source.name}"):
-            ranks.agree_on(SAVE, lambda: outline, collect.facts)
+            ranks.agree_on(SAVE, lambda: outline, collect.describe_tensors)
             made: dict[str, Any] = collect.saveable(outline, placement)
         return made
 
     def full_state_dict(self) -> dict[str, Any]:
         ranks = self._source.ranks
         with ranks.together(f"full_state_dict() of {self._source.name}"):
-            outline = ranks.agree_on(FULL, self.outline, collect.facts)
+            outline = ranks.agree_on(FULL, self.outline, collect.describe_tensors)
             made: dict[str, Any] = collect.full(outline, self._source.placement, self._source.state().why_torn())
         return made
 
@@ -75,14 +80,14 @@ class Checkpoints:
         sd = moved_in(sd, state.modules)
         source.forget_epochs()
 
-        def check() -> Checked:
-            return validate.check(sd, state, schedulers, strict, StatesToCome(source.optimizers, state, program))
+        def check() -> ValidStateDict:
+            return validate_state_dict(sd, state, schedulers, strict, ExpectedStates(source.optimizers, state, program))
 
-        if program is None and not validate.is_split(sd, state):
+        if program is None and not needs_all_ranks(sd, state):
             loading.load(check(), state, schedulers, strict, self._nds())
         else:
             with source.ranks.together(f"load_state_dict() of {source.name}"):
-                fitting = source.ranks.agree_on(LOAD, check, validate.contents)
+                fitting = source.ranks.agree_on(LOAD, check, describe_contents)
                 loading.load(fitting, state, schedulers, strict, self._nds())
                 self._begin_anew(fitting)
 
@@ -90,7 +95,7 @@ class Checkpoints:
         program = self._selection.last
         return {} if program is None else program.state_nds()
 
-    def _begin_anew(self, fitting: Checked) -> None:
+    def _begin_anew(self, fitting: ValidStateDict) -> None:
         if fitting.is_complete:
             progress = self._selection.progress
             progress.taken = progress.completed = 0
@@ -109,7 +114,7 @@ class Checkpoints:
         with ranks.together(f"gz.save of {source.name}"):
             how = {"keep": str(keep), "asynchronous": str(asynchronous), "frozen": frozen}
             what = ranks.agree_on(_WRITE, make, lambda what: {**what.facts(), **how})
-            writing = Writing(what, keep, ranks, shares_cores=source.placement.device_type == "cpu")
+            writing = Writing(what, keep, ranks)
             try:
                 made = writing.run(path, asynchronous)
             finally:
@@ -119,7 +124,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Until the checkpoint that is under way is complete.  Raises CheckpointError, once, if it could not be."""
         if self._under_way is not None:
-            self._under_way.end()
+            self._under_way.wait_unless_raised()
 
     def load(self, path: Path, strict: bool) -> Any:
         """See ``gz.load``."""
@@ -152,9 +157,9 @@ class Checkpoints:
 
     def _restore(self, where: Path, strict: bool) -> Restore:
         source, state = self._source, self._source.state()
-        to_come = StatesToCome(source.optimizers, state, self._selection.last)
+        expected_states = ExpectedStates(source.optimizers, state, self._selection.last)
         layouts = Layouts(source, self._nds())
-        return Restore(where, index.read(where), state, source.schedulers, strict, to_come, layouts)
+        return Restore(where, index.read(where), state, source.schedulers, strict, expected_states, layouts)
 
     def _check_world(self, what: str) -> None:
         if has_fake_world():

@@ -22,9 +22,9 @@ from graphzero.checkpoint.files.index import NAME as INDEX
 from graphzero.checkpoint.files.index import Index
 from graphzero.checkpoint.files.json_values import ODD, from_json
 from graphzero.checkpoint.files.read_chunks import Wish, fill
-from graphzero.checkpoint.state_dict import collect, loading, validate
+from graphzero.checkpoint.state_dict import collect, loading
 from graphzero.checkpoint.state_dict.loss_scale import moved_in
-from graphzero.checkpoint.state_dict.validate import StateKeys
+from graphzero.checkpoint.state_dict.validate import StateKeys, validate_state_dict
 from graphzero.errors import CheckpointError
 from graphzero.runtime.state import materialize, partial_update
 from graphzero.runtime.state import modules as tree
@@ -41,8 +41,8 @@ class Restore:
     """
 
     def __init__(
-        self, where: Path, index: Index, state: State, schedulers: Sequence[Any], strict: bool, to_come: StateKeys,
-        layouts: Layouts,
+        self, where: Path, index: Index, state: State, schedulers: Sequence[Any], strict: bool,
+        expected_states: StateKeys, layouts: Layouts,
     ) -> None:  # fmt: skip
         for name, summed in index.files.items():
             blocks.check_size(where / name, summed)
@@ -55,7 +55,7 @@ class Restore:
         except ODD as error:
             raise CheckpointError(f"{where / INDEX} has been altered: {type(error).__name__}: {error}") from error
         sd = moved_in(given, state.modules)
-        self.checked = validate.check(sd, state, schedulers, strict, to_come, wakes=True)
+        self.checked = validate_state_dict(sd, state, schedulers, strict, expected_states, materializes=True)
         self._frozen = {
             f"modules.{attribute}.{key}": x
             for attribute, module in state.modules.items()
@@ -88,12 +88,9 @@ class Restore:
         states = [held for optimizer in outline["optimizers"] for held in optimizer["state"].values()]
         tables = [*outline["modules"].values(), outline.get(LOSS_SCALE, {}), *states]
         later = {id(x) for held in tables for x in held.values() if isinstance(x, Tensor)}
-        self._all = list(stand_ins.values())  # so that no id is another's
         self._stand_ins = {
-            id(made): (made, name)
-            for name, made in stand_ins.items()
-            if id(made) in later and not self._index.tensors[name].hashes
-        }  # fmt: skip
+            id(x): (x, name) for name, x in stand_ins.items() if id(x) in later and not self._index.tensors[name].hashes
+        }
         return lambda name: stand_ins[name] if id(stand_ins[name]) in later else self._whole(name)
 
     def _stand_in(self, name: str) -> Tensor:

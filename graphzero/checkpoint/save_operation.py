@@ -29,10 +29,10 @@ _END = Topic("gz.save of {}, completed", "the index of the checkpoint", HINT)
 
 
 class Writing:
-    """Of one checkpoint, on one rank.  shares_cores: whether a thread that writes takes them from steps."""
+    """Of one checkpoint, on one rank."""
 
-    def __init__(self, what: Content, keep: int | None, ranks: Ranks, shares_cores: bool) -> None:
-        self._what, self._keep, self._ranks, self._shares_cores = what, keep, ranks, shares_cores
+    def __init__(self, what: Content, keep: int | None, ranks: Ranks) -> None:
+        self._what, self._keep, self._ranks = what, keep, ranks
         self._partial = PartialCheckpoint()
         self._notes: Notes | None = None
         self.saved: Saved | None = None  # what may be under way, also where ``run`` raises
@@ -44,9 +44,9 @@ class Writing:
             saved = self.saved = Saved(named(where), self._what.step, self._what.nbytes)
             if asynchronous:
                 copies = self._ranks.agree_on(_PARTS, lambda: self._copied(where), _nothing)
-                saved.start(lambda: self._write_alone(where, notes, *copies))
+                saved.start_thread(lambda: self._write_alone(where, notes, *copies))
             else:
-                saved.run(lambda: self._write_together(where, notes))
+                saved.write_now(lambda: self._write_together(where, notes))
         except BaseException as error:
             if not asynchronous or self.saved is None or self.saved.cancel():
                 self._give_up(error)
@@ -90,17 +90,10 @@ class Writing:
 
     def _write_alone(self, where: Path, notes: Notes, boxes: list[Tensor], frozen: list[str]) -> None:
         """What a thread of this rank does, without the others."""
-        what, saved = self._what, self.saved
-        assert saved is not None
-
-        def rest() -> None:
-            notes.check_now_and_then()
-            if self._shares_cores:
-                saved.rest(notes)
-
+        what = self._what
         try:
             notes.check()
-            file = save_plan.write_file(where, what.layout, what.position, boxes, rest)
+            file = save_plan.write_file(where, what.layout, what.position, boxes, notes.check_now_and_then)
             boxes.clear()
             notes.leave(Note(file, frozen))
             if what.is_first:

@@ -67,7 +67,11 @@ class Content:
         ties = {f"tie of {name}": held.same_as for name, held in self.layout.stored.items() if held.same_as}
         own = {name: blocks.sha256_of(local_of(x)) for name, x in self.tensors.items() if name.startswith(f"{EXTRA}.")}
         facts = {"path": str(self._path), EXTRA: json.dumps(self._extra), **values, **ties}
-        return {**facts, **collect.facts(self.tensors), **{f"values of {name}": held for name, held in own.items()}}
+        return {
+            **facts,
+            **collect.describe_tensors(self.tensors),
+            **{f"values of {name}": held for name, held in own.items()},
+        }
 
     @property
     def is_first(self) -> bool:

@@ -78,14 +78,7 @@ class Notes:
         for position in range(self._count):
             self._ask(lambda position=position: self._store.delete_key(_part(position)))  # type: ignore[misc]
 
-    def hurry(self) -> None:
-        """Tell threads of other ranks that somebody waits for what they write."""
-        self._ask(lambda: self._store.set("hurry", "1"))
-
     # ---- heard
-
-    def is_hurried(self) -> bool:
-        return bool(self._ask(lambda: self._store.check(["hurry"])))
 
     def check(self) -> None:
         """Raise CheckpointError if a rank has given up."""

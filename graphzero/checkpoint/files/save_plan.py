@@ -153,7 +153,7 @@ def check_savable(x: Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is on the meta device and has no values to save")
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
-        raise CheckpointError(f"{name} is no dense tensor ({kind}); a checkpoint holds dense ones")
+        raise CheckpointError(f"{name} is not a dense tensor ({kind}); a checkpoint holds dense ones")
     if x.dtype not in STORED:
         raise CheckpointError(f"{name} is of {x.dtype}, which torch cannot copy; save it in a view of another dtype")
 

@@ -94,22 +94,29 @@ def with_metadata(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: held for name, held in given.items() if name != "metadata"} | {"modules": modules}
 
 
-def tensors_in(x: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested dicts and lists, with its path."""
-    if isinstance(x, Tensor):
+def leaves_with_paths(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested dicts and lists, with its path."""
+    entries = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else None
+    if entries is None:
         yield path, x
-    entries = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
-    for key, held in entries:
-        yield from tensors_in(held, f"{path}.{key}" if path else str(key))
+    else:
+        for key, value in entries:
+            yield from leaves_with_paths(value, f"{path}.{key}" if path else str(key))
 
 
-def facts(x: Any) -> dict[str, str]:
-    """What decides which collectives make a state dict whole: type and SBP of each tensor by path, in order."""
-    return {path: f"{tensor_text(t)} {_sbp_text(t)}" for path, t in tensors_in(x)}
+def tensors_with_paths(x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested dicts and lists, with its path."""
+    return ((path, leaf) for path, leaf in leaves_with_paths(x) if isinstance(leaf, Tensor))
 
 
-def _sbp_text(x: Tensor) -> str:
-    return ", ".join(map(str, nd_of_dtensor(x))) if isinstance(x, DTensor) else "plain"
+def describe_tensors(x: Any) -> dict[str, str]:
+    """Type and SBP of each tensor by path, in order: they decide which collectives make a state dict whole."""
+    return {path: describe_tensor(tensor) for path, tensor in tensors_with_paths(x)}
+
+
+def describe_tensor(x: Tensor) -> str:
+    sbp = ", ".join(map(str, nd_of_dtensor(x))) if isinstance(x, DTensor) else "plain"
+    return f"{tensor_text(x)} {sbp}"
 
 
 def is_sectioned(x: Tensor) -> bool:
@@ -139,7 +146,7 @@ def full(x: Any, placement: Placement, torn_by: str = "") -> Any:
 
     torn_by: what has happened to its values if they are ``torn``, so that the snapshot's are too.
     """
-    held = {_place(t): t for _, t in tensors_in(x)}
+    held = {_place(t): t for _, t in tensors_with_paths(x)}
     split = {place: t for place, t in held.items() if isinstance(t, DTensor)}
     made = dict(zip(split, wholes(list(split.values()), placement), strict=True))
 

@@ -9,7 +9,7 @@ from graphzero.runtime.state.state import State
 from graphzero.step.program import StepProgram
 
 
-class StatesToCome:
+class ExpectedStates:
     """Those of the program that is there, else those that a tiny twin of the optimizer makes in its first step."""
 
     def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: StepProgram | None) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from graphzero import _compat
 from graphzero._compat import storage_id
-from graphzero.checkpoint.state_dict.validate import Checked
+from graphzero.checkpoint.state_dict.validate import ValidStateDict
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import partial_update
 from graphzero.runtime.state.modules import Found
@@ -24,7 +24,7 @@ from graphzero.runtime.tensors.submesh import on_mesh_of, on_whole
 from graphzero.sbp.types import Nd
 
 
-def load(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
+def load(checked: ValidStateDict, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
     """See ``Graph.load_state_dict``.  nds: (optimizer, path, key) -> SBP of states to come, where it is known.
 
     What was torn is whole again where it has been written; all is torn if this ends half way.
@@ -50,7 +50,9 @@ def written_whole(state: State, doing: str) -> Iterator[None]:
         state.invalidate()
 
 
-def _write(checked: Checked, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]) -> None:
+def _write(
+    checked: ValidStateDict, state: State, schedulers: Sequence[Any], strict: bool, nds: Mapping[Any, Nd]
+) -> None:
     found = state.tensors()
     with torch.no_grad():
         for name, module in state.modules.items():
@@ -62,7 +64,7 @@ def _write(checked: Checked, state: State, schedulers: Sequence[Any], strict: bo
     load_rest(checked, state, schedulers)
 
 
-def load_rest(checked: Checked, state: State, schedulers: Sequence[Any]) -> None:
+def load_rest(checked: ValidStateDict, state: State, schedulers: Sequence[Any]) -> None:
     """What is neither a module's nor an optimizer's."""
     for scheduler, entry in zip(schedulers, checked.schedulers, strict=False):
         if scheduler is not None and entry is not None:
