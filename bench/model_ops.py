@@ -19,8 +19,8 @@ from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
 from ops import AtenCall, Tally, try_call
 from torch import Tensor, fx
 
-from graphzero.inspect.stages import walk
-from graphzero.inspect.start import start_of
+from graphzero.inspect.initial_state import start_of
+from graphzero.inspect.stage_values import walk
 from graphzero.ir import calls
 from graphzero.runtime import kernels
 

@@ -34,7 +34,7 @@ from graphzero.runtime.state.state import State
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.step.attributes import Attributes
 from graphzero.step.build_inputs import BuildInputReader
-from graphzero.step.key import Keys
+from graphzero.step.program_key import Keys
 from graphzero.step.parameter_groups import ParameterGroups
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import ProgramCache

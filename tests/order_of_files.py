@@ -10,7 +10,7 @@ LONGEST = (
     "test_graph_nd.py", "test_region.py", "test_devices.py", "test_bad_sbp.py", "test_kin.py", "test_set_shapes.py",
     "test_state_dict_fuzz.py", "test_optimizer_in_backward.py", "test_evaluation_processes.py",
     "test_files_processes.py", "test_bfloat16_masters.py", "test_first_step.py", "test_arena.py",
-    "test_plain_writes.py", "test_micro_plan.py", "test_exact.py", "test_vocabulary.py", "test_regions.py",
+    "test_inplace_to_pure.py", "test_micro_plan.py", "test_exact.py", "test_vocabulary.py", "test_regions.py",
     "test_costs.py", "test_plan.py", "test_replay.py", "test_checks.py", "test_tile_rows.py", "test_search.py",
     "test_programs.py", "test_torch_optimizers.py", "test_faults.py", "test_peers.py",
 )  # fmt: skip

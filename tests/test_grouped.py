@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.inspect.wide import Wide
+from graphzero.inspect.float64_step import Wide
 from graphzero.ops import grouped_mm
 from graphzero.sbp import B, S
 from graphzero.sbp.rule_checks import check_rule

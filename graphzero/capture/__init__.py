@@ -5,15 +5,16 @@ What is traced is in ``trace`` (build) and ``optimizer`` (the update), put toget
 Shapes are global and devices unknown: what lies where is for the passes, what runs how for the runtime.
 """
 
+from graphzero.capture.annotations.local_regions import region_runs
+from graphzero.capture.annotations.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.assemble import capture
+from graphzero.capture.guards.attribute_guards import Inside, attribute, frozen, is_deep, is_same, written
 from graphzero.capture.optimizer.average import baked_of_average
-from graphzero.capture.optimizer.carried import counts_in_states, fixed_of_group, hypers_of_group
-from graphzero.capture.optimizer.hyper import Carry
+from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.optimizer.loss_scale import LossScale
+from graphzero.capture.optimizer.stepped_numbers import counts_in_states, fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.stepping import Stepping
-from graphzero.capture.placing.local_regions import region_runs
-from graphzero.capture.placing.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.spec import (
     LOSS_SCALE,
     AverageSpec,
@@ -26,7 +27,6 @@ from graphzero.capture.spec import (
     StateSpec,
     Step,
 )
-from graphzero.capture.trace.reads import Inside, attribute, frozen, is_deep, is_same, written
 
 __all__ = [
     "LOSS_SCALE",

@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphzero.capture.guards import all_guards
-from graphzero.capture.join import Join, left_alone, separable
+from graphzero.capture.annotations.local_regions import finish_regions
+from graphzero.capture.annotations.pins import mark
+from graphzero.capture.graph_builder import Join, left_alone, separable
+from graphzero.capture.guards.number_guards import all_guards
 from graphzero.capture.optimizer import optimizer as updates_of
-from graphzero.capture.optimizer.carried import counts_parameters, hypers_of_group, paths_of
-from graphzero.capture.optimizer.hyper import Carry, hyper_name
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.hyperparameters import Carry, hyper_name
 from graphzero.capture.optimizer.optimizer import Update
 from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
+from graphzero.capture.optimizer.stepped_numbers import counts_parameters, hypers_of_group, paths_of
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.optimizer.stepping import Stepping
-from graphzero.capture.placing.local_regions import finish_regions
-from graphzero.capture.placing.pins import mark
 from graphzero.capture.precision import check_masters
 from graphzero.capture.problems import check_classes, check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
-from graphzero.capture.rewrite.finish import finish
-from graphzero.capture.rewrite.picks import pick_rows
-from graphzero.capture.rewrite.uses import insert_uses
+from graphzero.capture.rewrite.finalize import finish
+from graphzero.capture.rewrite.parameter_uses import insert_uses
+from graphzero.capture.rewrite.row_gather import pick_rows
 from graphzero.capture.spec import Captured, Entry, Inputs, StateSpec, Step
-from graphzero.capture.trace.attempts import trace_build
-from graphzero.capture.trace.threads import one_at_a_time
-from graphzero.capture.trace.trace import Slot, Traced
+from graphzero.capture.trace.build_trace import Slot, Traced
+from graphzero.capture.trace.other_threads import one_at_a_time
+from graphzero.capture.trace.retracing import trace_build
 from graphzero.capture.update_writer import UpdateWriter
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph

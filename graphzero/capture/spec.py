@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.guards import Guards
-from graphzero.capture.optimizer.hyper import Carry
+from graphzero.capture.guards.number_guards import Guards
+from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.ragged import Along

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphzero.capture.join import Join, ancestors, separable
+from graphzero.capture.graph_builder import Join, ancestors, separable
 from graphzero.capture.optimizer.average import tensors_of, trace_average
 from graphzero.capture.optimizer.clip import clip
 from graphzero.capture.optimizer.loss_scale import Scale
-from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.precision import check_born
 from graphzero.capture.problems import problem
-from graphzero.capture.rewrite.finish import origin
+from graphzero.capture.rewrite.finalize import origin
 from graphzero.capture.spec import LOSS_SCALE, AverageSpec, StateSpec, Step
-from graphzero.capture.trace.trace import Traced
+from graphzero.capture.trace.build_trace import Traced
 from graphzero.ir.value import Role, TensorType, tensor_type
 from graphzero.ops import STOCHASTIC_ROUND
 

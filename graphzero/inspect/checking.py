@@ -12,11 +12,11 @@ from graphzero.errors import ConfigError, hides_frames
 from graphzero.graph import Graph
 from graphzero.inspect.compare import difference, held_difference, tolerance
 from graphzero.inspect.eager import eager_step
-from graphzero.inspect.find import first_difference, first_nonfinite
+from graphzero.inspect.first_difference import first_difference, first_nonfinite
+from graphzero.inspect.float64_step import widened
+from graphzero.inspect.initial_state import Start, start_of
 from graphzero.inspect.report import Report, Stage, beyond_lines, with_second
-from graphzero.inspect.stages import Ran, ran
-from graphzero.inspect.start import Start, start_of
-from graphzero.inspect.wide import widened
+from graphzero.inspect.stage_values import Ran, ran
 from graphzero.ir import value
 from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import StepProgram

@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, LossScale
-from graphzero.capture.objects.untouched import untouched
+from graphzero.capture.annotations.dtensor_calls import dtensor_calls
+from graphzero.capture.annotations.local_regions import regions
+from graphzero.capture.objects.side_effects import untouched
 from graphzero.capture.optimizer.stepping import Stepping
-from graphzero.capture.placing.dtensor_calls import dtensor_calls
-from graphzero.capture.placing.local_regions import regions
 from graphzero.capture.randomness import Draws
 from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.surroundings import surroundings
-from graphzero.capture.trace.threads import one_at_a_time, others_wait
+from graphzero.capture.trace.other_threads import one_at_a_time, others_wait
+from graphzero.capture.trace.tracing_context import surroundings
+from graphzero.inspect.float64_step import Wide
+from graphzero.inspect.initial_state import Start
 from graphzero.inspect.local_regions import EagerRegions
-from graphzero.inspect.start import Start
-from graphzero.inspect.wide import Wide
 
 
 def eager_step(start: Start) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.placing.local_region_sbps import Ends, checked_results, nds_of
+from graphzero.capture.annotations.local_region_sbps import Ends, checked_results, nds_of
 from graphzero.capture.randomness import Draws
 from graphzero.ops import RANK_KEY
 from graphzero.runtime.tensors.shards import coordinates, join, piece

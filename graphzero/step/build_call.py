@@ -17,7 +17,7 @@ from graphzero.plugins.ragged.padding import Padded, Padding
 from graphzero.runtime.state.state import State
 from graphzero.step.attributes import Attributes
 from graphzero.step.build_inputs import BuildInputReader
-from graphzero.step.key import Key, Keys
+from graphzero.step.program_key import Key, Keys
 from graphzero.step.parameter_groups import ParameterGroups
 from graphzero.step.user_graph import UserGraph
 

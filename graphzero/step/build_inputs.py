@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture import Input, Inputs
-from graphzero.capture.objects import tree
+from graphzero.capture.objects import pytrees as tree
 from graphzero.errors import CaptureError, ConfigError
 from graphzero.runtime.state.placement_checks import check_here
 from graphzero.runtime.tensors.shards import global_shape, piece

@@ -10,7 +10,7 @@ import torch
 from graphzero.runtime.world.consensus import digest
 from graphzero.step.attributes import Attributes
 from graphzero.step.build_call import BuildCall
-from graphzero.step.key import describe
+from graphzero.step.program_key import describe
 from graphzero.step.program_cache import CachedKey
 from graphzero.step.replicated_inputs import FIRST, ReplicatedInputs
 from graphzero.step.user_graph import UserGraph

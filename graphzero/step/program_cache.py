@@ -13,7 +13,7 @@ from graphzero.capture import Captured
 from graphzero.ir.value import Role
 from graphzero.step.attributes import Attributes, told
 from graphzero.step.build_call import BuildCall
-from graphzero.step.key import Key
+from graphzero.step.program_key import Key
 from graphzero.step.program import StepProgram
 from graphzero.step.replicated_inputs import ReplicatedInputs
 from graphzero.step.user_graph import UserGraph

@@ -22,7 +22,7 @@ from graphzero.step.build_call import BuildCall, BuildCallReader
 from graphzero.step.build_inputs import text_of
 from graphzero.step.compile_step import compile_step
 from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
-from graphzero.step.key import Key, differing, placed_of
+from graphzero.step.program_key import Key, differing, placed_of
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import CachedKey, ProgramCache
 from graphzero.step.user_graph import UserGraph

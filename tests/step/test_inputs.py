@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.capture.objects import tree
+from graphzero.capture.objects import pytrees as tree
 from graphzero.step.build_inputs import BuildInputReader
 
 

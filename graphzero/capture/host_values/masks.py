@@ -20,7 +20,7 @@ from graphzero.capture.problems import problem_here, stand, withdraw
 from graphzero.errors import CaptureError
 
 if TYPE_CHECKING:
-    from graphzero.capture.host_values.looks import Looks
+    from graphzero.capture.host_values.value_reads import Looks
 
 SHAPE_HINT = (
     "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.objects.contents import UnknownNumber
+from graphzero.capture.objects.object_snapshot import UnknownNumber
 from graphzero.ir.source_location import user_frame
 
 _PLAIN = (bool, int, float, torch.SymFloat)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
 from graphzero.capture.optimizer.host_numbers import HostNumbers
-from graphzero.capture.optimizer.plain_module import plain_module
+from graphzero.capture.optimizer.pure_ops import plain_module
 from graphzero.capture.problems import first_line, problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import AverageSpec, Precision

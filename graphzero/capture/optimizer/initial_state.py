@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.hyper import OF_STATE, is_number, with_numbers
+from graphzero.capture.objects.observed_dict import Entries
+from graphzero.capture.optimizer.hyperparameters import OF_STATE, is_number, with_numbers
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 
 from graphzero import _compat
-from graphzero.capture.optimizer.carried import fixed_of_group, hypers_of_group
 from graphzero.capture.optimizer.fused_steps import is_fused
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepped_numbers import fixed_of_group, hypers_of_group
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.optimizer.stepping import is_of_torch
 
 Made = TypeVar("Made")

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphzero import _compat
-from graphzero.capture.objects.entries import Entries
-from graphzero.capture.optimizer.alike import steps_alike
+from graphzero.capture.objects.observed_dict import Entries
 from graphzero.capture.optimizer.branches import ALL, Outcomes, Ways, written
-from graphzero.capture.optimizer.carried import (
+from graphzero.capture.optimizer.fused_steps import is_fused
+from graphzero.capture.optimizer.hyperparameters import OF_STATE, Carry, Hyper, is_number, with_numbers
+from graphzero.capture.optimizer.initial_state import cannot_step
+from graphzero.capture.optimizer.known_updates import key_of, known
+from graphzero.capture.optimizer.pure_ops import plain_module
+from graphzero.capture.optimizer.stepped_numbers import (
     carried,
     carry_of,
     changed_of_group,
@@ -28,13 +32,9 @@ from graphzero.capture.optimizer.carried import (
     hypers_of_group,
     number_of_states,
 )
-from graphzero.capture.optimizer.fused_steps import is_fused
-from graphzero.capture.optimizer.hyper import OF_STATE, Carry, Hyper, is_number, with_numbers
-from graphzero.capture.optimizer.initial_state import cannot_step
-from graphzero.capture.optimizer.known_updates import key_of, known
-from graphzero.capture.optimizer.member import Member, marks_of
-from graphzero.capture.optimizer.plain_module import plain_module
+from graphzero.capture.optimizer.stepped_parameter import Member, marks_of
 from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.uniform_updates import steps_alike
 from graphzero.capture.problems import problem
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 # 0-d states are float32, but eager optimizers compute with them as Python numbers: 1 - 0.999**step in float32 would be
 # off by 3e-5.  So a step reads them in float64.
 _COUNTER = (torch.float32, ())
-_NUMBER = (torch.float64, (-1,))  # a Python number, which is a number of the group: see ``carried.py``
+_NUMBER = (torch.float64, (-1,))  # a Python number, which is a number of the group: see ``stepped_numbers.py``
 
 
 class _Making(Entries):

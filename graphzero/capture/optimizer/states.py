@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.capture.optimizer.carried import hypers_of_group
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepped_numbers import hypers_of_group
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.optimizer.stepping import Stepping
 from graphzero.capture.spec import Entry
 

@@ -22,18 +22,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture.objects.changes import changes_of
-from graphzero.capture.objects.contents import Contents, DictContents, TensorContents, put_all_back
-from graphzero.capture.objects.untouched import contents_behind
+from graphzero.capture.guards.attribute_guards import Reads
+from graphzero.capture.guards.global_names import Names
+from graphzero.capture.guards.tensor_attributes import tensor_attributes
+from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents, put_all_back
+from graphzero.capture.objects.side_effects import contents_behind
+from graphzero.capture.objects.snapshot_diff import changes_of
 from graphzero.capture.optimizer.branches import Outcomes
 from graphzero.capture.optimizer.fused_steps import FusedSteps
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
 from graphzero.capture.problems import place_of, problem, problem_here
-from graphzero.capture.trace.free_tensors import FreeTensors, Words, written_by
-from graphzero.capture.trace.names import Names
-from graphzero.capture.trace.reads import Reads
-from graphzero.capture.trace.tensor_attributes import tensor_attributes
+from graphzero.capture.trace.captured_constants import FreeTensors, Words, written_by
 from graphzero.errors import CaptureError
 
 _KEEP = (

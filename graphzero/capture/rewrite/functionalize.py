@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.capture.problems import problem
-from graphzero.capture.rewrite.plain_writes import rewritten
+from graphzero.capture.rewrite.inplace_to_pure import rewritten
 
 _WRITE_HINT = "Write the line without an in-place op: x = x.mul(2) in place of x.mul_(2)"
 

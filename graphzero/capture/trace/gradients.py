@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphzero import _compat
+from graphzero.capture.annotations.local_regions import refuse_inside
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
 from graphzero.capture.trace.casts import Casts, is_master, of_masters

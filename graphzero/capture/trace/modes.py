@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphzero import _compat
 from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
 from graphzero.capture.host_values.folding import by_mask, folding
-from graphzero.capture.host_values.looks import FACTORIES, Looks
 from graphzero.capture.host_values.masks import Selected, selected, sized_by, written
-from graphzero.capture.host_values.unchecked import STAND_INS
+from graphzero.capture.host_values.sync_free_functions import STAND_INS
+from graphzero.capture.host_values.value_reads import FACTORIES, Looks
 from graphzero.capture.problems import problem_here, withdraw
 from graphzero.capture.trace.attention import attention
+from graphzero.capture.trace.captured_constants import FreeTensors
 from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
 from graphzero.ir.source_location import running_module, user_frame, user_frames

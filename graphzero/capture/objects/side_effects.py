@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
-from graphzero.capture.objects.contents import (
+from graphzero.capture.objects.object_snapshot import (
     Contents,
     DictContents,
     TensorContents,
@@ -29,8 +29,8 @@ from graphzero.capture.objects.contents import (
     is_other_number,
     put_all_back,
 )
-from graphzero.capture.objects.reachable import FUNCTIONS, METHODS, Reached
-from graphzero.capture.objects.settings import Streams, same_settings
+from graphzero.capture.objects.process_state import Streams, same_settings
+from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, Reached
 from graphzero.capture.spec import Step
 from graphzero.ir.source_location import is_library
 

@@ -18,29 +18,29 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
+from graphzero.capture.annotations.local_regions import TracedRegions, regions
+from graphzero.capture.annotations.pins import Pinned, collecting
+from graphzero.capture.guards.attribute_guards import reading
+from graphzero.capture.guards.tensor_attributes import tensor_attributes, warn_of_new_attributes
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
-from graphzero.capture.host_values.looks import CONSTANT, Looks, read_problem
 from graphzero.capture.host_values.number import Number
-from graphzero.capture.objects import tree
-from graphzero.capture.objects.untouched import untouched
-from graphzero.capture.placing.local_regions import TracedRegions, regions
-from graphzero.capture.placing.pins import Pinned, collecting
+from graphzero.capture.host_values.value_reads import CONSTANT, Looks, read_problem
+from graphzero.capture.objects import pytrees as tree
+from graphzero.capture.objects.side_effects import untouched
 from graphzero.capture.problems import first_line, none_swallowed, problem
 from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.rewrite.functionalize import functional
 from graphzero.capture.spec import LOSS_SCALE, Inputs, Step
-from graphzero.capture.trace.bindings import Bindings
+from graphzero.capture.trace.attribute_bindings import Bindings
+from graphzero.capture.trace.captured_constants import FreeTensors
 from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.compiler_flags import Asked
-from graphzero.capture.trace.free_tensors import FreeTensors
 from graphzero.capture.trace.gradients import Gradients
+from graphzero.capture.trace.is_compiling import Asked
 from graphzero.capture.trace.modes import UserCode, Watch
-from graphzero.capture.trace.reads import reading
+from graphzero.capture.trace.other_threads import others_wait
 from graphzero.capture.trace.refusals import refusals
-from graphzero.capture.trace.surroundings import surroundings, untouched_optimizers
-from graphzero.capture.trace.tensor_attributes import tensor_attributes, warn_of_new_attributes
-from graphzero.capture.trace.threads import others_wait
+from graphzero.capture.trace.tracing_context import surroundings, untouched_optimizers
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir.source_location import line_of
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphzero import _compat
-from graphzero.capture.host_values.unchecked import batch_norm
-from graphzero.capture.objects.contents import DictContents, put_all_back
+from graphzero.capture.annotations.dtensor_calls import dtensor_calls
+from graphzero.capture.host_values.sync_free_functions import batch_norm
+from graphzero.capture.objects.object_snapshot import DictContents, put_all_back
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.placing.dtensor_calls import dtensor_calls
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.capture.trace.attention import attention

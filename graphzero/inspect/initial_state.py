@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Input, OptimizerSpec, Step
-from graphzero.inspect.wide import wide
+from graphzero.inspect.float64_step import wide
 from graphzero.ir import value
 from graphzero.plugins.ragged.padding import Padded
 from graphzero.runtime.state.modules import names

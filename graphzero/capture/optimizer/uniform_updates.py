@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphzero.capture.optimizer.initial_state import differ, start_of, tiny_groups, tiny_parameter
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.optimizer.stepping import Stepping
 
 _STEPS = 2

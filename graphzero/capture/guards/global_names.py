@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from graphzero.capture.objects.reachable import METHODS, codes
+from graphzero.capture.objects.scope_snapshot import METHODS, codes
 from graphzero.ir.source_location import is_project
 
 _OF_FUNCTIONS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphzero.capture.host_values.number import Number
-from graphzero.capture.optimizer.hyper import OF_STATE, Carried, Carry, Hyper, baked_of_group, is_number, of_group
+from graphzero.capture.optimizer.hyperparameters import (
+    OF_STATE,
+    Carried,
+    Carry,
+    Hyper,
+    baked_of_group,
+    is_number,
+    of_group,
+)
 from graphzero.capture.optimizer.initial_state import changed_numbers
-from graphzero.capture.optimizer.member import Member
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.value import Role

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.placing.local_region_sbps import Ends, checked_results, global_shape, local_shape, nds_of
+from graphzero.capture.annotations.local_region_sbps import Ends, checked_results, global_shape, local_shape, nds_of
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.randomness import Draws
 from graphzero.ir import value

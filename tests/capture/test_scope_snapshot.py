@@ -8,7 +8,7 @@ import torch
 from capture_reference import Owner, Program
 from torch import nn
 
-from graphzero.capture.objects.reachable import Reached
+from graphzero.capture.objects.scope_snapshot import Reached
 
 pytestmark = pytest.mark.filterwarnings("ignore:build sets", "ignore:build draws")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphzero.capture.host_values.bags import embedding_bag
+from graphzero.capture.host_values.embedding_bag import embedding_bag
 
 _batch_norm = nn.modules.batchnorm._BatchNorm.forward
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphzero import _compat
+from graphzero.capture.annotations.pins import pin_value
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.placing.pins import pin_value
 from graphzero.sbp.dtensor import from_placements
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp

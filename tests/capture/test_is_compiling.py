@@ -103,7 +103,7 @@ def test_what_cannot_be_written_down_either_way_is_refused_at_its_line():
             return h * h.sum().numpy()
         return h if h.sum() > 0 else -h
 
-    with pytest.raises(gz.CaptureError, match=r"reads a value: \.numpy\(\)(.|\n)*test_asked.py"):
+    with pytest.raises(gz.CaptureError, match=r"reads a value: \.numpy\(\)(.|\n)*test_is_compiling.py"):
         run(forward)
 
 
@@ -198,7 +198,7 @@ def test_a_way_that_is_taken_only_because_build_is_traced_is_named_and_compared(
 
     step, plain = Step(forward), Step(lambda self, h: h if not traced(h) else h * 2)
     with pytest.warns(
-        UserWarning, match=r"asks whether it is being traced \(tests/capture/test_asked.py:\d+ in forward\)"
+        UserWarning, match=r"asks whether it is being traced \(tests/capture/test_is_compiling.py:\d+ in forward\)"
     ):
         step(X)
     report = gz.check(step, X)

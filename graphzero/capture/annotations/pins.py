@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.capture.placing.local_regions import refuse_inside
+from graphzero.capture.annotations.local_regions import refuse_inside
 from graphzero.ops import PIN
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Sbp

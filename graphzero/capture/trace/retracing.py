@@ -8,8 +8,8 @@ import warnings
 from torch import nn
 
 from graphzero.capture.spec import Inputs, Step
-from graphzero.capture.trace.compiler_flags import Asked, is_raised
-from graphzero.capture.trace.trace import BuildTrace, Traced
+from graphzero.capture.trace.build_trace import BuildTrace, Traced
+from graphzero.capture.trace.is_compiling import Asked, is_raised
 from graphzero.errors import GraphZeroError
 
 

@@ -164,7 +164,7 @@ def test_steps_that_two_threads_capture_at_once_are_those_of_one():
 
 
 def test_a_thread_that_build_waits_for_is_told_why_it_does_not_go_on(monkeypatch):
-    monkeypatch.setattr("graphzero.capture.trace.threads._LONGEST", 0.1)
+    monkeypatch.setattr("graphzero.capture.trace.other_threads._LONGEST", 0.1)
     asked, answered, answers = threading.Event(), threading.Event(), []
     model = nn.Linear(8, 4)
 

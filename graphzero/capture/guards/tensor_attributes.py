@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from graphzero import _compat
+from graphzero.capture.guards.attribute_guards import Reads, attribute
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.trace.reads import Reads, attribute
+from graphzero.capture.guards.attribute_guards import Reads, attribute
 from graphzero.ir.source_location import line_of
 
 Reals = Mapping[int, tuple[Tensor, str]]

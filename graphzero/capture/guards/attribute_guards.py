@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphzero.capture.guards.global_names import Names
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.spec import Step
-from graphzero.capture.trace.names import Names
+from graphzero.capture.guards.global_names import Names
 from graphzero.ir.source_location import is_project
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, enum.Enum)

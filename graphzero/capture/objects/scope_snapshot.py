@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from graphzero.capture.objects.contents import MISSING, Contents
+from graphzero.capture.objects.object_snapshot import MISSING, Contents
 from graphzero.ir.source_location import is_project
 
 METHODS = (MethodType, staticmethod, classmethod)

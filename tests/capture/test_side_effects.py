@@ -187,7 +187,7 @@ def test_a_number_of_a_tensor_that_build_keeps_is_named_with_its_line():
         return loss
 
     _, run = capture(build, losses=[])
-    at = r" \(tests/capture/test_untouched\.py:\d+ in build\)"
+    at = r" \(tests/capture/test_side_effects\.py:\d+ in build\)"
     with pytest.warns(UserWarning, match=rf"build sets Owner\.last{at}, Owner\.losses{at}, which has no effect"):
         run()
 
@@ -204,7 +204,7 @@ def test_a_text_of_a_tensor_is_made_once_and_its_line_is_named(write, capsys):
     with pytest.warns(UserWarning, match="build makes a text of a tensor") as caught:
         run()
     said = [str(warning.message) for warning in caught if "a text" in str(warning.message)]
-    assert len(said) == 1 and "test_untouched.py" in said[0] and said[0].count(" in ") == 1
+    assert len(said) == 1 and "test_side_effects.py" in said[0] and said[0].count(" in ") == 1
     assert "size=()" in capsys.readouterr().out
 
 

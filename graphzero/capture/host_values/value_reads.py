@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
+from graphzero.capture.annotations.local_regions import refuse_inside
 from graphzero.capture.host_values.branches import Part, caller, check_at
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.placing.local_regions import refuse_inside
 from graphzero.capture.problems import problem, problem_here, withdraw
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame

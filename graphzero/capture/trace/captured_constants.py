@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from graphzero import _compat
-from graphzero.capture.objects.contents import TensorContents
+from graphzero.capture.guards.attribute_guards import Same, written
+from graphzero.capture.objects.object_snapshot import TensorContents
 from graphzero.capture.problems import problem, problem_here
-from graphzero.capture.trace.reads import Same, written
 from graphzero.errors import CaptureError
 from graphzero.ir.storage.overlap import Regions, shares_elements
 

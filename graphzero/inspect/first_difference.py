@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from graphzero.inspect.compare import held_difference, is_finite
 from graphzero.inspect.simulate import Held
-from graphzero.inspect.stages import Ran, moved_from
+from graphzero.inspect.stage_values import Ran, moved_from
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.calls import is_op

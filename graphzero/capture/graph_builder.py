@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.capture.optimizer.member import Member
 from graphzero.capture.optimizer.optimizer import Update
+from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.rewrite.canonicalise import node_key
-from graphzero.capture.trace.trace import Traced
+from graphzero.capture.trace.build_trace import Traced
 from graphzero.ir.value import Role, ScalarType, TensorType
 
 _SMALL = 16

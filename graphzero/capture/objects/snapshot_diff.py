@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.capture.objects.contents import MISSING, Contents, DictContents, SlotContents, slots_of
-from graphzero.capture.objects.reachable import ClassContents, GlobalContents
+from graphzero.capture.objects.object_snapshot import MISSING, Contents, DictContents, SlotContents, slots_of
+from graphzero.capture.objects.scope_snapshot import ClassContents, GlobalContents
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_TORCH = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})  # of any optimizer

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from graphzero import _compat
+from graphzero.capture.guards.attribute_guards import Reads
 from graphzero.capture.host_values.number import Number
-from graphzero.capture.objects.contents import Contents, DictContents, TensorContents
+from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.objects.reachable import GlobalContents
+from graphzero.capture.objects.scope_snapshot import GlobalContents
 from graphzero.capture.problems import place_of, problem
-from graphzero.capture.trace.free_tensors import FreeTensors
-from graphzero.capture.trace.reads import Reads
+from graphzero.capture.trace.captured_constants import FreeTensors
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import user_frames
 

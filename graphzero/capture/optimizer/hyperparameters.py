@@ -1,6 +1,6 @@
 """Hyperparameters: the numbers of ``param_groups`` that a step reads anew on every call.
 
-Floats are, and the numbers that ``step`` itself changes, as a counter ``group["step"]`` (``carried.py``).
+Floats are, and the numbers that ``step`` itself changes, as a counter ``group["step"]`` (``stepped_numbers.py``).
 """
 
 from __future__ import annotations
