@@ -28,20 +28,20 @@ from _run import markdown, on_gloo, options_of, save
 from torch import nn
 
 import graphzero as gz
+from graphzero.capture import GuardedAttributes
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.state.mutation_watch import StatesWatch
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world.consensus import Ranks
-from graphzero.step.attributes import Attributes
 from graphzero.step.build_inputs import BuildInputReader
-from graphzero.step.program_key import Keys
 from graphzero.step.parameter_groups import ParameterGroups
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import ProgramCache
+from graphzero.step.program_key import Keys
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "inputs": [(BuildInputReader, "read"), (StepProgram, "arguments")],
-    "modules": [(State, "tensors"), (Attributes, "look")],
+    "modules": [(State, "tensors"), (GuardedAttributes, "read_values")],
     "optimizer states": [(StatesWatch, "hold"), (State, "after")],
     "groups": [(ParameterGroups, "look")],
     "key": [(Keys, "of"), (ProgramCache, "find")],

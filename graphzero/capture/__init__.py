@@ -8,7 +8,7 @@ Shapes are global and devices unknown: what lies where is for the passes, what r
 from graphzero.capture.annotations.local_regions import region_runs
 from graphzero.capture.annotations.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.assemble import capture
-from graphzero.capture.guards.attribute_guards import Inside, attribute, frozen, is_deep, is_same, written
+from graphzero.capture.guards import GuardedAttributes, GuardSet, describe_path
 from graphzero.capture.optimizer.average import baked_of_average
 from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.capture.optimizer.initial_state import initial_fill
@@ -33,9 +33,10 @@ __all__ = [
     "AverageSpec",
     "Captured",
     "Carry",
+    "GuardSet",
+    "GuardedAttributes",
     "Input",
     "Inputs",
-    "Inside",
     "LossScale",
     "OptimizerSpec",
     "Precision",
@@ -43,19 +44,15 @@ __all__ = [
     "StateSpec",
     "Step",
     "Stepping",
-    "attribute",
     "baked_of_average",
     "capture",
     "counts_in_states",
+    "describe_path",
     "fixed_of_group",
-    "frozen",
     "hypers_of_group",
     "initial_fill",
     "is_capturing",
-    "is_deep",
-    "is_same",
     "pin_value",
     "placement_of_capture",
     "region_runs",
-    "written",
 ]

@@ -11,7 +11,9 @@ from torch import fx, nn
 from graphzero.capture.annotations.local_regions import finish_regions
 from graphzero.capture.annotations.pins import mark
 from graphzero.capture.graph_builder import Join, left_alone, separable
-from graphzero.capture.guards.number_guards import all_guards
+from graphzero.capture.guards.guard_set import GuardSet
+from graphzero.capture.guards.number_guards import build_number_guards
+from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
 from graphzero.capture.optimizer import optimizer as updates_of
 from graphzero.capture.optimizer.hyperparameters import Carry, hyper_name
 from graphzero.capture.optimizer.optimizer import Update
@@ -25,7 +27,7 @@ from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
 from graphzero.capture.rewrite.finalize import finish
 from graphzero.capture.rewrite.parameter_uses import insert_uses
 from graphzero.capture.rewrite.row_gather import pick_rows
-from graphzero.capture.spec import Captured, Entry, Inputs, StateSpec, Step
+from graphzero.capture.spec import Captured, Inputs, StateSpec, Step
 from graphzero.capture.trace.build_trace import Slot, Traced
 from graphzero.capture.trace.other_threads import one_at_a_time
 from graphzero.capture.trace.retracing import trace_build
@@ -65,7 +67,7 @@ class _Capture:
         self.fills: list[Fills] = []
         self.states: list[StateSpec] = []
         self.update = UpdateWriter(step, self.root, self.join, self.states)
-        self.entry = Entry()
+        self.state_guard = OptimizerStateGuard()
         self.unused: list[str] = []
         self.environments: list[tuple[Any, dict[str, Role]]] = []
         self.carries: list[Carry] = []
@@ -158,7 +160,7 @@ class _Capture:
         ]
         if found:
             updates_of.state_kinds(self.steppings[index], found)
-            self.entry |= mark_first_steps(index, found, self.fills[index])
+            self.state_guard |= mark_first_steps(index, found, self.fills[index])
         return found
 
     def _trace(self, index: int, members: list[Member]) -> Update | None:
@@ -265,21 +267,28 @@ class _Capture:
         constants = {name: tensor for name, tensor in self.join.constants.items() if name in kept}
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.trains and bool(self.step.optimizers)
-        scalars = [Role("scalar", leaf.name) for leaf in self.inputs.floats]
-        fixed = {Role("scalar", name): x for name, x in traced.fixed.items()}
-        guards = all_guards(self.environments, () if fixed else scalars, fixed)
         return Captured(
             PackedGraph.of(step_graph),
             traced.out_spec,
             training,
             states,
             self.unused,
-            guards,
+            self._guards(traced, states),
             constants,
-            self.entry,
-            {**traced.attributes, **{path: held for one in self.steppings for path, held in one.attributes().items()}},
-            spaces={**traced.spaces, **{label: held for one in self.steppings for label, held in one.spaces.items()}},
-            free=[*traced.free, *(met for one in self.steppings for met in one.met())],
             carries=tuple(self.carries),
-            told=tuple(traced.told),
+            asks_whether_traced=tuple(traced.asks_whether_traced),
         )
+
+    def _guards(self, traced: Traced, states: list[StateSpec]) -> GuardSet:
+        scalars = [Role("scalar", leaf.name) for leaf in self.inputs.floats]
+        fixed = {Role("scalar", name): x for name, x in traced.fixed.items()}
+        counters: dict[str, list[tuple[int, str]]] = {}
+        for spec in states:
+            counters.setdefault(spec.placeholder, []).append((spec.optimizer, spec.param))
+        attributes, namespaces, tensors = {**traced.attributes}, {**traced.namespaces}, [*traced.constants]
+        for stepping in self.steppings:
+            attributes |= stepping.guarded_attributes()
+            namespaces |= stepping.namespaces
+            tensors += stepping.constants()
+        numbers = build_number_guards(self.environments, () if fixed else scalars, fixed)
+        return GuardSet(numbers, self.state_guard.with_counters(counters), attributes, namespaces, tensors)

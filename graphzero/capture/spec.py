@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.guards.number_guards import Guards
+from graphzero.capture.guards.guard_set import GuardSet
 from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.ragged import Along
-from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
@@ -149,31 +148,6 @@ class StateSpec:
     born: bool = False
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a capture takes for granted about optimizer state, each as (optimizer, path of the parameter).
-
-    absent: there is none, the step makes it.  present: there is some, which no numbers could stand for.  filled: of
-    these it does not matter, but the numbers that fill state which is not there may follow from ``numbers``, the
-    hyperparameters of their groups (Rprop's first step size is its learning rate).
-    """
-
-    absent: frozenset[tuple[int, str]] = frozenset()
-    present: frozenset[tuple[int, str]] = frozenset()
-    filled: frozenset[tuple[int, str]] = frozenset()
-    numbers: Mapping[Role, float] = field(default_factory=dict)
-
-    def __or__(self, other: Entry) -> Entry:
-        sets = (self.absent | other.absent, self.present | other.present, self.filled | other.filled)
-        return Entry(*sets, {**self.numbers, **other.numbers})
-
-    def holds(self, numbers: Mapping[Role, float], has_state: Callable[[int, str], bool]) -> bool:
-        if any(has_state(*x) for x in self.absent) or not all(has_state(*x) for x in self.present):
-            return False
-        same = all(numbers.get(role) == number for role, number in self.numbers.items())
-        return same or all(has_state(*x) for x in self.filled)
-
-
 @dataclass
 class Captured:
     """A captured step.
@@ -182,17 +156,12 @@ class Captured:
     out_spec: of build's return value, whose flat leaves are ``graph.outputs``.
     training: whether the step has an update.  states: all optimizer state of the graph.
     unused: trainable parameters of the optimizers that get no gradient.
-    guards: whether this capture still holds for given hyperparameters and float inputs, by role
-        (``hyper`` and ``scalar`` roles; a guarded number that is not given counts as changed).
+    guards: what must hold for a program of this capture to run.
     constants: tensors that build closes over, by placeholder name.
-    entry: which optimizer state must be there, and which must not, for this capture to be the step.
     padded: along what each output of build is padded, where inputs are.  least: the fewest places of a ragged dim that
         the step reads, by its name, where that is more than one.
-    attributes: what plain attributes of the Graph and its modules were when build read them, by path: ``model.1.p``.
-    spaces: of those that stand elsewhere, as ``global train.SCALE`` does: label -> what has them as attributes.
-    free: tensors that build has met anywhere else, and as what: see ``written``.
     carries: the numbers of parameter groups that the step changes.
-    told: the lines that go by the answer that build is being traced, which plain PyTorch is not.
+    asks_whether_traced: lines of build that branch on whether it is being traced, which plain PyTorch is not.
     """
 
     packed: PackedGraph
@@ -200,28 +169,14 @@ class Captured:
     training: bool
     states: list[StateSpec]
     unused: list[str]
-    guards: Guards
+    guards: GuardSet
     constants: dict[str, Tensor]
-    entry: Entry = field(default_factory=Entry)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
     padded: tuple[frozenset[Along], ...] = ()
     least: Mapping[str, int] = field(default_factory=dict)
-    spaces: Mapping[str, Any] = field(default_factory=dict)
-    free: Sequence[tuple[Tensor, Any]] = ()
-    told: Sequence[str] = ()
     carries: Sequence[Carry] = ()
+    asks_whether_traced: Sequence[str] = ()
 
     @property
     def graph(self) -> StepGraph:
         """The captured step, made anew each time."""
         return self.packed.graph()
-
-    def enters(self, numbers: Mapping[Role, float], has_state: Callable[[int, str], bool]) -> bool:
-        """Whether optimizer state is what this capture takes for granted.
-
-        ``entry`` holds, and of the parameters that share a step counter all have state, or none has.
-        """
-        sharing: dict[str, set[bool]] = {}
-        for spec in self.states:
-            sharing.setdefault(spec.placeholder, set()).add(has_state(spec.optimizer, spec.param))
-        return all(len(found) == 1 for found in sharing.values()) and self.entry.holds(numbers, has_state)

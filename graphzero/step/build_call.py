@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphzero.capture import Inputs, baked_of_average
+from graphzero.capture import GuardedAttributes, Inputs, baked_of_average
 from graphzero.config import Settings
 from graphzero.ir.value import Role
 from graphzero.plugins.ragged.padding import Padded, Padding
 from graphzero.runtime.state.state import State
-from graphzero.step.attributes import Attributes
 from graphzero.step.build_inputs import BuildInputReader
-from graphzero.step.program_key import Key, Keys
 from graphzero.step.parameter_groups import ParameterGroups
+from graphzero.step.program_key import Key, Keys
 from graphzero.step.user_graph import UserGraph
 
 
@@ -44,7 +43,7 @@ class BuildCall:
 class BuildCallReader:
     """Reads the calls of one Graph; what follows from modules and parameter groups is kept while those stay."""
 
-    def __init__(self, source: UserGraph, attributes: Attributes) -> None:
+    def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self._source, self._attributes = source, attributes
         self._keys, self._groups = Keys(), ParameterGroups()
         self._reader: BuildInputReader | None = None
@@ -65,7 +64,7 @@ class BuildCallReader:
         found, is_bound = state.look()
         if not is_bound:
             self._keys.count(state, found)
-        self._attributes.look(state.modules, found)
+        self._attributes.read_values(state.modules, found)
         self._groups.look(self._source.optimizers)
         baked = (*self._groups.baked, *map(baked_of_average, self._source.averages))
         key = self._keys.of(inputs, state, found, settings, baked)

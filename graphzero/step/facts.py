@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from graphzero.capture import GuardedAttributes
 from graphzero.runtime.world.consensus import digest
-from graphzero.step.attributes import Attributes
 from graphzero.step.build_call import BuildCall
-from graphzero.step.program_key import describe
 from graphzero.step.program_cache import CachedKey
+from graphzero.step.program_key import describe
 from graphzero.step.replicated_inputs import FIRST, ReplicatedInputs
 from graphzero.step.user_graph import UserGraph
 
@@ -36,7 +36,7 @@ class Progress:
 class Facts:
     """Of the calls of one Graph."""
 
-    def __init__(self, source: UserGraph, attributes: Attributes, progress: Progress) -> None:
+    def __init__(self, source: UserGraph, attributes: GuardedAttributes, progress: Progress) -> None:
         self._source, self._attributes, self._progress = source, attributes, progress
 
     def of(self, call: BuildCall, known: CachedKey, running: bool) -> tuple[int, Parts]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphzero import _compat
-from graphzero.capture import Captured
+from graphzero.capture import Captured, GuardedAttributes, describe_path
 from graphzero.ir.value import Role
-from graphzero.step.attributes import Attributes, told
 from graphzero.step.build_call import BuildCall
-from graphzero.step.program_key import Key
 from graphzero.step.program import StepProgram
+from graphzero.step.program_key import Key
 from graphzero.step.replicated_inputs import ReplicatedInputs
 from graphzero.step.user_graph import UserGraph
 
 _MANY = 8
 _UNUSED = 64  # keys without a program that are remembered, beyond twice those with one
-HasState = Callable[[int, str], bool]  # (optimizer, path of a parameter)
 
 
 @dataclass
@@ -38,7 +36,7 @@ class ProgramCache:
     Ranks call a Graph alike, so they let go of the same ones.
     """
 
-    def __init__(self, source: UserGraph, attributes: Attributes) -> None:
+    def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self.source, self.attributes = source, attributes
         self.captures: dict[Any, list[Captured]] = {}
         self._known: dict[Key, CachedKey] = {}
@@ -46,11 +44,11 @@ class ProgramCache:
         self._made = 0
         self._seen: dict[str, set[Any]] = {}  # what the first programs were made for, until the warning
 
-    def settle(self, attributes: Attributes) -> None:
+    def settle(self, attributes: GuardedAttributes) -> None:
         """An interrupted call may have left a program in one of the tables alone.  attributes: those of the Graph."""
         self.attributes = attributes
         for captured in (captured for captures in self.captures.values() for captured in captures):
-            attributes.watch(captured)
+            attributes.add_guards(captured.guards)
         found = [program for known in self._known.values() for program in known.programs]
         self._used = {**self._used, **{id(program): program for program in found if id(program) not in self._used}}
 
@@ -69,16 +67,14 @@ class ProgramCache:
         return found
 
     def find(self, call: BuildCall, known: CachedKey) -> StepProgram | None:
-        """The program for a call whose guarded hyperparameters, attributes, and what it takes for granted of state,
-        still hold.
-        """
+        """The program for a call whose guards hold."""
         bound, has_state = call.state.program, call.state.has_state  # what is bound and unchanged need not be looked at
         candidates = known.programs
         if len(candidates) > 1:
             candidates = sorted(candidates, key=lambda program: program is not bound)
         for program in candidates:
-            sure = program is bound and not program.captured.entry.absent
-            if self._holds(program.captured, call.numbers, None if sure else has_state):
+            sure = program is bound and not program.captured.guards.optimizer_state.absent
+            if program.captured.guards.check(call.numbers, None if sure else has_state, self.attributes):
                 self._used.pop(id(program), None)  # an interrupted call may have left it out
                 self._used[id(program)] = program
                 return program
@@ -87,18 +83,14 @@ class ProgramCache:
     def find_capture(self, call: BuildCall) -> Captured | None:
         """The same, of captures."""
         known, has_state = self.captures.get(call.key.captured, ()), call.state.has_state
-        return next((captured for captured in known if self._holds(captured, call.numbers, has_state)), None)
-
-    def _holds(self, captured: Captured, numbers: Mapping[Role, float], has_state: HasState | None) -> bool:
-        entered = has_state is None or captured.enters(numbers, has_state)
-        return entered and self.attributes.fits(captured) and captured.guards(numbers)
+        return next((x for x in known if x.guards.check(call.numbers, has_state, self.attributes)), None)
 
     def add(self, key: Key, program: StepProgram, numbers: Mapping[Role, float]) -> None:
         """``program`` has been made for ``key``, with these hyperparameters and float inputs."""
         known = self.captures.setdefault(key.captured, [])
         if program.captured not in known:
             known.append(program.captured)
-            self.attributes.watch(program.captured)
+            self.attributes.add_guards(program.captured.guards)
         self.known(key).programs.append(program)
         self._used[id(program)] = program
         self._let_go()
@@ -122,7 +114,7 @@ class ProgramCache:
             known.programs = [program for program in known.programs if id(program) in self._used]
         self._known = {key: known for key, known in self._known.items() if known.programs}
         for captured in (c for captures in self.captures.values() for c in captures if id(c) not in left):
-            self.attributes.forget(captured)
+            self.attributes.remove_guards(captured.guards)
         kept = {key: [c for c in captures if id(c) in left] for key, captures in self.captures.items()}
         self.captures = {key: captures for key, captures in kept.items() if captures}
         _compat.forget_fakes()  # who has had so many shapes will have more
@@ -132,9 +124,9 @@ class ProgramCache:
         self._made += 1
         if self._made > _MANY + 1:
             return
-        attributes = ((told(name), held) for name, held in program.captured.attributes.items())
-        met = ("tensors that are no buffers", tuple(x for _, x in program.captured.free))
-        guarded = ((_name_of(role), numbers.get(role)) for role in program.captured.guards.roles)
+        attributes = ((describe_path(path), value) for path, value in program.captured.guards.attributes.items())
+        met = ("tensors that are no buffers", tuple(x for _, x in program.captured.guards.tensors))
+        guarded = ((_name_of(role), numbers.get(role)) for role in program.captured.guards.numbers.guarded_roles)
         for name, found in (*key.captured, ("configuration", key.config), *attributes, met, *guarded):
             self._seen.setdefault(name, set()).add(found)
         if self._made <= _MANY:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from graphzero.capture import GuardedAttributes
 from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.logs import event, is_on, working
@@ -17,14 +18,13 @@ from graphzero.logs.progress import Work
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import device_memory
 from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
-from graphzero.step.attributes import Attributes
 from graphzero.step.build_call import BuildCall, BuildCallReader
 from graphzero.step.build_inputs import text_of
 from graphzero.step.compile_step import compile_step
 from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
-from graphzero.step.program_key import Key, differing, placed_of
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import CachedKey, ProgramCache
+from graphzero.step.program_key import Key, differing, placed_of
 from graphzero.step.user_graph import UserGraph
 
 
@@ -53,7 +53,7 @@ class ProgramSelector:
         self.last: StepProgram | None = None
         self.is_settled = True
         self._last_key: Key | None = None
-        attributes = Attributes(source.owner)
+        attributes = GuardedAttributes(source.owner)
         self.programs = ProgramCache(source, attributes)
         self._calls = BuildCallReader(source, attributes)
         self._facts = Facts(source, attributes, self.progress)
@@ -61,7 +61,7 @@ class ProgramSelector:
     def settle(self) -> None:
         """Read all anew, if the last call may have been interrupted as it wrote down what it had read."""
         if not self.is_settled:
-            attributes = Attributes(self.source.owner)
+            attributes = GuardedAttributes(self.source.owner)
             self.programs.settle(attributes)
             self._calls = BuildCallReader(self.source, attributes)
             self._facts = Facts(self.source, attributes, self.progress)

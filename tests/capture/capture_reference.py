@@ -86,7 +86,7 @@ class Program:
         hypers = ParameterGroups(self.optimizers).numbers
         env: dict[fx.Node, Any] = {}
         graph = self.graph
-        assert self.captured.guards({**hypers, **{value.Role("scalar", k): v for k, v in feed.items()}})
+        assert self.captured.guards.numbers.check({**hypers, **{value.Role("scalar", k): v for k, v in feed.items()}})
         for node in graph.nodes:
             if node.op == "placeholder":
                 env[node] = self._input(node, feed, hypers, seed)

@@ -182,8 +182,8 @@ def test_a_branch_on_a_float_input_becomes_a_guard():
     program = program_of(build, nn.Linear(4, 4), torch.ones(3, 4), 2.0, optimizers=lambda owner: [])
     role = next(program.graph.placeholders("scalar"), None)
     name = Role("scalar", "in_0__1") if role is None else value.role_of(role)
-    assert program.captured.guards({name: 3.0})
-    assert not program.captured.guards({name: 0.5})
+    assert program.captured.guards.numbers.check({name: 3.0})
+    assert not program.captured.guards.numbers.check({name: 0.5})
 
 
 def test_an_evaluation_returns_copies_of_what_the_graph_holds():

@@ -169,8 +169,10 @@ def test_a_number_that_a_kept_trace_has_branched_on_is_still_guarded() -> None:
     )
     roles = [node.meta["role"] for node in first.graph.placeholders("hyper")]
     for numbers in (dict.fromkeys(roles, 0.0), dict.fromkeys(roles, 0.5)):
-        assert first.guards(numbers) == second.guards(numbers)
-    assert second.guards(dict.fromkeys(roles, 0.5)) and not second.guards(dict.fromkeys(roles, 0.0))
+        assert first.guards.numbers.check(numbers) == second.guards.numbers.check(numbers)
+    assert second.guards.numbers.check(dict.fromkeys(roles, 0.5)) and not second.guards.numbers.check(
+        dict.fromkeys(roles, 0.0)
+    )
 
 
 SCALE = 1.0

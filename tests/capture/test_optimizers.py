@@ -173,11 +173,11 @@ def test_hyperparameters_change_between_steps():
 def test_guards_notice_a_hyperparameter_that_would_change_the_program():
     owner = Owner(build, model=net())
     program = Program(owner, [torch.optim.SGD(owner.model.parameters(), lr=0.1)], batches()[0][0])
-    values, hold = ParameterGroups(program.optimizers).numbers, program.captured.guards
+    values, hold = ParameterGroups(program.optimizers).numbers, program.captured.guards.numbers.check
     assert hold(values)
     assert hold({**values, Role("hyper", "optimizer0.group0", "lr"): 0.3})
     adamw = Program(owner, [torch.optim.AdamW(owner.model.parameters(), weight_decay=0.0)], batches()[0][0])
-    values, hold = ParameterGroups(adamw.optimizers).numbers, adamw.captured.guards
+    values, hold = ParameterGroups(adamw.optimizers).numbers, adamw.captured.guards.numbers.check
     assert hold(values)
     assert not hold({**values, Role("hyper", "optimizer0.group0", "weight_decay"): 0.1})
 

@@ -1,0 +1,16 @@
+"""Guards: what a capture assumes beside the key of its call, checked before each call that would run its program.
+
+A call's key (``step/program_key.py``) guards structure, shapes and dtypes of the inputs, modules and their modes,
+parameters, and torch's settings.  What else a capture depends on is known only after build has been traced, so it is
+recorded then, as a ``GuardSet``, and ``GuardSet.check`` decides whether a program may run:
+
+* ``number_guards``: hyperparameters and float inputs that decided a branch;
+* ``attribute_guards``: attributes, globals and closure variables that build read (``referenced_names`` finds the
+  names, ``guarded_values`` makes values comparable, ``guarded_attributes`` reads them before a call);
+* ``optimizer_state_guard``: which optimizer states existed.
+"""
+
+from graphzero.capture.guards.guard_set import GuardSet
+from graphzero.capture.guards.guarded_attributes import GuardedAttributes, describe_path
+
+__all__ = ["GuardSet", "GuardedAttributes", "describe_path"]

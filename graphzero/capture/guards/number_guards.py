@@ -1,4 +1,4 @@
-"""Whether a capture still holds when its run-time numbers change."""
+"""Guards on the numbers that a program reads in each call: hyperparameters and float inputs."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from graphzero.ir.value import Role
 
 
 @dataclass(frozen=True)
-class Guards:
-    """What tracing has asked of run-time numbers.
+class NumberGuards:
+    """Conditions on numbers that tracing assumed.
 
-    checks: of symbolic ones, each with the role of every number that it reads.  finite: float inputs that are symbols,
-    whose arithmetic is that of finite numbers.  fixed: those that were none.
+    conditions: on symbolic numbers, each with the role of every number that it reads.  finite: float inputs that are
+    symbols, whose arithmetic is that of finite numbers.  fixed: float inputs that were traced as constants.
     """
 
-    checks: tuple[tuple[Callable[[dict[str, float]], bool], Mapping[str, Role]], ...]
+    conditions: tuple[tuple[Callable[[dict[str, float]], bool], Mapping[str, Role]], ...]
     finite: Sequence[Role]
     fixed: Mapping[Role, float]
 
     @property
-    def roles(self) -> list[Role]:
-        """The numbers on which a capture depends."""
-        return list(dict.fromkeys((*self.fixed, *(role for _, roles in self.checks for role in roles.values()))))
+    def guarded_roles(self) -> list[Role]:
+        """The numbers that a guard reads."""
+        read = (role for _, roles in self.conditions for role in roles.values())
+        return list(dict.fromkeys((*self.fixed, *read)))
 
-    def __call__(self, values: Mapping[Role, float]) -> bool:
-        """Whether a capture still holds for these numbers; one that is not given counts as changed."""
-        for check, roles in self.checks:
-            if not all(role in values for role in roles.values()):
+    def check(self, numbers: Mapping[Role, float]) -> bool:
+        """Whether all guards hold for these numbers; one that is not given counts as changed."""
+        for condition, roles in self.conditions:
+            if not all(role in numbers for role in roles.values()):
                 return False
-            if not check({name: values[role] for name, role in roles.items()}):
+            if not condition({name: numbers[role] for name, role in roles.items()}):
                 return False
-        finite = all(role in values and math.isfinite(values[role]) for role in self.finite)
-        return finite and all(role in values and _is_same(values[role], x) for role, x in self.fixed.items())
+        finite = all(role in numbers and math.isfinite(numbers[role]) for role in self.finite)
+        return finite and all(role in numbers and _is_same_float(numbers[role], x) for role, x in self.fixed.items())
 
 
-def _is_same(a: float, b: float) -> bool:
-    """Whether two floats are one, of which nan is itself, and 0.0 is not -0.0."""
+def _is_same_float(a: float, b: float) -> bool:
+    """Whether two floats are equal bit by bit: nan equals itself, and 0.0 is not -0.0."""
     return a.hex() == b.hex()
 
 
-def all_guards(
+def build_number_guards(
     environments: list[tuple[Any, dict[str, Role]]], finite: Sequence[Role], fixed: Mapping[Role, float]
-) -> Guards:
-    """All that tracing asked of its symbolic numbers.
+) -> NumberGuards:
+    """Compile the guards of symbolic numbers.
 
-    environments: pairs of a ShapeEnv and the role of each symbol's number.  finite, fixed: see ``Guards``.
+    environments: pairs of a ShapeEnv and the role of each symbol's number.  finite, fixed: see ``NumberGuards``.
     """
-    checks = []
+    conditions = []
     for env, symbols in environments:
-        check, names = _compat.compile_guards(env)
+        condition, names = _compat.compile_guards(env)
         if names:
-            checks.append((check, {name: symbols[name] for name in names}))
-    return Guards(tuple(checks), finite, fixed)
+            conditions.append((condition, {name: symbols[name] for name in names}))
+    return NumberGuards(tuple(conditions), finite, fixed)

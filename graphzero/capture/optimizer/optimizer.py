@@ -106,7 +106,7 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
     """Fill in ``kind`` and ``states`` of the members, from a step on fakes or from state that exists."""
     optimizer = stepping.optimizer
     for member in members:
-        marks = () if stepping.reads is None else marks_of(member.param)
+        marks = () if stepping.guards is None else marks_of(member.param)
         member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
     examples: dict[Any, list[Member]] = {}
     for member in members:

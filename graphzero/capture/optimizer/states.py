@@ -1,7 +1,7 @@
 """What is in optimizer state when a capture begins: real values where the user has stepped, fills elsewhere.
 
 Where nothing is there and no number fills it, the captured step is torch's own first one: it makes the state, and
-holds only until it is there (``Entry``).
+holds only until it is there (``OptimizerStateGuard``).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
 from graphzero.capture.optimizer.stepped_numbers import hypers_of_group
 from graphzero.capture.optimizer.stepped_parameter import Member
 from graphzero.capture.optimizer.stepping import Stepping
-from graphzero.capture.spec import Entry
 
 
 def is_real(entry: Any) -> bool:
@@ -66,7 +66,7 @@ class Fills:
         return float(held.to_local() if hasattr(held, "to_local") else held)
 
 
-def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Entry:
+def mark_first_steps(index: int, members: list[Member], fills: Fills) -> OptimizerStateGuard:
     """Say which members take their first step, one that makes their state; returns what this takes for granted.
 
     index: of the optimizer.
@@ -87,7 +87,8 @@ def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Entry:
         member.kind = (*member.kind, member.first)
     groups = {member.group for member in members if (index, member.path) in filled}
     numbers = [h for g in groups for h in hypers_of_group(index, fills.optimizer, g)]
-    return Entry(frozenset(absent), frozenset(present), frozenset(filled), {h.role: h.value for h in numbers})
+    values = {h.role: h.value for h in numbers}
+    return OptimizerStateGuard(frozenset(absent), frozenset(present), frozenset(filled), values)
 
 
 def equal_states(members: list[Member], fills: Fills) -> set[tuple[int, str]]:

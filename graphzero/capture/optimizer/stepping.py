@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.capture.guards.attribute_guards import Reads
-from graphzero.capture.guards.global_names import Names
-from graphzero.capture.guards.tensor_attributes import tensor_attributes
+from graphzero.capture.guards.attribute_guards import AttributeGuards
+from graphzero.capture.guards.guarded_values import ObjectIdentity
+from graphzero.capture.guards.referenced_names import ReferencedNames
+from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes
 from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents, put_all_back
 from graphzero.capture.objects.side_effects import contents_behind
 from graphzero.capture.objects.snapshot_diff import changes_of
@@ -67,7 +68,7 @@ class Stepping:
         self.owned = {id(p): p for group in self.groups for p in group["params"]}
         own = [self.groups, self.state, *self.groups, *(group["params"] for group in self.groups)]
         self._own = set(map(id, own))
-        self.reads: Reads | None = None
+        self.guards: AttributeGuards | None = None
         self.inner: list[Optimizer] = []
         self.free: list[FreeTensors] = []
         if is_of_torch(optimizer):
@@ -77,7 +78,7 @@ class Stepping:
         self.kept = self._reached()
         self.mixes = any(map(self._holds_params, self.kept))
         self._check_inner()
-        self.reads = self._reading()
+        self.guards = self._attribute_guards()
 
     # ---- what it reaches
 
@@ -122,10 +123,10 @@ class Stepping:
             [place_of(self.step)],
         )
 
-    def _reading(self) -> Reads:
+    def _attribute_guards(self) -> AttributeGuards:
         spaces: dict[str, Any] = {f"optimizer {self.index}": self.optimizer}
         spaces |= {f"optimizer {self.index} inside {n}": inner for n, inner in enumerate(self.inner)}
-        return Reads(nn.Module(), None, Names(self.step, self.optimizer, nn.Module()), spaces)
+        return AttributeGuards(nn.Module(), None, ReferencedNames(self.step, self.optimizer, nn.Module()), spaces)
 
     # ---- a step
 
@@ -151,7 +152,7 @@ class Stepping:
                 _compat.take_class(x, self.owned[key])
             self._check_held(groups, state)
             started.append(DictContents(settings, (self.optimizer, "defaults")))
-            started += [] if self.reads is None else [DictContents(vars(x), (x, "")) for x in stand_ins.values()]
+            started += [] if self.guards is None else [DictContents(vars(x), (x, "")) for x in stand_ins.values()]
             with self._watching(stand_ins, mode):
                 yield
             for inner, held in inner_states:
@@ -186,12 +187,12 @@ class Stepping:
     @_compat.contextmanager
     def _watching(self, stand_ins: Mapping[int, Tensor], mode: _compat.FakeTensorMode | None) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.reads is not None:
+            if self.guards is not None:
                 free = None if mode is None else FreeTensors(mode, self._by_path, self.code, self._words())
                 self.free += [] if free is None else [free]
-                stack.enter_context(self.reads)
+                stack.enter_context(self.guards)
                 reals = {id(x): (self.owned[key], self._path(key)) for key, x in stand_ins.items()}
-                stack.enter_context(tensor_attributes(reals, self.reads))
+                stack.enter_context(forward_tensor_attributes(reals, self.guards))
                 stack.enter_context(_Ops(self, free))
             yield
 
@@ -263,18 +264,18 @@ class Stepping:
 
     # ---- what it has read
 
-    def attributes(self) -> dict[str, Any]:
-        """What the steps have read beside groups and state, by path; all of it is as it was."""
-        return {} if self.reads is None else self.reads.present()
+    def guarded_attributes(self) -> dict[str, Any]:
+        """Guarded values of the attributes that the steps have read beside groups and state, by path."""
+        return {} if self.guards is None else self.guards.current_values()
 
-    def met(self) -> list[tuple[Tensor, Any]]:
-        """Tensors that the steps have met elsewhere, and as what."""
-        return [met for free in self.free for met in free.met()]
+    def constants(self) -> list[tuple[Tensor, ObjectIdentity]]:
+        """Tensors that the steps have read elsewhere, and their identity and version."""
+        return [constant for free in self.free for constant in free.identities()]
 
     @property
-    def spaces(self) -> Mapping[str, Any]:
-        """See ``Captured.spaces``."""
-        return {} if self.reads is None else self.reads.spaces
+    def namespaces(self) -> dict[str, Any]:
+        """See ``GuardSet.namespaces``."""
+        return {} if self.guards is None else self.guards.namespaces
 
 
 def _replaced(x: Any, put: Mapping[int, Any]) -> Any:

@@ -23,7 +23,7 @@ _STEPS = 2
 def steps_alike(stepping: Stepping, members: Iterable[Member], chosen: Iterable[Member]) -> bool:
     """chosen: one of ``members`` of each kind.  False where the twins cannot step."""
     kinds = {id(member.param): member.kind for member in members}
-    if stepping.reads is None or len(stepping.owned) == len(firsts := [id(member.param) for member in chosen]):
+    if stepping.guards is None or len(stepping.owned) == len(firsts := [id(member.param) for member in chosen]):
         return True
     try:
         with torch.random.fork_rng(devices=[]):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphzero import _compat
-from graphzero.capture.guards.attribute_guards import Reads
+from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents
 from graphzero.capture.objects.patches import patched
@@ -170,7 +170,7 @@ class Bindings:
 
     # ---- plain attributes and containers
 
-    def refuse_state(self, kept: Iterable[Contents], free: FreeTensors, reads: Reads) -> None:
+    def refuse_state(self, kept: Iterable[Contents], free: FreeTensors, guards: AttributeGuards) -> None:
         """Refuse what build keeps for later steps outside of buffers: a tensor in the place of one that it has read.
 
         kept: all that build reaches, as it was before.
@@ -181,7 +181,7 @@ class Bindings:
             owner, name = contents.owner
             if isinstance(contents, DictContents) and name not in _REGISTERS:
                 for key, before, after in contents.changed():
-                    is_read = free.has_met(before) or (not name and before is None and reads.saw_none(owner, key))
+                    is_read = free.has_met(before) or (not name and before is None and guards.was_none(owner, key))
                     if is_read and self._is_kept(after):
                         raise self._lost(owner, name or str(key))
             elif any(map(free.has_met, contents.content)) and any(map(self._is_kept, contents.news())):

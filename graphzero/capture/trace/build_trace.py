@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import TracedRegions, regions
 from graphzero.capture.annotations.pins import Pinned, collecting
-from graphzero.capture.guards.attribute_guards import reading
-from graphzero.capture.guards.tensor_attributes import tensor_attributes, warn_of_new_attributes
+from graphzero.capture.guards.attribute_guards import record_attribute_guards
+from graphzero.capture.guards.guarded_values import ObjectIdentity
+from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes, warn_of_new_attributes
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
 from graphzero.capture.host_values.number import Number
 from graphzero.capture.host_values.value_reads import CONSTANT, Looks, read_problem
@@ -67,12 +68,12 @@ class Traced:
     symbols: dict[str, str] = field(default_factory=dict)  # symbol -> name of the float input
     fixed: dict[str, float] = field(default_factory=dict)  # float inputs that build was given as they are
     goes_by_values: bool = False  # whether it is to be given all of them so
-    told: Iterable[str] = ()  # the lines that go by the answer that build is being traced
+    asks_whether_traced: Iterable[str] = ()  # lines that branch on the answer that build is being traced
     results: dict[str, list[fx.Node]] = field(default_factory=dict)
     pins: list[Pinned] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
-    spaces: dict[str, Any] = field(default_factory=dict)
-    free: list[tuple[Tensor, Any]] = field(default_factory=list)
+    namespaces: dict[str, Any] = field(default_factory=dict)
+    constants: list[tuple[Tensor, ObjectIdentity]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class BuildTrace:
         with kept as self.kept, draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
-                    with reading(self.step, self.root) as self.reads, tensor_attributes(self.reals, self.reads):
+                    recorded = record_attribute_guards(self.step.build, self.root)
+                    with recorded as self.guards, forward_tensor_attributes(self.reals, self.guards):
                         module = _compat.make_fx(program, table)(*flat)
                     module = functional(module, flat, table, self.mode)
             except CaptureError:
@@ -162,9 +164,10 @@ class BuildTrace:
                 self.free.put_back()
         self.looks.warn_of_texts()
         traced = self._traced(module)
-        traced.pins, traced.attributes, traced.spaces = pins, self.reads.settled(), self.reads.spaces
-        traced.free, traced.fixed = self.free.met(), self.fixed
-        traced.goes_by_values = not self.fixed and (self.reads.has_exact_float or holds_nan(module))
+        traced.pins, traced.attributes = pins, self.guards.unchanged_values()
+        traced.namespaces = self.guards.namespaces
+        traced.constants, traced.fixed = self.free.identities(), self.fixed
+        traced.goes_by_values = not self.fixed and (self.guards.has_exact_float or holds_nan(module))
         return traced
 
     def _build(self, batch: list[Any], scalars: list[Any], params: list[Any], buffers: list[Any]) -> list[Any]:
@@ -204,7 +207,7 @@ class BuildTrace:
             ):
                 result = self.step.build(*args, **kwargs)
             now = self.bindings.buffers()
-            self.bindings.refuse_state(self.kept, self.free, self.reads)
+            self.bindings.refuse_state(self.kept, self.free, self.guards)
         warn_of_new_attributes(held, attributes)
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphzero import _compat
-from graphzero.capture.guards.attribute_guards import Same, written
+from graphzero.capture.guards.guarded_values import ObjectIdentity, tensor_identity
 from graphzero.capture.objects.object_snapshot import TensorContents
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
@@ -146,9 +146,9 @@ class FreeTensors:
         """Whether build has read the values of ``x``, which is a constant of the graph then."""
         return id(x) in self._known
 
-    def met(self) -> list[tuple[Tensor, Same]]:
-        """Each of them, and as what build has read it."""
-        return [(x, written(x)) for x in self._known.values()]
+    def identities(self) -> list[tuple[Tensor, ObjectIdentity]]:
+        """Each constant, and its identity and version."""
+        return [(x, tensor_identity(x)) for x in self._known.values()]
 
     def put_back(self) -> None:
         for kept in self.flags.values():

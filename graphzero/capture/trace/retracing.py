@@ -16,9 +16,10 @@ from graphzero.errors import GraphZeroError
 def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
     """A step's build, with one warning where it may be another function than plain PyTorch's."""
     traced = _with_floats(step, root, inputs)
-    if traced.told:
+    lines = [*traced.asks_whether_traced][:4]
+    if lines:
         warnings.warn(
-            f"build of {step.name} asks whether it is being traced ({', '.join([*traced.told][:4])}) and was told yes, "
+            f"build of {step.name} asks whether it is being traced ({', '.join(lines)}) and was told yes, "
             "for otherwise it goes by values that a graph does not have. What it does then need not be what plain "
             "PyTorch computes: gz.check(graph, *inputs) compares the two",
             stacklevel=6,
@@ -48,7 +49,7 @@ def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]
     while True:
         try:
             traced = BuildTrace(step, root, inputs, asked, fixed).run()
-            traced.told = asked.told
+            traced.asks_whether_traced = asked.told
             return traced
         except GraphZeroError as error:
             refused = refused or error

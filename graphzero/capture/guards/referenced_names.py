@@ -28,7 +28,7 @@ _MANY = 1000  # entries of a container that is looked into
 _MAKING = ("__init__", "__new__", "__post_init__")
 
 
-class Globals:
+class GlobalNamespace:
     """Those of a module, as attributes.
 
     Not the module itself: code that is run by ``exec`` or by a notebook may have others.
@@ -44,7 +44,7 @@ class Globals:
             raise AttributeError(name) from None
 
 
-class Variables:
+class ClosureNamespace:
     """Those that functions share with one around them, as attributes; one that is not set yet is not there."""
 
     def __init__(self, cells: Mapping[str, CellType]) -> None:
@@ -57,7 +57,7 @@ class Variables:
             raise AttributeError(name) from None
 
 
-class Names:
+class ReferencedNames:
     """What ``build`` and the functions behind it name.
 
     spaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> what has the names as attributes.
@@ -67,8 +67,8 @@ class Names:
 
     def __init__(self, build: Any, owner: Any, root: nn.Module) -> None:
         self.has_exact_float = False
-        self.spaces: dict[str, Any] = {}
-        self.found: dict[str, dict[str, None]] = {}
+        self.namespaces: dict[str, Any] = {}
+        self.names: dict[str, dict[str, None]] = {}
         self._labels: dict[int, str] = {}  # id of a dict of globals, or of a function -> its space
         self._methods: dict[str, list[Any]] = {}
         self._asked: set[str] = set()  # names that were read from anything
@@ -134,9 +134,9 @@ class Names:
             self.has_exact_float |= step.opname == "IS_OP" and name == "float"
             name, owner, held = str(step.argval), held, None
             if step.opname in _OF_GLOBALS and name in space:
-                held = self._note(self._space(f"global {space['__name__']}", id(space), Globals(space)), name)
+                held = self._note(self._space(f"global {space['__name__']}", id(space), GlobalNamespace(space)), name)
             elif step.opname in _OF_FUNCTIONS and name in cells:
-                label = self._space(f"variable {function.__qualname__}", id(function), Variables(cells))
+                label = self._space(f"variable {function.__qualname__}", id(function), ClosureNamespace(cells))
                 held = self._note(label, name)
             elif step.opname in _OF_ATTRIBUTES:
                 held = self._attribute(owner, name)
@@ -148,7 +148,7 @@ class Names:
             self._todo += self._methods.get(name, ())
         if isinstance(owner, ModuleType) and is_project(owner.__name__) and name in vars(owner):
             names = vars(owner)
-            return self._note(self._space(f"global {owner.__name__}", id(names), Globals(names)), name)
+            return self._note(self._space(f"global {owner.__name__}", id(names), GlobalNamespace(names)), name)
         if isinstance(owner, type) and is_project(owner.__module__):
             return self._note(self._space(f"class {owner.__module__}.{owner.__qualname__}", id(owner), owner), name)
         return None
@@ -156,14 +156,14 @@ class Names:
     def _space(self, label: str, identity: int, space: Any) -> str:
         """The label of a space, with a number where another one has the same."""
         if identity not in self._labels:
-            alike = sum(other == label or other.startswith(f"{label} (") for other in self.spaces)
+            alike = sum(other == label or other.startswith(f"{label} (") for other in self.namespaces)
             self._labels[identity] = label = f"{label} ({alike + 1})" if alike else label
-            self.spaces[label] = space
+            self.namespaces[label] = space
         return self._labels[identity]
 
     def _note(self, label: str, name: str) -> Any:
-        held = getattr(self.spaces[label], name, None)
-        self.found.setdefault(label, {})[name] = None
+        held = getattr(self.namespaces[label], name, None)
+        self.names.setdefault(label, {})[name] = None
         self._todo.append(held)
         return held
 

@@ -1,0 +1,159 @@
+"""Present values of the guarded attributes of a Graph, cheap enough to be read before every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphzero.capture.guards.guard_set import GuardSet
+from graphzero.capture.guards.guarded_values import (
+    MISSING,
+    ContainerValue,
+    ObjectIdentity,
+    guarded_value,
+    needs_rebuild,
+    read_attribute,
+    tensor_identity,
+    values_match,
+)
+
+
+class GuardedAttributes:
+    """Attributes that the guards of a Graph's captures read: of the Graph, of its modules, of objects that these hold,
+    globals and closure variables.
+
+    ``read_values`` reads them; the other methods use what was read last.
+    texts: the values, the same in every process.  Containers and objects may hold what is a rank's own (a local rank),
+    so their text says only which value of those in guards they have.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._constant_paths: dict[str, None] = {}  # of those that are compared as they are
+        self._rebuilt_paths: dict[str, None] = {}  # of tensors, containers and objects, see ``needs_rebuild``
+        self._tensors: dict[int, tuple[Tensor, ObjectIdentity]] = {}  # that are not attributes
+        self._numbered: dict[str, dict[Any, int]] = {}  # path -> values in guards -> their numbers
+        self._inner_paths: set[str] = set()  # of attributes of objects, and of names that are not attributes
+        self._namespaces: dict[str, Any] = {}  # see ``GuardSet``
+        self._kinds: list[Any] = []  # classes of the constants: 1 equals 1.0
+        self._modules_version: object = None
+        self._readers: list[tuple[Any, Callable[[Any], Any], list[str]]] = []  # owner, of all names at once, names
+        self._rebuilders: list[tuple[Any, str]] = []
+        self._paths: list[str] = []  # in the order in which readers read
+        self._values: list[Any] = []
+        self._present: dict[str, Any] = {}
+        self._tensor_texts: dict[str, str] = {}
+        self._checked: dict[int, bool] = {}  # id of a GuardSet -> whether it holds for these values
+        self.texts: tuple[str, ...] = ()
+
+    def add_guards(self, guards: GuardSet) -> None:
+        """Read from now on what these guards need, too."""
+        for path, value in guards.attributes.items():
+            (self._rebuilt_paths if needs_rebuild(value) else self._constant_paths)[path] = None
+            numbered = self._numbered.setdefault(path, {})
+            numbered.setdefault(value, len(numbered) + 1)
+        self._namespaces |= guards.namespaces
+        for x, identity in guards.tensors:
+            self._tensors.setdefault(id(x), (x, identity))
+        self._modules_version = None
+
+    def remove_guards(self, guards: GuardSet) -> None:
+        """Forget whether these guards hold: another GuardSet may get their id."""
+        self._checked.pop(id(guards), None)
+
+    def read_values(self, modules: Mapping[str, nn.Module], modules_version: object) -> None:
+        """Read all attributes.  modules_version: another object whenever some module is another one."""
+        if modules_version is not self._modules_version:
+            self._build_readers(modules)
+            self._modules_version, self._values = modules_version, [MISSING]
+        values = [_read_names(*reader) for reader in self._readers]
+        values += [guarded_value(read_attribute(owner, name)) for owner, name in self._rebuilders]
+        identities = [tensor_identity(x) for x, _ in self._tensors.values()]
+        kinds = [_kinds_of(x, names) for x, (_, _, names) in zip(values, self._readers, strict=False)]
+        if kinds != self._kinds or not values_match([*values, *identities], self._values):
+            self._values, self._kinds, self._checked = [*values, *identities], kinds, {}
+            constants = [read_attribute(owner, name) for owner, _, names in self._readers for name in names]
+            rebuilt = values[len(self._readers) :]
+            self._present = dict(zip(self._paths, [*map(guarded_value, constants), *rebuilt], strict=True))
+            texts = tuple(self._text_of(path, value) for path, value in self._present.items())
+            pairs = zip(self._tensors.values(), identities, strict=True)
+            tensor_texts = [_writes_since(before, now) for (_, before), now in pairs]
+            self._tensor_texts = {f"tensor {i} that build reads": text for i, text in enumerate(tensor_texts)}
+            self.texts = (*texts, *tensor_texts)
+
+    def check(self, guards: GuardSet, /) -> bool:
+        """Whether every attribute and tensor has its guarded value."""
+        holds = self._checked.get(id(guards))
+        if holds is None:
+            present = self._present
+            holds = all(values_match(present.get(path, MISSING), value) for path, value in guards.attributes.items())
+            holds = holds and all(tensor_identity(x) == identity for x, identity in guards.tensors)
+            self._checked[id(guards)] = holds
+        return holds
+
+    def describe(self) -> dict[str, str]:
+        """By path, as text that is the same in every process."""
+        names = (*map(describe_path, self._present), *self._tensor_texts)
+        return dict(zip(names, self.texts, strict=True))
+
+    def _text_of(self, path: str, value: Any) -> str:
+        if value is MISSING:
+            return "absent"
+        if path in self._inner_paths or isinstance(value, ContainerValue):
+            number = self._numbered[path].get(value) if path in self._numbered else None
+            return "as in no program yet" if number is None else f"value {number} of those in programs"
+        return repr(value)
+
+    def _build_readers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Find the owner of each path: the module of the longest path, or else the Graph."""
+        seen: set[nn.Module] = set()
+        inside = (module.named_modules(seen, name) for name, module in modules.items())
+        owners = {"": self._graph, **{path: x for pairs in inside for path, x in pairs}, **self._namespaces}
+        names_of: dict[str, list[str]] = {}
+        for path in self._constant_paths:
+            owner, name = _split_path(path, owners)
+            names_of.setdefault(owner, []).append(name)
+        self._readers = [(owners[path], attrgetter(*names), names) for path, names in names_of.items()]
+        split = [_split_path(path, owners) for path in self._rebuilt_paths]
+        self._rebuilders = [(owners[owner], name) for owner, name in split]
+        paths = (*self._constant_paths, *self._rebuilt_paths)
+        self._inner_paths = {path for path in paths if self._is_inner(*_split_path(path, owners))}
+        constant_paths = [f"{owner}.{name}" if owner else name for owner, names in names_of.items() for name in names]
+        self._paths = [*constant_paths, *self._rebuilt_paths]
+
+    def _is_inner(self, owner: str, name: str) -> bool:
+        return "." in name or owner in self._namespaces
+
+
+def describe_path(path: str) -> str:
+    """A guarded path in words."""
+    return path if " " in path else f"attribute {path}"  # namespaces are called "global train", "variable build"
+
+
+def _kinds_of(values: Any, names: Sequence[str]) -> Any:
+    """Classes of what a reader of these names has read."""
+    return type(values) if len(names) == 1 else tuple(map(type, values))
+
+
+def _writes_since(before: ObjectIdentity, now: ObjectIdentity) -> str:
+    """Writes to a tensor since build read it, in words."""
+    moved = "" if now.address == before.address else ", lies elsewhere"
+    return f"written to {now.version - before.version} times{moved}"
+
+
+def _split_path(path: str, owners: Mapping[str, Any]) -> tuple[str, str]:
+    owner, name = path, ""
+    while owner not in owners or not name:
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}" if name else last
+    return owner, name
+
+
+def _read_names(owner: Any, getter: Callable[[Any], Any], names: Iterable[str]) -> Any:
+    try:
+        return getter(owner)
+    except AttributeError:  # an attribute is gone
+        return [read_attribute(owner, name) for name in names]
