@@ -28,7 +28,7 @@ LAYERS = (  # what stands in one line does not know each other
     {"__main__", "__init__"},
 )
 TO_COME = {  # modules that import plug-ins until the extension points are there
-    "cli.command", "config.graph_config", "config.settings", "inspect.start", "passes", "passes.pass_list",
+    "cli.command", "config.graph_config", "config.settings", "inspect.initial_state", "passes", "passes.pass_list",
     "step.build_call", "step.compile_step", "step.build_outputs",
 }  # fmt: skip
 LAYER = {name: at for at, names in enumerate(LAYERS) for name in names}
