@@ -6,7 +6,7 @@ LONGEST = (
     "test_one_sided.py", "test_out_forms.py", "test_compiled_code.py", "test_parity.py", "test_placing.py",
     "test_docs.py", "test_state_processes.py", "test_micro_batches.py", "test_tensor_parallel.py",
     "test_examples.py", "test_user_models.py", "test_recomputed_steps.py", "test_recompute_choice.py",
-    "test_opt.py", "test_memory_budget.py", "test_check.py", "test_proposals.py", "test_reuse.py",
+    "test_opt.py", "test_memory_budget.py", "test_check.py", "test_proposals.py", "test_in_place.py",
     "test_graph_nd.py", "test_region.py", "test_devices.py", "test_bad_sbp.py", "test_kin.py", "test_set_shapes.py",
     "test_state_dict_fuzz.py", "test_optimizer_in_backward.py", "test_evaluation_processes.py",
     "test_files_processes.py", "test_bfloat16_masters.py", "test_first_step.py", "test_arena.py",
