@@ -53,7 +53,7 @@ def order(name: str) -> list[list[Any]]:
         graph.compile(*JOBS[name].part(0, 0, 2))
         captured = graph.history[0].before
         for stage in range(4):
-            options = Options(stage=stage), Options(stage=stage, order=True)
+            options = Options(stage=stage), Options(stage=stage, delay_gradients=True)
             plain, moved = (memory_of(Pipeline(default_passes(one))(captured.clone())).peak / 1e6 for one in options)
             rows.append([name, stage, f"{plain:.1f}", f"{moved:.1f}", f"{moved / plain:.3f}"])
     return rows

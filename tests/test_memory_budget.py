@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphzero as gz
-from graphzero.passes import Keep, Options, Pipeline, default_passes
+from graphzero.passes import KeepGathered, Options, Pipeline, default_passes
 from graphzero.plan import plan_of
 from graphzero.plan.gather_search import knapsack
 from graphzero.runtime.world import device_memory
@@ -89,8 +89,8 @@ def test_the_plan_and_the_configuration_name_what_is_kept():
     assert graph.plan.kept == ("model.2.weight",)  # backward does not read the first
     assert graph.plan.to_dict()["kept"] == ["model.2.weight"]
     assert "keep_gathered=('model.2.*', 'model.0.weight')" in repr(graph.config)
-    assert "keep" in [record.name for record in graph.history]
-    assert "keep" not in [record.name for record in Train().planned().history]
+    assert "keep_gathered" in [record.name for record in graph.history]
+    assert "keep_gathered" not in [record.name for record in Train().planned().history]
 
 
 def test_a_name_of_no_parameter_is_refused_when_the_step_is_known():
@@ -104,7 +104,7 @@ def test_a_users_pass_behind_keep_runs_with_and_without_it(setting):
     if "budget" in setting:
         setting = {"budget": (lo + hi) // 2}
     for graph in (Train(**setting), Train()):
-        graph.config.add_pass(nothing, after="keep")
+        graph.config.add_pass(nothing, after="keep_gathered")
         names = [record.name for record in graph.planned().history]
         assert names[names.index("bucket") - 1] == "nothing"
 
@@ -159,12 +159,12 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(settings, bucket_bytes):
 def every(**settings):
     """(peak, seconds or bytes) of the programs that keep each set of the parameters that backward reads."""
     graph = Train(keep_gathered=True, **settings).planned()
-    before = next(record.before for record in graph.history if record.name == "keep")
+    before = next(record.before for record in graph.history if record.name == "keep_gathered")
     rest = default_passes(Options(bucket_bytes=graph.config.bucket_bytes), since="bucket")
     found = []
     for count in range(len(graph.plan.kept) + 1):
         for names in itertools.combinations(graph.plan.kept, count):
-            one = plan_of(Pipeline([Keep(names), *rest])(before), links=graph.config.links)
+            one = plan_of(Pipeline([KeepGathered(names), *rest])(before), links=graph.config.links)
             found.append((one.memory.peak, cost(one)))
     return found
 
@@ -432,4 +432,4 @@ def test_many_items_are_chosen_quickly_and_nearly_as_well():
 
 
 def test_keep_is_a_pass_of_the_public_list():
-    assert gz.passes.Keep is Keep and Keep().name == "keep"
+    assert gz.passes.KeepGathered is KeepGathered and KeepGathered().name == "keep_gathered"

@@ -15,7 +15,7 @@ import torch
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
-from graphzero.passes import Bucket, Keep, Options, Pipeline, Record, Zero, default_passes
+from graphzero.passes import Bucket, KeepGathered, Options, Pipeline, Record, Zero, default_passes
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.sbp.types import Nd
@@ -33,7 +33,7 @@ def lower(
     return Pipeline(passes)(parse(graph) if isinstance(graph, str) else graph)
 
 
-def options(*passes: Zero | Bucket | Keep | None) -> Options:
+def options(*passes: Zero | Bucket | KeepGathered | None) -> Options:
     """Those with which the built-in passes are these."""
     return Options(**{name: x for one in passes if one is not None for name, x in vars(one).items()})
 

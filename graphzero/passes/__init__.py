@@ -14,9 +14,9 @@ from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
-from graphzero.passes.memory.delay_gradients import Order
-from graphzero.passes.memory.in_place import Reuse
-from graphzero.passes.memory.keep_gathered import Keep
+from graphzero.passes.memory.delay_gradients import DelayGradients
+from graphzero.passes.memory.in_place import InPlace
+from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.pass_list import NAMES, Fuse, Options, Schedule, default_passes
 from graphzero.passes.pass_list_text import parse_passes, print_passes
@@ -29,7 +29,7 @@ from graphzero.passes.schedule.assign import Assign
 from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
 from graphzero.passes.schedule.launch import Launch
-from graphzero.passes.schedule.optimizer_in_backward import StepEarly
+from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
 from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
@@ -49,13 +49,13 @@ __all__ = [
     "Group",
     "InsertBoxing",
     "JoinUpdates",
-    "Keep",
+    "KeepGathered",
     "Launch",
     "Localize",
     "LowerBoxing",
     "CastBeforeGather",
     "Options",
-    "Order",
+    "DelayGradients",
     "Overlap",
     "OverlapUpdate",
     "Pass",
@@ -64,11 +64,11 @@ __all__ = [
     "Propagate",
     "Recompute",
     "Record",
-    "Reuse",
+    "InPlace",
     "Schedule",
     "Slots",
     "StackUpdates",
-    "StepEarly",
+    "OptimizerInBackward",
     "Zero",
     "default_passes",
     "host_memory",

@@ -1,7 +1,7 @@
 r"""How the options of passes are written, by their types, and read back.  Nothing of a text is evaluated.
 
 zero{stage=3 axis=(dp_shard)}                                    numbers, true, false, none; several in brackets
-    keep{keep_gathered=('model.*', head.weight)}                     names, in quotes if they are not [\w.]+
+    keep_gathered{keep_gathered=('model.*', head.weight)}                     names, in quotes if they are not [\w.]+
 pin{placed={batch(x)=S(1) param(w)=(B, S(0))}}                   roles with their SBPs, one or one for each axis
 propagate{links=({latency=1e-05 bandwidth=1e9}, {latency=0 bandwidth=4e10})}
 """

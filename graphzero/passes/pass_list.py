@@ -20,9 +20,9 @@ from graphzero.passes.fuse.fuse_cross_entropy import FuseCrossEntropy
 from graphzero.passes.fuse.fuse_pieces import FusePieces
 from graphzero.passes.fuse.join_updates import JoinUpdates
 from graphzero.passes.memory.dead_code import DeadCode
-from graphzero.passes.memory.delay_gradients import Order
-from graphzero.passes.memory.in_place import Reuse
-from graphzero.passes.memory.keep_gathered import Keep
+from graphzero.passes.memory.delay_gradients import DelayGradients
+from graphzero.passes.memory.in_place import InPlace
+from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
 from graphzero.passes.micro.count_targets import CountTargets
 from graphzero.passes.micro.micro_batches import MicroBatches
@@ -37,7 +37,7 @@ from graphzero.passes.schedule.bucket import Bucket
 from graphzero.passes.schedule.copy_old import CopyOld
 from graphzero.passes.schedule.gather_casts import GatherCasts
 from graphzero.passes.schedule.launch import Launch
-from graphzero.passes.schedule.optimizer_in_backward import StepEarly
+from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
 from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
@@ -58,7 +58,7 @@ class Options:
     recompute: names and patterns of values of forward that are computed again in backward.
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
-    order: whether what backward makes may wait, to lower the most bytes held at a time.
+    delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
@@ -75,7 +75,7 @@ class Options:
     links: Links = ()
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
-    order: bool = False
+    delay_gradients: bool = False
     micro_batches: int = 1
     whole_accumulators: bool = False
     tiles: int = 1
@@ -136,19 +136,19 @@ PASSES: tuple[Entry, ...] = (
     Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
     Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
     Entry(Recompute, "local", lambda options: bool(options.recompute)),
-    Entry(Keep, "local", lambda options: options.gathers and options.keep_gathered is not None),
-    Entry(Order, "local", lambda options: options.order),
+    Entry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),
+    Entry(DelayGradients, "local", lambda options: options.delay_gradients),
     Entry(GatherCasts, "local", lambda options: options.optimise and options.masters),
     Entry(Bucket, "local"),
     Entry(Launch, "local", group="schedule"),
     Entry(Overlap, "local", group="schedule"),
-    Entry(StepEarly, "local", lambda options: options.optimizer_in_backward, "schedule"),
+    Entry(OptimizerInBackward, "local", lambda options: options.optimizer_in_backward, "schedule"),
     Entry(OverlapUpdate, "local", group="schedule"),
     Entry(CopyOld, "local", group="schedule"),
     Entry(Assign, "local", group="schedule"),
     Entry(Slots, "local", group="schedule"),
     Entry(DeadCode, "local"),
-    Entry(Reuse, "local", lambda options: options.optimise),
+    Entry(InPlace, "local", lambda options: options.optimise),
     Entry(JoinUpdates, "local", lambda options: options.optimise),
 )
 

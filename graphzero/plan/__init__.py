@@ -1,8 +1,8 @@
 """What one step of a program costs, and which of several programs is taken for it.
 
 ``plan`` reads the costs off a final program.  The choices stand above the pass pipeline: they run it with other options
-and compare what comes out.  ``order`` chooses among orders of backward, ``gathers`` what stays gathered within a
-budget, ``recomputation`` what backward computes again, ``stage`` the ZeRO stage; ``variants`` makes the programs.
+and compare what comes out.  ``gradient_order`` chooses among orders of backward, ``gathers`` what stays gathered within
+a budget, ``recomputation`` what backward computes again, ``stage`` the ZeRO stage; ``variants`` makes the programs.
 """
 
 from graphzero.plan.budget import Budget

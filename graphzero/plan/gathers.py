@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from graphzero.ir import value
-from graphzero.passes import Keep, Options
+from graphzero.passes import KeepGathered, Options
 from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.plan.budget import Budget
 from graphzero.plan.gather_search import Choice
-from graphzero.plan.order import in_best_order
+from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.plan import mega
 from graphzero.plan.variants import Candidate, Variants
 
@@ -28,7 +28,7 @@ class Gathers:
 
     def __init__(self, variants: Variants, options: Options):
         self.variants, self.options = variants, options
-        self.graph = variants.before("keep", options)
+        self.graph = variants.before("keep_gathered", options)
         self.pairs = {
             path: [(a.name, b.name) for a, b in found]
             for path, found in gathered_again(self.graph, options.micro_batches > 1).items()
@@ -99,7 +99,7 @@ class Gathers:
 
     def _keeping(self, names: Iterable[str]) -> Candidate:
         """The program that keeps those parameters, by name or pattern."""
-        keep = Keep(tuple(names))
+        keep = KeepGathered(tuple(names))
         made = in_best_order(self.variants, replace(self.options, keep_gathered=keep.keep_gathered))
         return replace(made, plan=replace(made.plan, kept=tuple(keep.of(self.pairs))))
 

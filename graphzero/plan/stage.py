@@ -11,7 +11,7 @@ from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
 from graphzero.plan.budget import Budget, does_not_fit
 from graphzero.plan.gathers import Gathers
-from graphzero.plan.order import in_best_order
+from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.plan import mega
 from graphzero.plan.recomputation import Recomputation, too_few
 from graphzero.plan.tiles import described, fitting_tiles

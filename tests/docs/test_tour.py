@@ -15,7 +15,7 @@ from graphzero.cli import main
 
 LINE = (
     "pin,zero{stage=2},expand,propagate,insert_boxing,lower_boxing,localize,fuse_cross_entropy,fuse_pieces,fuse_adam,"
-    "bucket,launch,overlap,overlap_update,copy_old,assign,slots,dead_code,reuse,join_updates"
+    "bucket,launch,overlap,overlap_update,copy_old,assign,slots,dead_code,in_place,join_updates"
 )
 
 

@@ -16,7 +16,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.parser import parse
 from graphzero.ir.value import TensorType
 from graphzero.ir.verifier.verify import verify
-from graphzero.passes import Pipeline, Reuse, default_passes
+from graphzero.passes import InPlace, Pipeline, default_passes
 from graphzero.sbp.types import B, P, S
 
 RELU_OF_SUM = """
@@ -312,7 +312,7 @@ def test_what_is_launched_is_awaited() -> None:
 
 
 def test_a_reader_of_something_else_does_not_hide_a_bad_write() -> None:
-    graph = Pipeline(one for one in default_passes() if not isinstance(one, Reuse))(parse(step(optimizer="momentum")))
+    graph = Pipeline(one for one in default_passes() if not isinstance(one, InPlace))(parse(step(optimizer="momentum")))
     assign = next(node for node in graph.nodes if node.target is ops.assign)
     first = next(node for node in graph.nodes if node.op == "call_function")
     old = assign.args[0]

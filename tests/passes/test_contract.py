@@ -135,7 +135,7 @@ ENSURED: dict[str, Callable[[StepGraph, StepGraph], bool]] = {
     "bucket": has_none(*JOINED),
     "launch": has_none(*ops.BUCKETS),
     "overlap": no_op_is_added,
-    "step_early": no_op_is_added,
+    "optimizer_in_backward": no_op_is_added,
     "overlap_update": no_op_is_added,
     "assign": lambda before, after: all(new.target is ops.assign for new in after.updates.values()),
     "slots": lambda before, after: all(x.slot != NO_SLOT_YET for x in liveness(after).transfers.values()),
@@ -146,7 +146,7 @@ ENSURED: dict[str, Callable[[StepGraph, StepGraph], bool]] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pass_gives_what_it_promises(stage: int, seed: int) -> None:
-    told = Options(stage=stage, optimizer_in_backward=True, order=True, keep_gathered=(), bucket_bytes=64)
+    told = Options(stage=stage, optimizer_in_backward=True, delay_gradients=True, keep_gathered=(), bucket_bytes=64)
     pipeline = Pipeline(default_passes(told))
     pipeline(parse(random_step(seed)))
     found = {record.name: record for record in pipeline.history}

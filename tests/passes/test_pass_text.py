@@ -12,7 +12,7 @@ from toys import step
 from graphzero.errors import GraphZeroError
 from graphzero.ir.text.parser import ParseError, parse
 from graphzero.ir.value import Role
-from graphzero.passes import NAMES, Keep, Options, Pin, Pipeline, Propagate, Zero, default_passes
+from graphzero.passes import NAMES, KeepGathered, Options, Pin, Pipeline, Propagate, Zero, default_passes
 from graphzero.passes.option_text import form_of, forms_of, write_options
 from graphzero.passes.pass_list import GROUPS, PASSES, Entry
 from graphzero.passes.pass_list_text import listing, parse_passes, print_passes
@@ -35,7 +35,7 @@ SAMPLES: dict[str, list[Any]] = {
     "tiles": [2, 16],
     "recompute": [(), ("gelu*", "h")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
-    "order": [True],
+    "delay_gradients": [True],
     "bucket_bytes": [1, 2**40],
     "optimise": [False],
 }  # fmt: skip
@@ -152,8 +152,9 @@ def test_a_long_text_is_shown_around_what_is_wrong() -> None:
 
 def test_any_text_is_a_list_of_passes_or_is_refused() -> None:
     rng = random.Random(0)
-    seeds = [str(Pin(SAMPLES["placed"][1])), str(Zero(3, 5, ("a", "b"))), str(Keep(SAMPLES["keep_gathered"][1])),
-             str(Propagate(SAMPLES["links"][1])), "default{stage=3 order=true}"]  # fmt: skip
+    seeds = [str(Pin(SAMPLES["placed"][1])), str(Zero(3, 5, ("a", "b"))),
+             str(KeepGathered(SAMPLES["keep_gathered"][1])),
+             str(Propagate(SAMPLES["links"][1])), "default{stage=3 delay_gradients=true}"]  # fmt: skip
     for _ in range(4000):
         text = list(rng.choice(seeds))
         for _ in range(rng.randint(1, 3)):

@@ -48,6 +48,8 @@ update:
 
 
 PARTS = ("count_targets", "micro_batches", "tile_rows", "fuse_accumulate")  # which only parts of a batch need
+MOVED = ("delay_gradients", "optimizer_in_backward")
+FUSE = tuple(map(pass_name, Fuse().passes))
 
 
 def refused(pass_: Pass, problem: str, graph: str = RELU) -> None:
@@ -69,9 +71,7 @@ def test_history_holds_each_pass_with_the_graphs_before_and_after() -> None:
     last = pipeline(graph)
     records = pipeline.history
     assert tuple(record.name for record in records) == tuple(
-        name
-        for name in NAMES
-        if name not in (*PARTS, "cast_before_gather", "gather_casts", "recompute", "order", "step_early")
+        name for name in NAMES if name not in (*PARTS, "cast_before_gather", "gather_casts", "recompute", *MOVED)
     )
     assert (str(records[0].before), str(records[-1].after)) == (str(graph), str(last))
     assert all(str(a.after) == str(b.before) for a, b in zip(records[:-1], records[1:], strict=True))
@@ -103,7 +103,7 @@ CHANGES: dict[str, Callable[[StepGraph, Node], object]] = {
     "keywords": lambda graph, node: setattr(node, "kwargs", {"out": node.args[0]}),
     "op": lambda graph, node: setattr(node, "target", torch.ops.aten.div.Tensor),
     "name": lambda graph, node: setattr(node, "name", "other"),
-    "order": lambda graph, node: node.append(graph.node("y")),
+    "delay_gradients": lambda graph, node: node.append(graph.node("y")),
     "ops": lambda graph, node: graph.graph.erase_node(graph.call(node.target, node.args, node.meta["type"])),
     "an op more": lambda graph, node: graph.pin("y", "dp", S(0)),
     "level": lambda graph, node: setattr(graph, "level", "propagated"),
@@ -261,18 +261,21 @@ def test_a_group_is_its_passes_under_one_name() -> None:
 
 def test_a_pass_is_there_under_its_condition() -> None:
     everything = Options(
-        stage=3, masters=True, recompute=("*",), keep_gathered=(), order=True, optimizer_in_backward=True,
+        stage=3, masters=True, recompute=("*",), keep_gathered=(), delay_gradients=True, optimizer_in_backward=True,
         micro_batches=2, tiles=2,
     )  # fmt: skip
     assert names(default_passes(everything)) == list(NAMES)
     for options, missing in (
-        (Options(keep_gathered=()), {"zero", "keep"}),
+        (Options(keep_gathered=()), {"zero", "keep_gathered"}),
         (Options(stage=1, masters=True, keep_gathered=()), set()),
-        (Options(stage=2, keep_gathered=()), {"keep"}),
-        (Options(stage=3), {"keep"}),
-        (Options(stage=3, optimise=False), {"keep", *map(pass_name, Fuse().passes), "reuse", "join_updates"}),
+        (Options(stage=2, keep_gathered=()), {"keep_gathered"}),
+        (Options(stage=3), {"keep_gathered"}),
+        (
+            Options(stage=3, optimise=False),
+            {"keep_gathered", *FUSE, "in_place", "join_updates"},
+        ),
     ):
-        missing |= {"recompute", "order", "step_early", *PARTS}
+        missing |= {"recompute", *MOVED, *PARTS}
         missing |= set() if options.masters and options.optimise else {"gather_casts"}
         missing |= set() if options.masters else {"cast_before_gather"}
         assert names(default_passes(options)) == [name for name in NAMES if name not in missing]
@@ -280,12 +283,12 @@ def test_a_pass_is_there_under_its_condition() -> None:
 
 def test_a_part_of_the_list_is_cut_where_a_pass_would_stand() -> None:
     """Whether that pass is there or not, with the user's passes that stand in the part."""
-    for options in (Options(), Options(order=True)):
+    for options in (Options(), Options(delay_gradients=True)):
         parts = (
-            default_passes(options, [(ahead, "localize"), (behind, "order")], until="order"),
-            default_passes(options, [(ahead, "localize"), (behind, "order")], since="order"),
+            default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")], until="delay_gradients"),
+            default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")], since="delay_gradients"),
         )
-        assert [*parts[0], *parts[1]] == default_passes(options, [(ahead, "localize"), (behind, "order")])
+        assert [*parts[0], *parts[1]] == default_passes(options, [(ahead, "localize"), (behind, "delay_gradients")])
         assert ahead in parts[0] and behind in parts[1]
 
 

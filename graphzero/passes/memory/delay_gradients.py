@@ -1,4 +1,4 @@
-"""Order: what backward makes and nobody needs yet is made later, where that lowers the most bytes held at a time.
+"""DelayGradients: what backward makes and nothing needs yet is made later, where that lowers the peak of bytes held.
 
 The gradient of the head is the usual case: it is read by nobody for long, and made while the largest value of the step
 and all activations are there.
@@ -35,7 +35,7 @@ Positions = Bytes  # of nodes, whole numbers likewise
 
 
 @dataclass(frozen=True)
-class Order(BuiltinPass):
+class DelayGradients(BuiltinPass):
     """Makes later what backward makes and nobody needs yet, where that saves memory; changes no value.
 
     Requires: collectives that are not launched yet.
@@ -43,7 +43,7 @@ class Order(BuiltinPass):
 
     Example::
 
-        order
+        delay_gradients
 
         graph step(dp=1) local
           x  = batch()   : f32[16, 8]   B

@@ -1,4 +1,4 @@
-"""Reuse: a result takes the storage of an operand that nobody reads again, or of the state that it replaces.
+"""InPlace: a result takes the storage of an operand that nobody reads again, or of the state that it replaces.
 
 So does a gather that works without a slot: the new parameter arrives where the old one was.  It saves the memory of a
 result, and the time to map it; where a state is replaced, the copy of ``assign`` too.  Behind it, what a value is
@@ -26,7 +26,7 @@ from graphzero.passes.base import BuiltinPass
 
 
 @dataclass(frozen=True)
-class Reuse(BuiltinPass):
+class InPlace(BuiltinPass):
     """Puts results into storage that nobody reads again; changes no value.
 
     Requires: every state that changes is written by an ``assign``; no transfer waits for a slot.
@@ -34,7 +34,7 @@ class Reuse(BuiltinPass):
 
     Example::
 
-        reuse
+        in_place
 
         graph step(dp=2) local
           g  = batch()       : f32[4]  B

@@ -1,4 +1,4 @@
-"""Keep: what forward gathers of a split parameter stays until backward has read it, instead of being gathered again.
+"""KeepGathered: what forward gathers of a split parameter stays until backward has read it, and is gathered once.
 
 It changes no value, only bytes on the wire against bytes of memory.  Views of what is gathered, and casts that make it
 smaller, stay likewise.  Which parameters are worth it within a memory budget is not decided here.
@@ -25,7 +25,7 @@ _WILD = set("*?[")
 
 
 @dataclass(frozen=True)
-class Keep(BuiltinPass):
+class KeepGathered(BuiltinPass):
     """Gathers some parameters once a step, not once in forward and once in backward.
 
     keep_gathered: paths of parameters, ``model.head.weight``, or patterns as of a shell, ``model.layers.?.*``; all by
@@ -37,7 +37,7 @@ class Keep(BuiltinPass):
 
     Example::
 
-        keep{keep_gathered=(w)}
+        keep_gathered{keep_gathered=(w)}
 
         graph step(dp=2) local
           x  = batch()                : f32[8, 4]  S(0)
@@ -79,7 +79,7 @@ class Keep(BuiltinPass):
 
     def _check(self, paths: list[str]) -> None:
         for name in self.keep_gathered:
-            if name != "*" and name not in paths and not Keep((name,)).of(paths):
+            if name != "*" and name not in paths and not KeepGathered((name,)).of(paths):
                 shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
                 raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
 

@@ -11,7 +11,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_view, unnamed
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role, TensorType
-from graphzero.passes.memory.keep_gathered import Keep
+from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.micro.loop_carried import LoopCarried, LoopResult
 from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
@@ -99,7 +99,7 @@ class LoopWriter:
         role = value.role_of(source)
         if source.op != "placeholder" or role is None or role.kind != "param":
             return None
-        return source if Keep(self.keep_gathered).of([role.of]) else None
+        return source if KeepGathered(self.keep_gathered).of([role.of]) else None
 
     def _begin_buffers(self, placeholders: list[fx.Node]) -> None:
         for node in placeholders:

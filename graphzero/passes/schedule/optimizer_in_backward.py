@@ -1,4 +1,4 @@
-"""StepEarly: parameters are stepped while backward runs: each op of the update stands where what it needs is there.
+"""OptimizerInBackward: each op of the update stands where what it needs is there, while backward runs.
 
 A parameter steps when its gradient is complete and backward has read it for the last time.  Then gradients need not all
 be held until backward ends.  It is the graph that says what may move: an update that needs the norm of all gradients
@@ -26,7 +26,7 @@ MANY = ""  # for the name of a parameter: several
 
 
 @dataclass(frozen=True)
-class StepEarly(BuiltinPass):
+class OptimizerInBackward(BuiltinPass):
     """Moves each op of the update up, behind the last op of another phase that it has to wait for.
 
     Requires: updates that stand behind backward.
@@ -34,7 +34,7 @@ class StepEarly(BuiltinPass):
 
     Example::
 
-        step_early
+        optimizer_in_backward
 
         graph step(dp=1) local
           x  = batch()                : f32[8, 4]  B

@@ -12,7 +12,7 @@ leave slivers, for a backward launches a reduction wherever a bucket is full.  S
 * It ends, too, at a check that stands behind it, for what follows may count on what is checked; and when a launch that
   stands behind it has been kept for a ``LAG``-th of the program's work: a transfer that begins late ends late.
 
-Collectives keep their order, a storage is written after its readers, and results that the Reuse pass puts into the
+Collectives keep their order, a storage is written after its readers, and results that the InPlace pass puts into the
 room of a temporary get rooms from the compiler.  Values that only the region reads are not made at all.
 """
 

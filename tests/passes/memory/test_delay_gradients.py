@@ -1,4 +1,4 @@
-"""Order: gradients that nobody needs yet wait where that lowers the peak, and nothing else changes."""
+"""DelayGradients: gradients that nobody needs yet wait where that lowers the peak, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toys import STAGES, history, options, random_step, run, step
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
-from graphzero.passes import Order, Pipeline, Zero, default_passes
+from graphzero.passes import DelayGradients, Pipeline, Zero, default_passes
 from graphzero.testing import assert_graph
 
 EVEN = step(("linear 16", "relu", "linear 16"), width=16, batch=64, ranks=2, optimizer="momentum")
@@ -53,7 +53,7 @@ backward:
 
 def test_a_gradient_that_nobody_needs_yet_waits_until_others_have_freed_activations() -> None:
     assert_graph(
-        Pipeline([Order()])(parse(WEIGHT_GRADIENTS)),
+        Pipeline([DelayGradients()])(parse(WEIGHT_GRADIENTS)),
         """
             graph step(dp=1) local
               x  = batch()   : f32[16, 8]   B
@@ -82,15 +82,15 @@ def test_a_gradient_that_nobody_needs_yet_waits_until_others_have_freed_activati
 
 
 def test_where_it_saves_nothing_a_program_stays_as_it_is() -> None:
-    assert Order().saves(before_bucket(EVEN)) == 0
-    assert str(Order()(before_bucket(EVEN).clone())) == str(before_bucket(EVEN))
+    assert DelayGradients().saves(before_bucket(EVEN)) == 0
+    assert str(DelayGradients()(before_bucket(EVEN).clone())) == str(before_bucket(EVEN))
 
 
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_computes_the_same_to_the_bit(zero: Zero | None, seed: int) -> None:
     one, other = (
-        run(Pipeline(default_passes(replace(options(zero), order=order)))(parse(random_step(seed))))
+        run(Pipeline(default_passes(replace(options(zero), delay_gradients=order)))(parse(random_step(seed))))
         for order in (False, True)
     )
     for name, ranks in one.items():
@@ -99,4 +99,4 @@ def test_any_order_computes_the_same_to_the_bit(zero: Zero | None, seed: int) ->
 
 def test_an_evaluation_stays_as_it_is() -> None:
     text = "graph step(dp=1) local\n  x = batch() : f32[2]  B\nforward:\n  y = tanh(x) : f32[2]  B\n  return y\n"
-    assert str(Order()(parse(text))) == str(parse(text)) and Order().saves(parse(text)) == 0
+    assert str(DelayGradients()(parse(text))) == str(parse(text)) and DelayGradients().saves(parse(text)) == 0

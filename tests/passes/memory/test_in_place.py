@@ -13,7 +13,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.ir.verifier import storage
 from graphzero.ir.verifier.verify import verify
-from graphzero.passes import Bucket, Pipeline, Reuse, Zero, default_passes
+from graphzero.passes import Bucket, InPlace, Pipeline, Zero, default_passes
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.testing import assert_graph
@@ -43,7 +43,7 @@ update:
 
 def without(text: str, zero: Zero | None = None, bucket: Bucket | None = None) -> StepGraph:
     passes = default_passes(options(zero, bucket))
-    return Pipeline(one for one in passes if not isinstance(one, Reuse))(parse(text))
+    return Pipeline(one for one in passes if not isinstance(one, InPlace))(parse(text))
 
 
 def rooms(graph: StepGraph) -> dict[str, str]:
@@ -293,7 +293,7 @@ def test_a_write_into_a_state_is_its_new_value() -> None:
 
 def test_running_reuse_twice_changes_nothing() -> None:
     program = lower(MOMENTUM, Zero(2))
-    assert str(Pipeline([Reuse()])(program)) == str(program)
+    assert str(Pipeline([InPlace()])(program)) == str(program)
 
 
 # ---- kernels

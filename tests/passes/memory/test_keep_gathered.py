@@ -1,4 +1,4 @@
-"""Keep: one gather of a parameter serves forward and backward, and nothing else changes."""
+"""KeepGathered: one gather of a parameter serves forward and backward, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphzero.errors import ConfigError
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
-from graphzero.passes import Bucket, Keep, Pipeline, Zero, default_passes
+from graphzero.passes import Bucket, KeepGathered, Pipeline, Zero, default_passes
 from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.plan import plan_of
 from graphzero.testing import assert_graph
@@ -58,10 +58,10 @@ backward:
 LAYERS = ("linear 8", "relu", "bias", "norm", "linear 8", "scale", "tied", "skip", "linear 4")
 
 
-def lowered(text: str, keep: Keep | None, stage: int = 3) -> StepGraph:
+def lowered(text: str, keep: KeepGathered | None, stage: int = 3) -> StepGraph:
     """The program that runs, in buckets small enough that there are several."""
     chosen = options(Zero(stage), Bucket(256))
-    ahead, behind = default_passes(chosen, until="keep"), default_passes(chosen, since="keep")
+    ahead, behind = default_passes(chosen, until="keep_gathered"), default_passes(chosen, since="keep_gathered")
     return Pipeline([*ahead, *([keep] if keep is not None else []), *behind])(parse(text))
 
 
@@ -75,23 +75,23 @@ def backward_gathers(graph: StepGraph) -> set[str]:
 
 
 def test_backward_reads_what_forward_gathered_with_its_views_and_smaller_casts() -> None:
-    assert_graph(Pipeline([Keep()])(parse(LOWERED)), KEPT)
+    assert_graph(Pipeline([KeepGathered()])(parse(LOWERED)), KEPT)
 
 
 def test_a_parameter_that_is_not_named_is_gathered_again() -> None:
-    assert_graph(Pipeline([Keep(("v",))])(parse(LOWERED)), LOWERED)
-    assert_graph(Pipeline([Keep(())])(parse(LOWERED)), LOWERED)
+    assert_graph(Pipeline([KeepGathered(("v",))])(parse(LOWERED)), LOWERED)
+    assert_graph(Pipeline([KeepGathered(())])(parse(LOWERED)), LOWERED)
 
 
 @pytest.mark.parametrize("names", [("w",), ("w*",), ("[vw]",), ("?", "v")])
 def test_names_and_patterns_say_which(names: tuple[str, ...]) -> None:
-    assert_graph(Pipeline([Keep(names)])(parse(LOWERED)), KEPT)
+    assert_graph(Pipeline([KeepGathered(names)])(parse(LOWERED)), KEPT)
 
 
 @pytest.mark.parametrize("name", ["u", "x", "u*", ""])
 def test_a_name_that_no_parameter_has_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no parameter is called so; the step reads w, v"):
-        Pipeline([Keep((name,))])(parse(LOWERED))
+        Pipeline([KeepGathered((name,))])(parse(LOWERED))
 
 
 def test_what_is_kept_is_not_gathered_in_backward_and_the_rest_is() -> None:
@@ -99,15 +99,15 @@ def test_what_is_kept_is_not_gathered_in_backward_and_the_rest_is() -> None:
     paths = sorted(again(text))
     assert len(paths) > 3
     assert backward_gathers(lowered(text, None)) == set(paths)
-    assert backward_gathers(lowered(text, Keep(tuple(paths[:2])))) == set(paths[2:])
-    assert not backward_gathers(lowered(text, Keep()))
+    assert backward_gathers(lowered(text, KeepGathered(tuple(paths[:2])))) == set(paths[2:])
+    assert not backward_gathers(lowered(text, KeepGathered()))
 
 
 def test_forward_gathers_the_same_whatever_is_kept() -> None:
     text = step(LAYERS)
     forward = [
         [(c.kind, c.bytes, c.names) for c in plan_of(graph).collectives if c.phase == "forward"]
-        for graph in (lowered(text, None), lowered(text, Keep()))
+        for graph in (lowered(text, None), lowered(text, KeepGathered()))
     ]
     assert forward[0] == forward[1]
 
@@ -118,7 +118,7 @@ def test_it_changes_no_bit_and_the_plan_is_what_is_measured(seed: int) -> None:
     paths = sorted(again(text))
     wanted = run(lowered(text, None))
     for names in (("*",), tuple(paths[::2])):
-        graph = lowered(text, Keep(names))
+        graph = lowered(text, KeepGathered(names))
         for name, held in run(graph).items():
             assert all(map(_equal, held, wanted[name])), name
         found, plan = measured(graph), plan_of(graph)
@@ -131,7 +131,7 @@ def _equal(a: object, b: object) -> bool:
 
 def test_what_stays_gathered_is_no_activation() -> None:
     """Though backward reads, through a view that forward made, what forward made."""
-    categories = liveness(Pipeline([Keep()])(parse(LOWERED))).categories
+    categories = liveness(Pipeline([KeepGathered()])(parse(LOWERED))).categories
     assert {node.name: category for (node, _), category in categories.items() if node.name in ("wf", "y")} == {
         "wf": "temporaries",
         "y": "activations",
@@ -141,10 +141,10 @@ def test_what_stays_gathered_is_no_activation() -> None:
 def test_stages_without_split_parameters_have_nothing_to_keep() -> None:
     text = step(LAYERS)
     for stage in (1, 2):
-        assert str(lowered(text, Keep(), stage)) == str(lowered(text, None, stage))
+        assert str(lowered(text, KeepGathered(), stage)) == str(lowered(text, None, stage))
 
 
 def test_gathers_over_several_axes_are_kept_as_a_whole() -> None:
     text = step(LAYERS).replace("dp=4", "dp_a=2, dp_b=2")
     assert lines(lowered(text, None), "all_gather")
-    assert not backward_gathers(lowered(text, Keep()))
+    assert not backward_gathers(lowered(text, KeepGathered()))

@@ -14,7 +14,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.ir.transfer import transfer_of
 from graphzero.ir.verifier.verify import verify
-from graphzero.passes import Bucket, DeadCode, Pipeline, Reuse, Zero, default_passes
+from graphzero.passes import Bucket, DeadCode, InPlace, Pipeline, Zero, default_passes
 from graphzero.testing import assert_graph, assert_same_step
 
 DEEP = step(("linear 8", "bias", "relu", "linear 8", "bias", "relu", "linear 8", "bias", "linear 4"))
@@ -243,7 +243,7 @@ def test_the_next_gather_of_a_phase_is_under_way_while_one_is_used() -> None:
 @pytest.mark.parametrize(("text", "zero", "nbytes"), PROGRAMS[::3])
 def test_a_state_is_written_once_after_its_last_reader(text: str, zero: Zero | None, nbytes: int) -> None:
     passes = default_passes(options(zero, Bucket(nbytes)))
-    program = Pipeline(one for one in passes if not isinstance(one, Reuse))(parse(text))
+    program = Pipeline(one for one in passes if not isinstance(one, InPlace))(parse(text))
     at, roots = positions(program), liveness(program).roots
     assigns = {node.args[0]: node for node in program.nodes if node.target is ops.assign}
     assert {node.name for node in assigns} == set(program.updates)  # type: ignore[union-attr]

@@ -10,11 +10,11 @@ import graphzero as gz
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
-from graphzero.passes import Bucket, DeadCode, Launch, Overlap, Pipeline, Reuse, Slots
+from graphzero.passes import Bucket, DeadCode, InPlace, Launch, Overlap, Pipeline, Slots
 from graphzero.passes.schedule.gather_casts import GatherCasts
 from graphzero.testing import assert_same_step
 
-BEHIND = (Bucket(), Launch(), Overlap(), Slots(), DeadCode(), Reuse())
+BEHIND = (Bucket(), Launch(), Overlap(), Slots(), DeadCode(), InPlace())
 # Pieces that are not even, of no elements on some ranks, in long runs and along dim 1; a member that is 16-bit already.
 STEP = """
 graph step(dp={ranks}) local

@@ -13,9 +13,9 @@ import graphzero as gz
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
-from graphzero.passes import Options, Order, Pass, Pipeline, default_passes
-from graphzero.plan import Candidate, order
-from graphzero.plan.order import in_best_order
+from graphzero.passes import DelayGradients, Options, Pass, Pipeline, default_passes
+from graphzero.plan import Candidate, gradient_order
+from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.variants import Variants
 
 EVEN = step(("linear 16", "relu", "linear 16"), width=16, batch=64, ranks=2, optimizer="momentum")
@@ -62,23 +62,23 @@ def peak(graph: StepGraph) -> int:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_program_that_a_graph_takes_peaks_lower(stage: int) -> None:
     graph = head(stage)
-    assert names(graph).index("order") + 1 == names(graph).index("bucket")
+    assert names(graph).index("delay_gradients") + 1 == names(graph).index("bucket")
     as_written = Pipeline(default_passes(Options(stage=stage)))(captured(stage))
-    assert peak(graph.program) < (1 - order.LEAST) * peak(as_written)
+    assert peak(graph.program) < (1 - gradient_order.LEAST) * peak(as_written)
     assert str(as_written) != str(graph.program)
 
 
 def test_where_it_saves_nothing_the_program_reads_as_the_user_wrote_it() -> None:
     found = in_best_order(Variants(parse(EVEN)), Options())
-    assert "order" not in names(found)
+    assert "delay_gradients" not in names(found)
     assert str(found.graph) == str(Pipeline(default_passes())(parse(EVEN)))
 
 
 def test_an_order_that_saves_too_little_by_the_plan_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "order" in names(taken())
-    monkeypatch.setattr(Order, "saves", lambda self, graph: 1.0)
-    monkeypatch.setattr(order, "LEAST", 0.9)
-    assert "order" not in names(taken())
+    assert "delay_gradients" in names(taken())
+    monkeypatch.setattr(DelayGradients, "saves", lambda self, graph: 1.0)
+    monkeypatch.setattr(gradient_order, "LEAST", 0.9)
+    assert "delay_gradients" not in names(taken())
     assert str(taken().graph) == str(Pipeline(default_passes())(captured()))
 
 
@@ -93,8 +93,8 @@ def test_a_users_pass_runs_once_and_in_the_program_that_is_taken() -> None:
         seen.append(("late", graph))
         return graph
 
-    found = taken((early, "zero"), (late, "reuse"))
-    assert names(found)[-6:] == ["assign", "slots", "dead_code", "reuse", "late", "join_updates"]
+    found = taken((early, "zero"), (late, "in_place"))
+    assert names(found)[-6:] == ["assign", "slots", "dead_code", "in_place", "late", "join_updates"]
     assert [name for name, _ in seen] == ["early", "late"]
     assert seen[1][1] is found.graph
 
@@ -102,12 +102,12 @@ def test_a_users_pass_runs_once_and_in_the_program_that_is_taken() -> None:
 def test_a_training_in_another_order_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, x, y = head(2), torch.randn(256, 32), torch.randint(1024, (256,))
     losses = [graph(x, y) for _ in range(3)]
-    monkeypatch.setattr(order, "LEAST", 1.0)
+    monkeypatch.setattr(gradient_order, "LEAST", 1.0)
     twin = head.__wrapped__(2)
-    assert "order" not in names(twin)
+    assert "delay_gradients" not in names(twin)
     assert [twin(x, y) for _ in range(3)] == losses
 
 
 def test_ranks_that_order_apart_order_alike() -> None:
-    before = next(record.before for record in head(0).history if record.name == "order")
-    assert len({str(Order()(parse(str(before)))) for _ in range(3)}) == 1
+    before = next(record.before for record in head(0).history if record.name == "delay_gradients")
+    assert len({str(DelayGradients()(parse(str(before)))) for _ in range(3)}) == 1
