@@ -33,6 +33,8 @@ from graphzero.sbp.collectives import COLLECTIVES, Lines
 from graphzero.sbp.link_costs import Link, messages
 from graphzero.sbp.placement import Placement
 
+SUMMARY = "time the links of a placement"
+
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))  # 1 KiB to 16 MiB
 ITEM = 4  # bytes of a float32
 
@@ -82,7 +84,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("--output", metavar="PATH", default="device.json", help="what plan and config.set_links read")
     one.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     one.add_argument("--repeat", type=int, default=7, help="how often each size is timed")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,15 +1,12 @@
-"""The command ``graphzero``: what one asks of a step from a shell, without a training script.
+"""The command ``graphzero``: questions about a step from a shell, without a training script.
 
     graphzero calibrate FILE:FACTORY    time the links of the FACTORY's placement; see ``calibrate``
     graphzero opt FILE --passes TEXT    run passes over a printed program; see ``opt``
     graphzero plan FILE:FACTORY         say what a step costs on ranks that are not there; see ``plan``
-    graphzero show FILE:FACTORY         the program as text, or as a page; see ``show``
-    graphzero trace FILE:FACTORY        measure a step, op by op, beside its plan; see ``trace``
-    graphzero tune FILE:FACTORY         rank the layouts of a step that fit a machine; see ``tune``
 
-What a FACTORY is says ``factory``.  Exit status: 0; 1 where the answer is no: a law is broken, a step cannot be
-captured; 2 for a wrong command or wrong input, and where the output cannot be written; 130 after Ctrl-C, 141 where
-nobody reads the output any more, as shells number these.
+and the commands of plug-ins, see ``graphzero.extensions``.  What a FACTORY is says ``factory``.  Exit status: 0; 1
+where the answer is no: a law is broken, a step cannot be captured; 2 for a wrong command or wrong input, and where the
+output cannot be written; 130 after Ctrl-C, 141 where nobody reads the output any more, as shells number these.
 """
 
 from __future__ import annotations
@@ -18,25 +15,29 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from graphzero import __version__
 from graphzero.cli import calibrate, opt, plan
 from graphzero.errors import ConfigError, GraphZeroError, PlacementError
-from graphzero.plugins.page import command as show
-from graphzero.plugins.profiler import command as trace
-from graphzero.plugins.tune import command as tune
+from graphzero.extensions import COMMANDS, Extension, extensions
 
-COMMANDS = {  # name: (its module, which has add_arguments(parser), in a few words)
-    "calibrate": (calibrate, "time the links of a placement"),
-    "opt": (opt, "run passes over a printed program"),
-    "plan": (plan, "say what a step costs on ranks that are not there"),
-    "show": (show, "print the program of a step, or write a page about it"),
-    "trace": (trace, "measure a step, op by op"),
-    "tune": (tune, "rank the layouts of a step that fit a machine"),
-}
+
+class Command(Protocol):
+    """A command: a module, or any object that has these.  run: returns the exit status, None for 0."""
+
+    @property
+    def SUMMARY(self) -> str: ...
+    @property
+    def add_arguments(self) -> Callable[[argparse.ArgumentParser], None]: ...
+    @property
+    def run(self) -> Callable[[argparse.Namespace], int | None]: ...
+
+
+BUILT_IN: dict[str, Command] = {"calibrate": calibrate, "opt": opt, "plan": plan}
 
 
 STOPPED, UNREAD = 128 + 2, 128 + 13  # by SIGINT, by SIGPIPE
@@ -45,8 +46,9 @@ UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  #
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        options = _parser(arguments).parse_args(arguments)
         status = int(options.run(options) or 0)
         if sys.stdout is not None:  # which may be closed
             sys.stdout.flush()
@@ -74,10 +76,26 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser.  Of plug-ins only the one is imported whose command is asked for; all of them for --help."""
     parser = argparse.ArgumentParser("graphzero", description="Ask something of a step of training.")
     parser.add_argument("--version", action="version", version=f"graphzero {__version__}, torch {torch.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, words) in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=words))
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    plugins = extensions(COMMANDS)
+    for name in sorted({*BUILT_IN, *plugins}):
+        if name in BUILT_IN and name in plugins:
+            raise plugins[name].refusal("has the name of a built-in command")
+        if not {*arguments[:1]} & {*BUILT_IN, *plugins} - {name}:
+            command = BUILT_IN[name] if name in BUILT_IN else _plugin_command(plugins[name])
+            subparser = subparsers.add_parser(name, help=command.SUMMARY)
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
     return parser
+
+
+def _plugin_command(plugin: Extension) -> Command:
+    command = plugin.load()
+    missing = [name for name in ("SUMMARY", "add_arguments", "run") if not hasattr(command, name)]
+    if missing:
+        raise plugin.refusal(f"is not a command: it has no {', '.join(missing)}")
+    return command  # type: ignore[no-any-return]

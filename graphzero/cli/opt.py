@@ -26,6 +26,8 @@ from graphzero.passes.pass_list import GROUPS, NAMES
 from graphzero.passes.pass_list_text import listing
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 
+SUMMARY = "run passes over a printed program"
+
 
 class PassError(GraphZeroError):
     """A pass stopped with an error of Python's."""
@@ -48,7 +50,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     shown.add_argument("--diff", action="store_true", help="print what each pass changed, not the program")
     shown.add_argument("--verify-only", action="store_true", help="print nothing; the exit status tells")
     shown.add_argument("--list", action="store_true", help="print the passes with their options")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

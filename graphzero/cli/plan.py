@@ -28,6 +28,8 @@ from graphzero.plan.plan import largest_at_peak, pieces_at_peak
 from graphzero.plan.timeline import timeline
 from graphzero.sbp.placement import Placement, placement
 
+SUMMARY = "say what a step costs on ranks that are not there"
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 FORK = "fork"
@@ -59,7 +61,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80GB: search the least ranks that fit, too")
     one.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; one for each core")
     one.add_argument("--json", action="store_true", help="print everything as JSON")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,12 +1,14 @@
 """What a user chooses for one Graph: every setting a field of a frozen dataclass, which ``graph.config`` replaces.
 
-``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object, ``deepspeed`` makes
-one of DeepSpeed's JSON.  Passes, capture and the runtime read ``config.settings``.
+``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object,
+``plugin_settings`` are those of plug-ins.  Passes, capture and the runtime read ``config.settings``.
 """
 
 from graphzero.config.amp import AmpSettings
 from graphzero.config.graph_config import GraphConfig
+from graphzero.config.plugin_settings import PluginSetting, PluginValue
+from graphzero.config.setting import Check
 from graphzero.config.settings import Settings
 from graphzero.config.zero import AUTO, ZeroSettings
 
-__all__ = ["AUTO", "AmpSettings", "GraphConfig", "Settings", "ZeroSettings"]
+__all__ = ["AUTO", "AmpSettings", "Check", "GraphConfig", "PluginSetting", "PluginValue", "Settings", "ZeroSettings"]

@@ -6,66 +6,41 @@ Every Graph has its own, nothing is process-global.  Which settings there are is
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.config.amp import amp_of
 from graphzero.config.links import links_of
-from graphzero.config.members import add_members, no_such_setting
+from graphzero.config.members import PluginMembers, add_members, no_such_setting, plugin_members
 from graphzero.config.named import with_input, with_pass
+from graphzero.config.plugin_settings import with_value
 from graphzero.config.settings import Settings
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
-from graphzero.plugins.ragged.shapes import shapes_of
 from graphzero.runtime.world import launch
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
-if TYPE_CHECKING:
-    from graphzero.plugins.deepspeed import DeepSpeed
 
-
-class GraphConfig:
+class GraphConfig(metaclass=PluginMembers):
     """Settings of one Graph: ``graph.config``.  Wrong values raise ConfigError where they are set."""
 
     def __init__(self, placement: Placement | DeviceMesh | None = None) -> None:
         """placement: of the Graphs that take it, by default all ranks of the world."""
         self._placement = launch.resolve(placement)
         self._settings = Settings()
-        self._deepspeed: DeepSpeed | None = None
-
-    @classmethod
-    def from_deepspeed(
-        cls, given: str | os.PathLike[str] | Mapping[str, Any], placement: Placement | DeviceMesh | None = None
-    ) -> GraphConfig:
-        """The configuration that DeepSpeed's JSON says, for ``gz.Graph(config=...)``.
-
-        given: the path of the JSON, or its dict.  placement: as for a Graph; by default all ranks of the world.
-
-        Settings of the result are those of the other methods here, and may be changed by them.  What is no setting,
-        batch sizes, optimizer, schedule and clipping, is in ``deepspeed``.  What something else does the work of is
-        named in one warning.  docs/from_deepspeed.md says what becomes of each key.
-
-        Raises ConfigError for batch sizes that contradict each other or the ranks, for keys that DeepSpeed does not
-        know, for "auto" where it cannot be computed, and for keys without which results would be others.
-        """
-        from graphzero.plugins.deepspeed import Document, land  # which few need
-
-        made, document = cls(placement), Document(given)
-        made._deepspeed = land(document, made._placement, made)
-        if document.replaced:
-            said = "\n  ".join(document.replaced)
-            warnings.warn(f"{document.name}: what these keys do is done otherwise here\n  {said}", stacklevel=2)
-        return made
+        self._readings: dict[str, Any] = {}  # by system: what a reader of its configuration gave beside settings
 
     def _set(self, **changes: Any) -> None:
         self._settings = replace(self._settings, **changes)
+
+    def _set_plugin(self, name: str, value: Any) -> None:
+        self._set(plugins=with_value(self._settings.plugins, name, value))
 
     def enable_zero(
         self,
@@ -232,33 +207,6 @@ class GraphConfig:
         """
         self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement))
 
-    def set_shapes(
-        self,
-        inputs: Mapping[str, Mapping[int, str] | Sequence[str | None]] | None,
-        sizes: Mapping[str, int | Sequence[int] | str] | None = None,
-        *,
-        fill: Mapping[str, float] | None = None,
-    ) -> None:
-        """Pad inputs of many shapes to a few, so that a few programs serve all of them; results are as without padding.
-
-        inputs: which dims of which inputs are ragged, by names of your own: ``{"input_ids": {0: "rows", 1: "tokens"}}``
-            or, by the order of dims, ``{"*": ("rows", "tokens")}``.  Keys are the names of inputs as in the program,
-            ``x`` or ``batch.labels``, or patterns, which mean those dims that an input has.  Dims of one name are of
-            one size in each call.  None pads nothing.
-        sizes: to what each of them is padded: a number, of which the least multiple; "powers", the least power of two;
-            or a list of sizes, of which the least that is enough.  They are those of what a rank passes: of its share,
-            or of the whole batch on a virtual placement; and they grow on to a multiple of ranks and micro-batches.
-        fill: what inputs hold in padded places, 0 without it: ``{"labels": -100}``.  Only where a rank's batch is
-            shorter than that of another one does it count: the global batch is as long as the longest, and its other
-            rows are filled up.
-
-        Padded rows and tokens have no part in losses, counts, statistics and gradients, whatever they hold: sums leave
-        them out, means divide by what was given, and a softmax does not see them.  What cannot be kept apart raises
-        CaptureError when the step is compiled, with the line.  Outputs are cut back to what was given.  Random draws
-        are those of the padded shapes.
-        """
-        self._set(shapes=shapes_of(inputs, sizes, fill) if inputs is not None else None)
-
     def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
         """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.
 
@@ -277,19 +225,6 @@ class GraphConfig:
     def settings(self) -> Settings:
         """All that is set, frozen: a later change makes another one."""
         return self._settings
-
-    @property
-    def deepspeed(self) -> DeepSpeed:
-        """What DeepSpeed's JSON says beside settings: batch sizes, optimizer, schedule, clipping.
-
-        Raises ConfigError for a configuration that ``from_deepspeed`` has not made.
-        """
-        if self._deepspeed is None:
-            raise ConfigError(
-                "config.deepspeed: this configuration is not DeepSpeed's; make it by "
-                "gz.GraphConfig.from_deepspeed(path), and give it to the Graph: super().__init__(config=...)"
-            )
-        return self._deepspeed
 
     @property
     def placement(self) -> Placement:
@@ -314,15 +249,25 @@ class GraphConfig:
         """What is not as by default, as text that is the same in every process; what ranks compare."""
         return self._settings.description
 
-    if TYPE_CHECKING:
+    def __getattr__(self, name: str) -> Any:
+        """A member that a plug-in adds."""
+        member = None if name.startswith("_") else plugin_members(type(self)).get(name)
+        if member is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return member.__get__(self, type(self))
 
-        def __getattr__(self, name: str) -> Any: ...  # the members made below
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or getattr(vars(GraphConfig).get(name), "fset", None) is not None:
+            super().__setattr__(name, value)
+            return
+        member = plugin_members(type(self)).get(name)
+        assign = member.fset if isinstance(member, property) else None
+        if assign is None:
+            raise ConfigError(f"config.{name} = {value!r}: {no_such_setting(GraphConfig, name)}")
+        assign(self, value)
 
-    def __setattr__(self, name: str, held: Any) -> None:
-        member = vars(GraphConfig).get(name)
-        if not name.startswith("_") and getattr(member, "fset", None) is None:
-            raise ConfigError(f"config.{name} = {held!r}: {no_such_setting(GraphConfig, name)}")
-        super().__setattr__(name, held)
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *plugin_members(type(self))})
 
     def __repr__(self) -> str:
         return f"GraphConfig({self.description})"

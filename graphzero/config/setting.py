@@ -100,20 +100,24 @@ class Checked:
             if not one.check.is_met(getattr(self, one.name)):
                 raise one.refusal(getattr(self, one.name))
 
+    @property
+    def _values(self) -> list[tuple[Setting, Any]]:
+        return [(one, getattr(self, one.name)) for one in self._fields]
+
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """The values that may make another program; hashable."""
-        return tuple(getattr(self, one.name) for one in self._fields if one.in_program)
+        return tuple(value for one, value in self._values if one.in_program)
 
     @cached_property
     def texts(self) -> dict[str, str]:
         """Each value as text that is the same in every process."""
-        return {one.name: text(getattr(self, one.name)) for one in self._fields}
+        return {one.name: text(value) for one, value in self._values}
 
     @cached_property
     def description(self) -> str:
         """The texts of what is not as by default."""
-        changed = [one.name for one in self._fields if getattr(self, one.name) != one.default]
+        changed = [one.name for one, value in self._values if value != one.default]
         return ", ".join(f"{name}={self.texts[name]}" for name in changed)
 
     def __repr__(self) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
-from graphzero.config.setting import YES_OR_NO, Check, Checked, one_of, setting, tuple_of, whole_number
+from graphzero.config.plugin_settings import PluginValue, plugin_settings
+from graphzero.config.setting import YES_OR_NO, Check, Checked, Setting, one_of, setting, tuple_of, whole_number
 from graphzero.config.zero import ZeroSettings
-from graphzero.plugins.ragged.shapes import Shapes
 from graphzero.sbp.link_costs import Link, Links
 
 EXECUTORS = ("eager", "inductor")
@@ -110,11 +111,10 @@ class Settings(Checked):
     inputs: tuple[InputSbp, ...] = setting(
         (), tuple_of(InputSbp, "give the name of an input, and its SBP"), "set_input({})"
     )
-    shapes: Shapes | None = setting(
-        None,
-        Check(lambda x: x is None or isinstance(x, Shapes), "say which dims are ragged, and their sizes"),
-        "set_shapes({})",
-        doc="Which dims of inputs are padded to which sizes, as ``set_shapes`` left it; None without it.",
+    plugins: tuple[PluginValue, ...] = setting(
+        (),
+        tuple_of(PluginValue, "set a plug-in's setting by its own name, config.NAME"),
+        doc="Values of plug-ins' settings that are not as by default; each is a member of its own name too.",
     )
     user_passes: tuple[UserPass, ...] = setting(
         (),
@@ -122,3 +122,19 @@ class Settings(Checked):
         "add_pass({})",
         doc="(pass, name of the pass it follows), in the order they were added.",
     )
+
+    @property
+    def _values(self) -> list[tuple[Setting, Any]]:
+        """The settings with their values, those of plug-ins in the place of ``plugins``."""
+        pairs: list[tuple[Setting, Any]] = []
+        for one, value in super()._values:
+            if one.name == "plugins":
+                pairs += [(plugin_settings()[plugin.name], plugin.value) for plugin in self.plugins]
+            else:
+                pairs.append((one, value))
+        return pairs
+
+    def plugin_value(self, name: str) -> Any:
+        """The value of a plug-in's setting.  Raises KeyError where no plug-in has one of that name."""
+        default = plugin_settings()[name].default
+        return next((plugin.value for plugin in self.plugins if plugin.name == name), default)

@@ -145,11 +145,11 @@ class _Check:
     def _given(self, name: str, whole: Any) -> Any:
         """A result without what is padding."""
         kind, _, number = name.partition(" ")
-        padding = self.start.padding
-        if padding is None or kind != "output" or not self.padded:
+        transformed = self.start.transformed
+        if transformed is None or kind != "output" or not self.padded:
             return whole
         dims = self.padded[int(number)]
-        return padding.cut(whole, dims, whole.shape, False) if dims else whole
+        return transformed.restore_output(whole, dims, whole.shape, False) if dims else whole
 
     def _gaps(self, eager: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
         before = {f"new {path}": x for path, x in {**self.start.params, **self.start.buffers}.items()}

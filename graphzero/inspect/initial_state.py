@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from graphzero.capture import Input, OptimizerSpec, Step
 from graphzero.inspect.float64_step import wide
 from graphzero.ir import value
-from graphzero.plugins.ragged.padding import Padded
 from graphzero.runtime.state.modules import names
 from graphzero.runtime.state.seed import key_tensor
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import wrap
 from graphzero.sbp.placement import Placement
+from graphzero.step.input_transform import TransformedInputs
 from graphzero.step.program_selector import PreparedCall
 
 
@@ -29,7 +29,7 @@ from graphzero.step.program_selector import PreparedCall
 class Start:
     """Whole copies.  All tensors are fresh, floating ones in float64 if ``is_wide``.
 
-    args, kwargs: of build, as they came; padding: what the program pads them with.  params, buffers: by path.
+    args, kwargs: of build, as they came; transformed: see ``Call``.  params, buffers: by path.
     states: (optimizer, path) -> its dict in ``optimizer.state``.
     values: by placeholder of the program; key: of the step's random draws, None where it draws nothing.
     """
@@ -43,7 +43,7 @@ class Start:
     values: dict[str, Any]
     key: Tensor | None
     is_wide: bool
-    padding: Padded | None = None
+    transformed: TransformedInputs | None = None
 
     @property
     def optimizers(self) -> list[OptimizerSpec]:
@@ -69,17 +69,17 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> Start:
     stream = state.random
     seed = torch.initial_seed() if stream.seed is None else stream.seed  # a call would draw one; a check draws nothing
     key = key_tensor(seed, stream.step, copied.device) if program.uses_seed else None
-    given = [copied.of(_given(leaf, leaves[leaf.name], call.padded)) for leaf in inputs.leaves]
+    given = [copied.of(_given(leaf, leaves[leaf.name], call.transformed)) for leaf in inputs.leaves]
     args, kwargs = pytree.tree_unflatten(given, inputs.spec)
-    leaves |= {mask.name: copied.of_batch(mask) for mask in (call.padded.masks if call.padded else ())}
-    start = Start(source.step, args, kwargs, params, buffers, states, {}, key, is_wide, call.padded)
+    leaves |= {x.name: copied.of_batch(x) for x in (call.transformed.added_inputs if call.transformed else ())}
+    start = Start(source.step, args, kwargs, params, buffers, states, {}, key, is_wide, call.transformed)
     start.values.update(_values(start, prepared, leaves, copied))
     return start
 
 
-def _given(leaf: Input, whole: Any, padding: Padded | None) -> Any:
+def _given(leaf: Input, whole: Any, transformed: TransformedInputs | None) -> Any:
     """What the callers have given of an input, of all ranks together."""
-    return padding.given(leaf, whole) if padding is not None and isinstance(whole, Tensor) else whole
+    return transformed.restore_input(leaf, whole) if transformed is not None and isinstance(whole, Tensor) else whole
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 from graphzero.capture import GuardedAttributes, Inputs, baked_of_average
 from graphzero.config import Settings
 from graphzero.ir.value import Role
-from graphzero.plugins.ragged.padding import Padded, Padding
 from graphzero.runtime.state.state import State
 from graphzero.step.build_inputs import BuildInputReader
+from graphzero.step.input_transform import TransformedInputs, active_transform
 from graphzero.step.parameter_groups import ParameterGroups
 from graphzero.step.program_key import Key, Keys
 from graphzero.step.user_graph import UserGraph
@@ -28,7 +28,7 @@ class BuildCall:
     settings: of the Graph, as they are now.
     numbers: the hyperparameters and float inputs that it feeds the program, by role.
     is_global: whether the caller speaks of global tensors, so that outputs are given as such.
-    padded: what of the inputs is padding, if ``set_shapes`` has said that some is.
+    transformed: what a transform of the inputs knows of them, if one is on.
     """
 
     inputs: Inputs
@@ -37,7 +37,7 @@ class BuildCall:
     key: Key
     numbers: Mapping[Role, float]
     is_global: bool
-    padded: Padded | None = None
+    transformed: TransformedInputs | None = None
 
 
 class BuildCallReader:
@@ -57,10 +57,12 @@ class BuildCallReader:
         if self._reader is None:
             self._reader = self._source.reader()
         settings = self._source.config.settings
-        if settings.shapes is None:
-            inputs, padded = self._reader.read(args, kwargs, dict(settings.inputs), running), None
+        transform, transformed = active_transform(settings), None
+        if transform is None:
+            inputs = self._reader.read(args, kwargs, dict(settings.inputs), running)
         else:
-            inputs, padded = Padding(self._reader, self._source.ranks, settings).read(args, kwargs, running)
+            ranks = self._source.ranks
+            inputs, transformed = transform.read_inputs(self._reader, ranks, settings, args, kwargs, running)
         found, is_bound = state.look()
         if not is_bound:
             self._keys.count(state, found)
@@ -71,7 +73,7 @@ class BuildCallReader:
         if running and state.program is None:
             state.check_real()
         is_global = any(leaf.is_global for leaf in inputs.leaves)
-        return BuildCall(inputs, state, settings, key, self._numbers(inputs), is_global, padded)
+        return BuildCall(inputs, state, settings, key, self._numbers(inputs), is_global, transformed)
 
     def with_numbers_now(self, call: BuildCall) -> BuildCall:
         """``call`` with hyperparameters that have changed since it was read."""

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.ragged import Along
-from graphzero.plugins.ragged.padding import Padded
 from graphzero.runtime.execute.executor import Results
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import join, wrap
 from graphzero.runtime.world.world import World
 from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd, S
+from graphzero.step.input_transform import TransformedInputs
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class BuildOutput:
     is_literal: bool = False
     padded: frozenset[Along] = frozenset()
 
-    def of(self, held: Any, world: World, as_global: bool, padding: Padded | None) -> Any:
+    def of(self, held: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
         """What the user is given, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
         if self.is_literal:
             return held
         if self.shape is None:
             return held[0]
         found = self._tensor(held, self.shape, world, as_global)
-        if not self.padded or padding is None:
+        if not self.padded or transformed is None:
             return found
         is_local = not world.placement.virtual and found.shape != torch.Size(self.shape)
-        return padding.cut(found, self.padded, self.shape, is_local)
+        return transformed.restore_output(found, self.padded, self.shape, is_local)
 
     def _tensor(self, pieces: Sequence[Tensor], shape: tuple[int, ...], world: World, as_global: bool) -> Tensor:
         placement, nd = world.placement, self.nd
@@ -71,10 +71,10 @@ class BuildOutputs:
         along = padded or [frozenset()] * len(graph.outputs)
         self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 
-    def of(self, results: Results, world: World, as_global: bool, padding: Padded | None) -> Any:
-        """What build returns.  as_global: tensors as global ones.  padding: what of the inputs is padding."""
+    def of(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+        """What build returns.  as_global: tensors as global ones.  transformed: see ``Call``."""
         pairs = zip(self._all, results.outputs, strict=True)
-        found = [output.of(held, world, as_global, padding) for output, held in pairs]
+        found = [output.of(held, world, as_global, transformed) for output, held in pairs]
         return pytree.tree_unflatten(found, self._spec)
 
 

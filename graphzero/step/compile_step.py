@@ -9,11 +9,11 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
 from graphzero.ops import CHECK
-from graphzero.plugins.ragged.unpadded import unpadded
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
 from graphzero.sbp.types import Nd
 from graphzero.step.build_call import BuildCall
+from graphzero.step.input_transform import active_transform
 from graphzero.step.pass_settings import program_of
 from graphzero.step.program import ProgramPart, StepProgram
 
@@ -34,8 +34,9 @@ def compile_step(
     if captured is None:
         with phase("capture"):
             captured = capture(step, call.inputs)
-            if call.padded is not None:
-                captured = unpadded(step, call.inputs, call.padded, captured)
+            transform = active_transform(settings)
+            if transform is not None:
+                captured = transform.rewrite_capture(step, call.inputs, call.transformed, captured)
             gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     graph, placed = prepare_for_passes(call, captured)
     with phase("plan"):
@@ -49,7 +50,7 @@ def prepare_for_passes(call: BuildCall, captured: Captured) -> tuple[StepGraph, 
     """What the passes are given: the captured step, and how all that it may read lies."""
     state, graph = call.state, captured.graph
     placed = {Role("batch", leaf.name): leaf.nd for leaf in call.inputs.tensors}
-    placed.update({Role("batch", mask.name): mask.nd for mask in (call.padded.masks if call.padded else ())})
+    placed.update({Role("batch", x.name): x.nd for x in (call.transformed.added_inputs if call.transformed else ())})
     placed.update(state.placed(state.tensors(), captured.states))
     if not call.settings.check_values:
         leave_out_checks(graph)

@@ -9,13 +9,13 @@ from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.ragged import PADDING
 from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
+from graphzero.step.input_transform import active_transform
 
 
 def program_of(
@@ -54,8 +54,8 @@ def in_micro_batches(
     axis, said = at.axis(MICRO_BATCHES), {name for name, _ in settings.inputs}
     data = [whole.axis(name) for name in whole.data_axes]
     rows = {value.role_of(node) for node in graph.placeholders("batch") if value.tensor_type(node).shape}
-    shapes = settings.shapes
-    said |= {PADDING + name for name in shapes.names if not shapes.is_first(name)} if shapes is not None else set()
+    if (transform := active_transform(settings)) is not None:
+        said |= {*transform.uncut_inputs(settings)}
 
     def on_time(role: Role, nd: Nd) -> Nd:
         follows = any(nd[i] is S(0) for i in data) if data else role.of not in said

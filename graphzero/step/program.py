@@ -108,9 +108,9 @@ class StepProgram:
         """What it reads anew in each call, by placeholder."""
         count, random = len(world.local_ranks), call.state.random
         leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
-        if call.padded is not None:
-            call.padded.check(self.captured.least)
-            leaves |= {mask.name: mask for mask in call.padded.masks}
+        if call.transformed is not None:
+            call.transformed.check_capture(self.captured)
+            leaves |= {added.name: added for added in call.transformed.added_inputs}
         found: dict[str, list[Any]] = {}
         for name, role in self.roles.items():
             if role.kind == "batch":
@@ -125,7 +125,7 @@ class StepProgram:
 
     def outputs(self, call: BuildCall, results: Results, world: World) -> Any:
         """What ``build`` returns, of what it hands back."""
-        return self._outputs.of(results, world, call.is_global, call.padded)
+        return self._outputs.of(results, world, call.is_global, call.transformed)
 
     # ---- what is to be known of it
 

@@ -30,6 +30,7 @@ from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.sbp.types import Nd
 from graphzero.step.build_inputs import text_of
+from graphzero.step.input_transform import active_transform
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Keys:
             names = [f"input {leaf.name}" for leaf in inputs.leaves]
             parts = [("input structure", inputs.spec), *zip(names, chosen, strict=True)]
             parts += [("torch settings", modes), ("optimizer settings", groups), ("step counters", self._counters)]
-            parts += [("mixed precision", settings.amp), ("ragged dims", settings.shapes)]
+            parts.append(("mixed precision", settings.amp))
+            if (transform := active_transform(settings)) is not None:
+                parts.append(transform.capture_key(settings))
             self._last = Key((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)
             self._facts = facts
         return self._last

@@ -335,5 +335,5 @@ def test_a_graph_takes_a_copy_of_the_settings_and_their_ranks():
         Double(FOUR_BY_TWO, config=config)
     with pytest.raises(gz.ConfigError, match=r"config=dict\): give a GraphConfig"):
         Double(TWO, config={})
-    with pytest.raises(gz.ConfigError, match="is not DeepSpeed's; make it by"):
+    with pytest.raises(gz.ConfigError, match="is not from_deepspeed's; make it by"):
         Double(TWO).config.deepspeed  # noqa: B018

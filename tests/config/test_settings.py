@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.config import AmpSettings, GraphConfig, Settings, ZeroSettings
+from graphzero.config import AmpSettings, GraphConfig, PluginValue, Settings, ZeroSettings
+from graphzero.config.members import plugin_members
 from graphzero.config.named import InputSbp, UserPass
+from graphzero.config.plugin_settings import plugin_settings
 from graphzero.config.setting import Checked, Setting, settings_of
 from graphzero.plugins.ragged.shapes import shapes_of
 
@@ -22,12 +24,14 @@ OTHER = (
     False, True, 1, 4096, ("dp",), ("*",), ZeroSettings(3, ("dp",)), (gz.Link(1e-6, 1e9),),
     (InputSbp("x", (gz.sbp.B,)),), (UserPass(abs, "zero"),), AmpSettings(torch.bfloat16), torch.float16, 0.25, 8.0,
     shapes_of({"x": {0: "rows"}}, {"rows": 8}, None),
+    (PluginValue("shapes", shapes_of({"x": {0: "rows"}}, {"rows": 8}, None)),),
 )  # fmt: skip
 EVERY = [(Settings, one) for one in settings_of(Settings).values()]
 EVERY += [(ZeroSettings, one) for one in settings_of(ZeroSettings).values()]
 EVERY += [(AmpSettings, one) for one in settings_of(AmpSettings).values()]
 each = pytest.mark.parametrize(("kind", "one"), EVERY, ids=[f"{kind.__name__}.{one.name}" for kind, one in EVERY])
-each_of_all = pytest.mark.parametrize("one", settings_of(Settings).values(), ids=lambda one: one.name)
+ALL = [one for one in settings_of(Settings).values() if one.name != "plugins"] + [*plugin_settings().values()]
+each_of_all = pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
 
 
 def another(one: Setting) -> Any:
@@ -38,6 +42,8 @@ def another(one: Setting) -> Any:
 
 def changed(kind: type[Checked], one: Setting) -> Any:
     start = ZeroSettings(stage=3) if one.name == "keep_gathered" else kind()
+    if one.name in plugin_settings():
+        return dataclasses.replace(start, plugins=(PluginValue(one.name, another(one)),))
     return dataclasses.replace(start, **{one.name: another(one)})
 
 
@@ -129,10 +135,10 @@ def test_a_pass_counts_by_identity():
 
 @each_of_all
 def test_the_user_reads_it_and_sets_it_in_one_way_that_has_a_text(one):
-    member = vars(GraphConfig)[one.name]
+    member = (vars(GraphConfig) | plugin_members(GraphConfig))[one.name]
     assert inspect.getdoc(member) and getattr(config(), one.name) == ({} if one.name == "inputs" else one.default)
     assert (member.fset is None) == bool(one.method)
-    assert not one.method or inspect.getdoc(vars(GraphConfig)[one.method])
+    assert not one.method or inspect.getdoc(getattr(GraphConfig, one.method))
 
 
 @each_of_all
@@ -154,10 +160,11 @@ def test_a_wrong_value_from_the_user_changes_nothing(one):
 @each_of_all
 def test_a_copy_has_its_own(one):
     first = config()
-    first._set(**{one.name: another(one)})
+    set_value = first._set_plugin if one.name in plugin_settings() else lambda name, x: first._set(**{name: x})
+    set_value(one.name, another(one))
     second = copy.deepcopy(first)
     assert second.settings == first.settings and second.fingerprint == first.fingerprint
-    second._set(**{one.name: one.default})
+    second._settings = Settings()
     assert second.settings != first.settings
 
 
@@ -181,4 +188,4 @@ def test_a_name_near_to_none_is_refused_with_all():
         config().xyz = 3
     text = str(caught.value)
     assert text.startswith("config.xyz = 3: there is no such setting. Settings are made by enable_zero(...), ")
-    assert all((f"{one.method}(...)" if one.method else one.name) in text for one in settings_of(Settings).values())
+    assert all((f"{one.method}(...)" if one.method else one.name) in text for one in ALL)

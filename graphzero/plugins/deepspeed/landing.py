@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from graphzero.config import GraphConfig
 from graphzero.errors import ConfigError
 from graphzero.passes.schedule.bucket import LARGEST
 from graphzero.plugins.deepspeed.batch import Batch, batch_of
@@ -22,18 +22,7 @@ DTYPES = {
 NEVER = 2**31 - 1  # the most that a count of steps holds
 
 
-class Settable(Protocol):
-    """A GraphConfig, which this package does not know."""
-
-    bucket_bytes: int | None
-
-    def enable_zero(self, mode: bool = True, *, stage: int | str = 2, shard_min_size: int = 1) -> None: ...
-    @property
-    def enable_amp(self) -> Callable[..., None]: ...
-    def set_gradient_accumulation_steps(self, steps: int) -> None: ...
-
-
-def land(document: Document, placement: Placement, config: Settable) -> DeepSpeed:
+def land(document: Document, placement: Placement, config: GraphConfig) -> DeepSpeed:
     """Set what a JSON says; returns what is no setting.  Raises ConfigError for values without a meaning."""
     batch = batch_of(document, placement)
     rest = ported(document, batch)
@@ -46,7 +35,7 @@ def land(document: Document, placement: Placement, config: Settable) -> DeepSpee
     return rest
 
 
-def _zero(document: Document, batch: Batch, config: Settable) -> None:
+def _zero(document: Document, batch: Batch, config: GraphConfig) -> None:
     path = "zero_optimization.stage"
     stage = document.count(path, 0)
     if stage > 3:
@@ -92,7 +81,7 @@ def _scaling(document: Document) -> dict[str, Any]:
     }
 
 
-def _buckets(document: Document, amp: dict[str, Any], config: Settable) -> None:
+def _buckets(document: Document, amp: dict[str, Any], config: GraphConfig) -> None:
     """Set ``bucket_bytes`` where its own default would be above the limit.
 
     Limits are some 1e9 bytes in most files.  Buckets of that size would gather a whole model at once at stage 3.

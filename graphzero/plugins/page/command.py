@@ -24,6 +24,8 @@ from graphzero.plugins.page.timeline import read_measured
 from graphzero.sbp.placement import DEVICE_TYPES
 from graphzero.step.program import StepProgram
 
+SUMMARY = "print the program of a step, or write a page about it"
+
 COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 END = "\033[0m"
 EVERY = "every pass"
@@ -69,7 +71,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--measured", metavar="FILE", help="with --html: a measured timeline, Trace.to_timeline() as JSON")
     one.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="of diffs; auto")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

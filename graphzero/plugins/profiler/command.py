@@ -24,6 +24,8 @@ from graphzero.sbp.placement import DEVICE_TYPES, Placement, placement
 from graphzero.sbp.types import Nd
 from graphzero.step.build_inputs import BuildInputReader
 
+SUMMARY = "measure a step, op by op"
+
 EXAMPLES = """examples:
   graphzero trace train.py:make --ranks 4 --stage 2                 four virtual ranks in this process
   torchrun --nproc-per-node=4 -m graphzero trace train.py:make      four real ones
@@ -54,7 +56,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("--device", metavar="NAME", help="for which seconds are planned: h100, or a file that `graphzero "
                      "calibrate` wrote; by default seconds are not compared")  # fmt: skip
     one.add_argument("--on", default="cpu", choices=DEVICE_TYPES, help="where virtual ranks compute; cpu")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

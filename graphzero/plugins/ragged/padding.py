@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero.capture import Input, Inputs
+from graphzero.capture import Captured, Input, Inputs
 from graphzero.config import Settings
 from graphzero.errors import ConfigError
 from graphzero.ir.ragged import Along, Ragged
@@ -75,13 +75,13 @@ class Padded:
         return [length.ragged for length in self.lengths.values()]
 
     @property
-    def masks(self) -> list[Input]:
-        """Inputs that no argument of build is."""
+    def added_inputs(self) -> list[Input]:
+        """The masks that say which places are padded."""
         return [length.mask for length in self.lengths.values()]
 
-    def check(self, least: Mapping[str, int]) -> None:
+    def check_capture(self, captured: Captured) -> None:
         """Raise ConfigError where the step reads more places than there are."""
-        for name, places in least.items():
+        for name, places in captured.least.items():
             if name in self.lengths and self.lengths[name].most < places:
                 raise ConfigError(
                     f"build reads place {places - 1} along {name!r}, counted from 0, and this batch has "
@@ -89,11 +89,13 @@ class Padded:
                     "batch yourself"
                 )
 
-    def given(self, leaf: Input, x: Tensor) -> Tensor:
+    def restore_input(self, leaf: Input, x: Tensor) -> Tensor:
         """The whole of an input, without what was padded.  x: the global tensor.  Every rank calls it."""
-        return self.cut(x, [Along(name, dim) for dim, name in self.dims.get(leaf.name, {}).items()], x.shape, False)
+        return self.restore_output(
+            x, [Along(name, dim) for dim, name in self.dims.get(leaf.name, {}).items()], x.shape, False
+        )
 
-    def cut(self, x: Tensor, padded: Iterable[Along], shape: Sequence[int], is_local: bool) -> Tensor:
+    def restore_output(self, x: Tensor, padded: Iterable[Along], shape: Sequence[int], is_local: bool) -> Tensor:
         """What of ``x`` was given.  shape: the global one.  is_local: whether ``x`` is this rank's part of it.
 
         Of a dim that all ranks hold, a rank's own part is as long as what it has passed.
@@ -138,11 +140,11 @@ class Padding:
     """Pads the calls of a Graph, as ``set_shapes`` says."""
 
     def __init__(self, reader: BuildInputReader, ranks: Ranks, settings: Settings) -> None:
-        assert settings.shapes is not None
-        self.reader, self.ranks, self.settings, self.shapes = reader, ranks, settings, settings.shapes
+        self.reader, self.ranks, self.settings = reader, ranks, settings
+        self.shapes: Shapes = settings.plugin_value("shapes")
         self.placement = reader.placement
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> tuple[Inputs, Padded]:
+    def read_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> tuple[Inputs, Padded]:
         """The inputs as they are padded.  Every rank calls it.
 
         Raises ConfigError for sizes that have no room for what comes, inputs and dims that are not there, and fills

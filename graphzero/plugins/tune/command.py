@@ -21,6 +21,8 @@ from graphzero.runtime.world.device_memory import SHARE
 from graphzero.sbp.placement import Placement, placement
 from graphzero.testing import fake_world
 
+SUMMARY = "rank the layouts of a step that fit a machine"
+
 EXAMPLE = """example:
   graphzero tune train.py:make --ranks 64 --device h100 --batch 512
 
@@ -61,7 +63,6 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=120.0, help="of the processor, after which nothing more is priced; 120"
     )
     one.add_argument("--quiet", action="store_true", help="say nothing of the progress")
-    one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,0 +1,107 @@
+"""Extension points: what distributions add to graphzero, declared as entry points of theirs.
+
+=====================  ================================================================================
+graphzero.commands     a command of ``graphzero``: ``SUMMARY``, ``add_arguments(parser)``, ``run(options)``
+graphzero.passes       a ``graphzero.passes.PassEntry``: a pass, its place in the list, level and condition
+graphzero.settings     a ``graphzero.config.PluginSetting``: default and check of ``graph.config.NAME``
+graphzero.inputs       a transform of a call's inputs, on where the setting of its name is not its default
+graphzero.configs      ``reader(config, given)``, which ``GraphConfig.from_NAME(given)`` calls
+=====================  ================================================================================
+
+docs/plugins.md has an example of each.  Entry points are read when one is first asked for, once in a process, and a
+plug-in is imported when it is used.  Those of graphzero itself come from ``entry_points.txt`` beside this file, which
+is also what an installation has: so a source tree has the plug-ins of its own code, installed or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from graphzero.errors import ConfigError
+
+COMMANDS, PASSES, SETTINGS, INPUTS, CONFIGS = POINTS = (
+    "graphzero.commands", "graphzero.passes", "graphzero.settings", "graphzero.inputs", "graphzero.configs",
+)  # fmt: skip
+DISTRIBUTION = "graphzero-torch"  # which has this file
+PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One entry point.  target: ``module`` or ``module:attribute``.  distribution: that declares it."""
+
+    point: str
+    name: str
+    target: str
+    distribution: str
+
+    def load(self) -> Any:
+        """Import the plug-in, once.  Raises ConfigError, with the distribution, where that fails."""
+        return _load(self)
+
+    def refusal(self, problem: str) -> ConfigError:
+        """The error for a plug-in that cannot be used."""
+        return ConfigError(
+            f"plug-in {self.name!r} ({self.point}: {self.target}) of the distribution {self.distribution} {problem}\n"
+            f"  Update it, or uninstall it: pip uninstall {self.distribution}"
+        )
+
+
+@cache
+def extensions(point: str) -> Mapping[str, Extension]:
+    """What installed distributions add at one extension point, by name; those of graphzero first.
+
+    Raises ConfigError where two distributions declare one name.
+    """
+    by_name: dict[str, Extension] = {}
+    for extension in _declared():
+        if extension.point != point:
+            continue
+        other = by_name.setdefault(extension.name, extension)
+        if other is not extension:
+            raise extension.refusal(
+                f"has the name of another one, {other.target} of {other.distribution}: one name, one plug-in"
+            )
+    return by_name
+
+
+@cache
+def _declared() -> tuple[Extension, ...]:
+    """All entry points at the extension points.  Metadata that is there twice counts once."""
+    found = sorted({*_installed()}, key=lambda one: (one.distribution, one.name, one.target))
+    return (*_own(), *found)
+
+
+def _own() -> Iterator[Extension]:
+    file = ConfigParser(delimiters=("=",), interpolation=None)
+    file.read_string(Path(__file__).with_name("entry_points.txt").read_text(encoding="utf-8"))
+    for point in POINTS:
+        for name, target in file.items(point) if file.has_section(point) else ():
+            yield Extension(point, name, target, DISTRIBUTION)
+
+
+def _installed() -> Iterator[Extension]:
+    """Those of other distributions: one that points into this package is of a copy of graphzero."""
+    for point in POINTS:
+        for entry in metadata.entry_points(group=point):
+            if re.split(r"[.:]", entry.value)[0] != PACKAGE:
+                name = entry.dist.metadata["Name"] if entry.dist is not None else "(unknown)"
+                yield Extension(point, entry.name, entry.value, name)
+
+
+@cache
+def _load(extension: Extension) -> Any:
+    module, _, attribute = extension.target.partition(":")
+    try:
+        loaded = import_module(module.strip())
+        return attrgetter(attribute.strip())(loaded) if attribute else loaded
+    except Exception as error:
+        raise extension.refusal(f"cannot be loaded: {type(error).__name__}: {error}") from error
