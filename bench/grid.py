@@ -1,11 +1,24 @@
-"""Parity: a Graph on n ranks against plain PyTorch in one process on the whole batch, 10 steps, no dropout.
+"""Tables of training over models, layouts, stages and ranks: results, memory and traffic against what they should be.
 
-    python bench/grid.py                  # a part of the grid
-    python bench/grid.py --full           # models x optimizers x stages x ranks (virtual, gloo) x dtypes
+    python bench/grid.py parity             # a Graph against plain PyTorch on the whole batch, 10 steps, no dropout
+    python bench/grid.py layouts            # the same for data x tensor parallel and other layouts of four ranks
+    python bench/grid.py memory             # planned bytes of one rank beside those that the dispatcher sees
+    python bench/grid.py traffic            # planned collectives beside those that run
+    python bench/grid.py checkpoints        # every checkpoint loaded at every stage in every world
 
-Per row: the largest relative difference of a loss and the largest difference of a parameter or buffer over the stages,
-in float64 against limits of 1e-6 and 2e-6, in float32 of 1e-6 and, under SGD, 5e-6.  The last column says whether
-stages 0 to 3 gave the same bits.
+Each takes a part of its grid; ``--full`` takes all of it, and ``--models`` and others choose.  The figures stand in
+bench/results/ under these names.
+
+parity: over the stages, the largest relative difference of a loss and the largest difference of a parameter or buffer,
+in float64 against limits of 1e-6 and 2e-6, in float32 of 1e-6 and, under SGD, 5e-6; and whether stages 0 to 3 gave the
+same bits.  layouts: forward, backward and AdamW in float64 on four virtual ranks: data parallel, data x tensor
+parallel, tensor parallel, and two data axes, ZeRO over both or over the inner one; the limit of a loss is 1e-6, and
+the last columns are what one rank sends in a step on each axis.  memory: one rank's program in a fake world; a second
+table holds the model state against the formulas of the ZeRO paper (arXiv 1910.02054), in bytes per parameter for Adam
+in float32.  checkpoints: a model with a tie, running statistics, dropout and a frozen part on 1 to 4 gloo processes and
+on 2 x 2 with a tensor axis; the largest difference of a loss from what the saved run had, by world.
+
+Exit status 1 where something is not as it should be.
 """
 
 from __future__ import annotations
@@ -13,131 +26,245 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from _run import markdown, on_gloo, options_of
-from models import CASES, OPTIMIZERS
-from parity import STEPS, Cell, Difference, Trained, difference, plain, same_bits, trained
+from checkpoint_grid import checkpoints
+from layouts import LAYOUTS, LIMIT, MODELS, STAGES, graph_of, reference, train
+from models import CASES, OPTIMIZERS, adamw
+from parity import BATCH, STEPS, Cell, Difference, Trained, TrainGraph, difference, plain, same_bits, trained
 
-STAGES = (0, 1, 2, 3)
+import graphzero as gz
+from graphzero.plan import CATEGORIES, Plan
+from graphzero.runtime.world.world import Sent
+from graphzero.testing import fake_world
+from graphzero.testing.meter import Measured
+
+# ---- parity
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-HEAD = (
-    "model",
-    "optimizer",
-    "dtype",
-    "ranks",
-    *(f"stage {s}: loss, parameters" for s in STAGES),
-    "stages equal",
-    "limits",
-)
-
-SUMMARY = (
-    "model",
-    "dtype",
-    "cells",
-    "loss, relative",
-    "parameters, sgd",
-    "parameters, adamw",
-    "stages equal to the bit",
-)
+SIMPLE = [name for name in CASES if not name.endswith(" heads")]  # ``layouts`` adds models with more heads
+Row = list[tuple[Cell, Difference, Trained]]  # one per stage
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the whole grid")
-    parser.add_argument("--models", nargs="+", choices=CASES, help="only these models")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="only these optimizers")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="only these dtypes")
-    parser.add_argument("--virtual", nargs="*", type=int, help="numbers of virtual ranks")
-    parser.add_argument("--gloo", nargs="*", type=int, help="numbers of gloo processes")
-    options = options_of(parser)
-    started = time.perf_counter()
-    lines = grid(options)
-    print(markdown(HEAD, [row(line) for line in lines]))
-    print(f"\nThe largest of each model, over all of its rows:\n\n{markdown(SUMMARY, summary(lines))}")
-    failed = [line for line in lines if not all(cell.limits and found.within(cell) for cell, found, _ in line)]
-    print(
-        f"\n{sum(map(len, lines))} cells in {time.perf_counter() - started:.0f} s; {len(failed)} rows beyond the limits"
-    )
-    return 1 if failed or not all(equal(line) for line in lines if line[0][0].kind == "virtual") else 0
-
-
-Line = list[tuple[Cell, Difference, Trained]]  # one per stage
-
-
-def grid(options: argparse.Namespace) -> list[Line]:
-    full = options.full
-    models = options.models or (list(CASES) if full else ["mlp", "convnet", "gpt2"])
+def parity(options: argparse.Namespace) -> bool:
+    started, full = time.perf_counter(), options.full
+    models = options.models or (SIMPLE if full else ["mlp", "convnet", "gpt2"])
     optimizers = options.optimizers or (list(OPTIMIZERS) if full else ["adamw"])
     dtypes = options.dtypes or (list(DTYPES) if full else ["float64"])
     virtual = options.virtual if options.virtual is not None else ([1, 2, 3, 4] if full else [3])
     gloo = options.gloo if options.gloo is not None else ([1, 2, 4] if full else [2])
-    cells = [(m, o, DTYPES[d]) for m, o, d in product(models, optimizers, dtypes)]
-    lines = []
-    for ranks in virtual:
-        lines += [list(run_line(one, "virtual", ranks)) for one in cells]
+    trainings = [(m, o, DTYPES[d]) for m, o, d in product(models, optimizers, dtypes)]
+    rows = [list(parity_row(one, "virtual", ranks)) for ranks in virtual for one in trainings]
     for ranks in gloo:
-        lines += on_gloo(ranks, run_lines, cells, ranks)
-    return sorted(lines, key=lambda line: cells.index((line[0][0].model, line[0][0].optimizer, line[0][0].dtype)))
+        rows += on_gloo(ranks, parity_rows, trainings, ranks)
+    rows.sort(key=lambda row: trainings.index((row[0][0].model, row[0][0].optimizer, row[0][0].dtype)))
+    head = ["model", "optimizer", "dtype", "ranks", *(f"stage {s}: loss, parameters" for s in STAGES)]
+    print(markdown([*head, "stages equal", "limits"], [parity_cells(row) for row in rows]))
+    head = ["model", "dtype", "cells", "loss, relative", "parameters, sgd", "parameters, adamw"]
+    table = markdown([*head, "stages equal to the bit"], parity_summary(rows))
+    print(f"\nThe largest of each model, over all of its rows:\n\n{table}")
+    beyond = [row for row in rows if not all(cell.limits and found.within(cell) for cell, found, _ in row)]
+    seconds = f"{time.perf_counter() - started:.0f} s"
+    print(f"\n{sum(map(len, rows))} cells in {seconds}; {len(beyond)} rows beyond the limits")
+    return not beyond and all(equal_stages(row) for row in rows if row[0][0].kind == "virtual")
 
 
-def run_lines(rank: int, cells: Sequence[tuple[str, str, torch.dtype]], ranks: int) -> list[Line]:
+def parity_rows(rank: int, trainings: Sequence[tuple[str, str, torch.dtype]], ranks: int) -> list[Row]:
     """On gloo: every rank runs everything; rank 0's differences count."""
     del rank
-    return [list(run_line(one, "gloo", ranks)) for one in cells]
+    return [list(parity_row(one, "gloo", ranks)) for one in trainings]
 
 
-def run_line(one: tuple[str, str, torch.dtype], kind: str, ranks: int) -> Iterable[tuple[Cell, Difference, Trained]]:
-    model, optimizer, dtype = one
-    wanted = plain(Cell(model, optimizer, 0, ranks, kind, dtype), STEPS)
+def parity_row(
+    training: tuple[str, str, torch.dtype], kind: str, ranks: int
+) -> Iterable[tuple[Cell, Difference, Trained]]:
+    model, optimizer, dtype = training
+    expected = plain(Cell(model, optimizer, 0, ranks, kind, dtype), STEPS)
     for stage in STAGES:
         cell = Cell(model, optimizer, stage, ranks, kind, dtype)
-        found = trained(cell, STEPS)
+        result = trained(cell, STEPS)
         if kind == "virtual" or torch.distributed.get_rank() == 0:
             print(".", end="", file=sys.stderr, flush=True)
-        yield cell, difference(found, wanted), found
+        yield cell, difference(result, expected), result
 
 
-def equal(line: Line) -> bool:
-    return all(same_bits(found, line[0][2]) for _, _, found in line[1:])
+def equal_stages(row: Row) -> bool:
+    return all(same_bits(result, row[0][2]) for _, _, result in row[1:])
 
 
-def row(line: Line) -> list[str]:
-    cell = line[0][0]
-    figures = [f"{found.loss:.0e}, {found.tensor:.0e}" for _, found, _ in line]
-    within = all(found.within(cell) for cell, found, _ in line)
-    dtype = str(cell.dtype).removeprefix("torch.")
-    same = "to the bit" if equal(line) else "no"
-    return [
-        cell.model,
-        cell.optimizer,
-        dtype,
-        f"{cell.ranks} {cell.kind}",
-        *figures,
-        same,
-        "within" if within else "BEYOND",
-    ]
+def parity_cells(row: Row) -> list[str]:
+    cell = row[0][0]
+    head = [cell.model, cell.optimizer, str(cell.dtype).removeprefix("torch."), f"{cell.ranks} {cell.kind}"]
+    figures = [f"{found.loss:.0e}, {found.tensor:.0e}" for _, found, _ in row]
+    within = all(found.within(cell) for cell, found, _ in row)
+    return [*head, *figures, "to the bit" if equal_stages(row) else "no", "within" if within else "BEYOND"]
 
 
-def summary(lines: Sequence[Line]) -> list[list[str]]:
+def parity_summary(rows: Sequence[Row]) -> list[list[str]]:
     """Per model and dtype: the largest differences over optimizers, ranks and stages."""
-    groups: dict[tuple[str, torch.dtype], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line[0][0].model, line[0][0].dtype), []).append(line)
-    rows = []
+    groups: dict[tuple[str, torch.dtype], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row[0][0].model, row[0][0].dtype), []).append(row)
+    lines = []
     for (model, dtype), members in groups.items():
-        found = [(cell, one) for line in members for cell, one, _ in line]
-        loss = max(one.loss for _, one in found)
-        tensors = [
-            max((one.tensor for cell, one in found if cell.optimizer == name), default=None)
-            for name in ("sgd", "adamw")
-        ]
-        texts = ["-" if x is None else f"{x:.0e}" for x in (loss, *tensors)]
-        same = f"{sum(map(equal, members))} of {len(members)} rows"
-        rows.append([model, str(dtype).removeprefix("torch."), str(len(found)), *texts, same])
-    return rows
+        differences = [(cell, one) for row in members for cell, one, _ in row]
+        largest: list[float | None] = [max(one.loss for _, one in differences)]
+        for name in OPTIMIZERS:
+            largest.append(max((one.tensor for cell, one in differences if cell.optimizer == name), default=None))
+        texts = ["-" if x is None else f"{x:.0e}" for x in largest]
+        equal = f"{sum(map(equal_stages, members))} of {len(members)} rows"
+        lines.append([model, str(dtype).removeprefix("torch."), str(len(differences)), *texts, equal])
+    return lines
+
+
+# ---- layouts
+
+
+def layouts(options: argparse.Namespace) -> bool:
+    models = options.models or (MODELS if options.full else ["mlp", "gpt2, 4 heads", "llama"])
+    started, beyond, rows = time.perf_counter(), 0, []
+    for model, name in product(models, options.layouts):
+        cells, worst = layout_cells(model, name)
+        rows.append(cells)
+        beyond += not worst <= LIMIT
+        print(f"{model}, {name}: {worst:.0e}", file=sys.stderr, flush=True)
+    stages = [f"stage {stage}" for stage in STAGES]
+    print(markdown(["model", "layout", *stages, "parameters", "seconds", "sent at stage 0", "at 3"], rows))
+    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s; {beyond} beyond {LIMIT}")
+    return not beyond
+
+
+def layout_cells(model: str, name: str) -> tuple[list[str], float]:
+    """A line of the table, and the largest difference of a loss in it."""
+    layout, expected, started = LAYOUTS[name], reference(model), time.perf_counter()
+    losses, tensors, sent = dict.fromkeys(STAGES, ""), [], dict.fromkeys(STAGES, "")
+    worst = 0.0
+    for stage in layout.stages:
+        graph = graph_of(model, layout, stage)
+        apart = difference(train(graph, model), expected)
+        losses[stage], worst = f"{apart.loss:.0e}", max(worst, apart.loss)
+        tensors.append(apart.tensor)
+        sent[stage] = sent_by_axis(graph)
+    seconds = f"{time.perf_counter() - started:.0f}"
+    return [model, name, *losses.values(), f"{max(tensors):.0e}", seconds, sent[0], sent[3]], worst
+
+
+def sent_by_axis(graph: TrainGraph) -> str:
+    """kB that one rank sends in a step, by axis."""
+    nbytes: Counter[str] = Counter()
+    for c in graph.plan.collectives:
+        nbytes[c.axis] += c.bytes  # type: ignore[assignment]
+    return ", ".join(f"{axis} {nbytes[axis] / 1e3:.0f} kB" for axis in graph.placement.names)
+
+
+# ---- memory and traffic: a plan beside a run of it
+
+INSIDE = ("arena", "gradients", "activations", "temporaries")  # the dispatcher sees the arena as one storage
+STATE_BYTES = (lambda n: 16.0, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # per parameter, by stage
+VOLUME_LIMIT = (2, 2, 2, 3)  # numbers of parameters that a rank sends at most, times (n-1)/n, by stage
+Key = tuple[str, int, int]  # model, ranks, stage
+
+
+def keys(options: argparse.Namespace, few: list[str], ranks: list[int]) -> list[Key]:
+    models = options.models or (SIMPLE if options.full else few)
+    return list(product(models, options.ranks or (ranks if options.full else [4]), STAGES))
+
+
+def memory(options: argparse.Namespace) -> bool:
+    runs = {key: measured_memory(*key) for key in keys(options, ["mlp", "gpt2"], [1, 2, 3, 4])}
+    print("bytes at the peak of one rank: planned (measured)\n")
+    rows = [memory_cells(*key, *run) for key, run in runs.items()]
+    print(markdown(["model", "ranks", "stage", *CATEGORIES, "peak", "equal"], rows))
+    print("\nmodel state, bytes per parameter\n")
+    rows = [state_cells(*key, plan) for key, (plan, _) in runs.items()]
+    print(markdown(["model", "ranks", "stage", "planned", "formula", "ratio"], rows))
+    return all(equal_memory(*run) for run in runs.values())
+
+
+def measured_memory(model: str, ranks: int, stage: int) -> tuple[Plan, Measured]:
+    """Rank 0's plan and measurement, AdamW in float32."""
+    case = CASES[model]
+    with fake_world(ranks):
+        module = case.model()
+        graph = TrainGraph(module, *adamw(module.parameters(), 10), stage)
+        batch = tuple(x.chunk(ranks)[0] for x in case.batch(0, BATCH, torch.float32))
+        graph(*batch)
+        return graph.plan, gz.testing.measure_step(graph, *batch)
+
+
+def equal_memory(plan: Plan, measured: Measured) -> bool:
+    planned, seen = plan.memory.at_peak, measured.at_peak
+    same = all(planned[c] == seen.get(c, 0) for c in CATEGORIES if c not in INSIDE)
+    same = same and sum(planned[c] for c in INSIDE) == sum(seen.get(c, 0) for c in INSIDE)
+    return same and plan.memory.peak == measured.peak
+
+
+def memory_cells(model: str, ranks: int, stage: int, plan: Plan, measured: Measured) -> list[Any]:
+    pairs = [(plan.memory.at_peak[c], measured.at_peak.get(c, 0)) for c in CATEGORIES]
+    pairs.append((plan.memory.peak, measured.peak))
+    cells = [f"{a:,}" if a == b else f"{a:,} ({b:,})" for a, b in pairs]
+    return [model, ranks, stage, *cells, "yes" if equal_memory(plan, measured) else "NO"]
+
+
+def state_cells(model: str, ranks: int, stage: int, plan: Plan) -> list[Any]:
+    planned, formula = plan.memory.model_state / plan.parameters, STATE_BYTES[stage](ranks)
+    return [model, ranks, stage, f"{planned:.3f}", f"{formula:.3f}", f"{planned / formula:.3f}"]
+
+
+def traffic(options: argparse.Namespace) -> bool:
+    runs = {key: measured_traffic(*key) for key in keys(options, SIMPLE, [2, 3, 4])}
+    head = ["model", "ranks", "stage", "Psi", "limit", "collectives", "counted", "bytes planned", "bytes sent"]
+    print(markdown([*head, "of it padding", "equal"], [traffic_cells(*key, *run) for key, run in runs.items()]))
+    return all(equal_traffic(*run) for run in runs.values())
+
+
+def measured_traffic(model: str, ranks: int, stage: int) -> tuple[Plan, list[Sent]]:
+    case = CASES[model]
+    module, place = case.model(), gz.placement("cpu", range(ranks), virtual=True)
+    graph = TrainGraph(module, *adamw(module.parameters(), 10), stage, place)
+    batch = case.batch(0, BATCH, torch.float32)
+    graph(*batch)
+    return graph.plan, gz.testing.trace_step(graph, *batch)
+
+
+def equal_traffic(plan: Plan, sent: list[Sent]) -> bool:
+    """Whether each call of the plan was made, in order, with these bytes."""
+    planned = [(c.kind, c.axis, c.bytes) for c in plan.collectives]
+    return planned == [(c.kind, c.axis, c.nbytes) for c in sent]
+
+
+def traffic_cells(model: str, ranks: int, stage: int, plan: Plan, sent: list[Sent]) -> list[Any]:
+    limit = VOLUME_LIMIT[stage] * (ranks - 1) / ranks
+    return [
+        model, ranks, stage, f"{plan.comm_volume:.3f}", f"{limit:.3f}", len(plan.collectives), len(sent),
+        f"{plan.comm_bytes:,.0f}", f"{sum(one.nbytes for one in sent):,.0f}", f"{plan.padding_bytes:,.0f}",
+        "yes" if equal_traffic(plan, sent) else "NO",
+    ]  # fmt: skip
+
+
+TABLES: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "parity": parity, "layouts": layouts, "memory": memory, "traffic": traffic, "checkpoints": checkpoints,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--full", action="store_true", help="the whole grid")
+    parser.add_argument("--models", nargs="+", choices=CASES, help="only these models")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="parity: only these optimizers")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="parity: only these dtypes")
+    parser.add_argument("--virtual", nargs="*", type=int, help="parity: numbers of virtual ranks")
+    parser.add_argument("--gloo", nargs="*", type=int, help="parity: numbers of gloo processes")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts: only these")
+    parser.add_argument("--ranks", nargs="+", type=int, help="memory and traffic: numbers of ranks")
+    options = options_of(parser)
+    return int(not TABLES[options.table](options))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,17 @@
-"""Layouts: every model, forward, backward and AdamW in float64, on four virtual ranks in every layout at every stage.
+"""Layouts of four ranks, Graphs that train a model in them, and what the program of such a Graph must not do.
 
-    python bench/layouts.py                       # three models
-    python bench/layouts.py --full                # all of them
-    python bench/layouts.py --models llama --layouts "dp2 x tp2"
-
-Layouts: data parallel, data x tensor parallel, tensor parallel, and two data axes, ZeRO over both or over the inner.
-Per row: the largest relative difference of a loss from plain PyTorch's at each stage over five steps (the limit is
-1e-6), the largest difference of a parameter or buffer, seconds for capture, passes and steps of all stages, and what
-one rank sends in a step on each axis, at stage 0 and 3.
+``grid.py layouts`` prints the table.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
 import torch
-from _run import markdown, options_of
 from models import CASES, OPTIMIZERS, bert, gpt2, t5, vit
-from parity import BATCH, Cell, Trained, TrainGraph, difference, plain
+from parity import BATCH, Cell, Trained, TrainGraph, plain
 from torch import fx
 from weight_splits import PLANS, parallelise
 
@@ -142,56 +130,3 @@ def _made_from_batch(graph: TrainGraph) -> list[fx.Node]:
         if node.op == "call_function" and made.intersection(node.all_input_nodes):
             made.add(node)
     return [n for n in graph.program.nodes if n in made and value.is_tensor(n) and value.phase_of(n) in _PHASES]
-
-
-# ---- the table
-
-
-HEAD = ("model", "layout", *(f"stage {stage}" for stage in STAGES), "parameters", "seconds", "sent at stage 0", "at 3")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all models")
-    parser.add_argument("--models", nargs="+", choices=CASES)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    options = options_of(parser)
-    models = options.models or (MODELS if options.full else ["mlp", "gpt2, 4 heads", "llama"])
-    started, beyond, rows = time.perf_counter(), 0, []
-    for model in models:
-        for name in options.layouts:
-            cells, worst = row(model, name)
-            rows.append(cells)
-            beyond += not worst <= LIMIT
-            print(f"{model}, {name}: {worst:.0e}", file=sys.stderr, flush=True)
-    print(markdown(HEAD, rows))
-    print(f"\n{len(rows)} rows in {time.perf_counter() - started:.0f} s; {beyond} beyond {LIMIT}")
-    return 1 if beyond else 0
-
-
-def row(model: str, name: str) -> tuple[list[str], float]:
-    """A line of the table, and the largest difference of a loss in it."""
-    layout, wanted, started = LAYOUTS[name], reference(model), time.perf_counter()
-    losses, tensors, sent = dict.fromkeys(STAGES, ""), [], dict.fromkeys(STAGES, "")
-    worst = 0.0
-    for stage in layout.stages:
-        graph = graph_of(model, layout, stage)
-        found = difference(train(graph, model), wanted)
-        losses[stage] = f"{found.loss:.0e}"
-        worst = max(worst, found.loss)
-        tensors.append(found.tensor)
-        sent[stage] = wire(graph)
-    seconds = f"{time.perf_counter() - started:.0f}"
-    return [model, name, *losses.values(), f"{max(tensors):.0e}", seconds, sent[0], sent[3]], worst
-
-
-def wire(graph: TrainGraph) -> str:
-    """kB that one rank sends in a step, by axis."""
-    nbytes: Counter[str] = Counter()
-    for c in graph.plan.collectives:
-        nbytes[c.axis] += c.bytes  # type: ignore[assignment]
-    return ", ".join(f"{axis} {nbytes[axis] / 1e3:.0f} kB" for axis in graph.placement.names)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Eleven models in every layout of four ranks: the losses of plain PyTorch, and batches that stay split.
 
-The whole table is ``bench/layouts.py --full``.
+The whole table is ``bench/grid.py layouts --full``.
 """
 
 import sys

@@ -8,13 +8,12 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import memory
+import grid
 import overhead
 import pytest
-import traffic
 from models import CASES
 
-memory_of, traffic_of = cache(memory.one), cache(traffic.one)
+memory_of, traffic_of = cache(grid.measured_memory), cache(grid.measured_traffic)
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -22,21 +21,21 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])
 def test_planned_bytes_are_those_of_real_storages_to_the_byte(model, stage):
     plan, measured = memory_of(model, 4, stage)
-    assert memory.equal(plan, measured), memory.row(model, 4, stage, plan, measured)
+    assert grid.equal_memory(plan, measured), grid.memory_cells(model, 4, stage, plan, measured)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_state_is_that_of_the_papers_but_for_step_counters(stage):
     plan, _ = memory_of("gpt2", 4, stage)
-    assert plan.memory.model_state / plan.parameters == pytest.approx(memory.FORMULAS[stage](4), rel=1e-3)
+    assert plan.memory.model_state / plan.parameters == pytest.approx(grid.STATE_BYTES[stage](4), rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt2"])
 def test_every_planned_collective_runs_in_order_with_the_planned_bytes(model, stage):
     plan, sent = traffic_of(model, 4, stage)
-    assert traffic.equal(plan, sent), traffic.row(model, 4, stage, plan, sent)
-    limit = traffic.LIMIT[stage] * 3 / 4
+    assert grid.equal_traffic(plan, sent), grid.traffic_cells(model, 4, stage, plan, sent)
+    limit = grid.VOLUME_LIMIT[stage] * 3 / 4
     assert plan.comm_volume == pytest.approx(limit) if stage < 3 else plan.comm_volume <= limit
 
 
@@ -49,7 +48,7 @@ def test_batch_norm_moves_statistics_and_no_activations(stage):
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [(memory, "--models mlp"), (traffic, "--models mlp"), (overhead, "--parameters 10 --calls 5")],
+    [(grid, "memory --models mlp"), (grid, "traffic --models mlp"), (overhead, "--parameters 10 --calls 5")],
     ids=lambda one: getattr(one, "__name__", one),
 )
 @pytest.mark.filterwarnings("ignore:.*no gradient reaches")
@@ -73,7 +72,7 @@ def same_environment():
 @pytest.mark.parametrize(
     "command",
     [
-        "grid --models mlp --virtual 2 --gloo",
+        "grid parity --models mlp --virtual 2 --gloo",
         "scale --layers 1",
         "scale --llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
@@ -93,5 +92,5 @@ def test_a_benchmark_of_several_processes_prints_a_table(command, monkeypatch, c
 
 @pytest.mark.slow
 def test_a_benchmark_is_a_script():
-    done = subprocess.run([sys.executable, BENCH / "traffic.py", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Traffic" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, BENCH / "grid.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "traffic" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""A Graph on n ranks trains as plain PyTorch does in one process: a chosen part of bench/grid.py."""
+"""A Graph on n ranks trains as plain PyTorch does in one process: a chosen part of bench/grid.py parity."""
 
 from functools import cache
 

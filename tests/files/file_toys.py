@@ -67,7 +67,7 @@ def at_stage(graph, stage):
 def goes_on(folder, world, source):
     """A run at each stage, saved and loaded again, and one that goes on from what ``source`` has saved at another.
 
-    ``bench/matrix.py`` has all pairs.
+    ``bench/grid.py checkpoints`` has all pairs.
     """
     rank = dist.get_rank()
     graph = train_in(world, 10 + rank)

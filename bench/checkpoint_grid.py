@@ -1,9 +1,4 @@
-"""Does a run go on from any checkpoint?  ``python bench/matrix.py``.
-
-A model with a tie, running statistics, dropout and a frozen part is trained at every stage in every world (1 to 4 gloo
-processes, and 2 x 2 with a tensor axis) and saved; new processes load each of these at every stage in every world, and
-go on.  The table has the largest difference of a loss from what the saved run had, by world.
-"""
+"""The table of checkpoints of ``grid.py``: saved at every stage in every world, and loaded so."""
 
 from __future__ import annotations
 
@@ -16,25 +11,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _run import markdown, on_gloo, options_of
+from _run import markdown, on_gloo
 
 import graphzero as gz
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "files"))
 from file_toys import SIZES, STEPS, WORLDS, at_stage, losses, train_in  # noqa: E402
 
+LIMIT = 1e-9  # of a difference of losses
 Losses = dict[str, list[float]]
 
 
-def main() -> None:
-    options_of(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
-    with tempfile.TemporaryDirectory() as made:
+def checkpoints(options: argparse.Namespace) -> bool:
+    """Print the table; whether a run goes on to the bit from its own checkpoint, and elsewhere within 1e-9."""
+    del options
+    with tempfile.TemporaryDirectory() as folder:
         for ranks in range(1, 5):
-            on_gloo(ranks, save, made)
-        expected = told(made, "saved")
+            on_gloo(ranks, save, folder)
+        expected = read_losses(folder, "saved")
         for ranks in range(1, 5):
-            on_gloo(ranks, load, made)
-        report(expected, told(made, "loaded"))
+            on_gloo(ranks, load, folder)
+        return report(expected, read_losses(folder, "loaded"))
 
 
 def graphs(rank: int, ranks: int, seed: int) -> Iterator[tuple[str, gz.Graph]]:
@@ -46,39 +43,39 @@ def graphs(rank: int, ranks: int, seed: int) -> Iterator[tuple[str, gz.Graph]]:
                 yield f"{world}, stage {stage}", graph
 
 
-def save(rank: int, made: str) -> None:
+def save(rank: int, folder: str) -> None:
     ranks = torch.distributed.get_world_size()
-    found = {}
+    results = {}
     for name, graph in graphs(rank, ranks, seed=0):
         losses(graph, 0, STEPS)
-        gz.save(graph, Path(made, "files", name))
-        found[name] = losses(graph, STEPS, STEPS)
-    tell(rank, made, f"saved-{ranks}", found)
+        gz.save(graph, Path(folder, "files", name))
+        results[name] = losses(graph, STEPS, STEPS)
+    write_losses(rank, folder, f"saved-{ranks}", results)
 
 
-def load(rank: int, made: str) -> None:
+def load(rank: int, folder: str) -> None:
     ranks = torch.distributed.get_world_size()
-    found = {}
+    results = {}
     for name, graph in graphs(rank, ranks, seed=10):
-        for saved in sorted(Path(made, "files").iterdir()):
+        for saved in sorted(Path(folder, "files").iterdir()):
             gz.load(graph, saved)
-            found[f"{name} from {saved.name}"] = losses(graph, STEPS, STEPS)
-    tell(rank, made, f"loaded-{ranks}", found)
+            results[f"{name} from {saved.name}"] = losses(graph, STEPS, STEPS)
+    write_losses(rank, folder, f"loaded-{ranks}", results)
 
 
-def tell(rank: int, made: str, name: str, found: Losses) -> None:
+def write_losses(rank: int, folder: str, name: str, results: Losses) -> None:
     if rank == 0:
-        Path(made, f"{name}.json").write_text(json.dumps(found))
+        Path(folder, f"{name}.json").write_text(json.dumps(results))
 
 
-def told(made: str, kind: str) -> Losses:
-    found: Losses = {}
-    for file in Path(made).glob(f"{kind}-*.json"):
-        found |= json.loads(file.read_text())
-    return found
+def read_losses(folder: str, kind: str) -> Losses:
+    results: Losses = {}
+    for file in Path(folder).glob(f"{kind}-*.json"):
+        results |= json.loads(file.read_text())
+    return results
 
 
-def report(expected: Losses, loaded: Losses) -> None:
+def report(expected: Losses, loaded: Losses) -> bool:
     worst = dict.fromkeys(itertools.product(WORLDS, WORLDS), 0.0)
     for target, source in itertools.product(expected, expected):
         pair = target.split(",")[0], source.split(",")[0]
@@ -91,7 +88,4 @@ def report(expected: Losses, loaded: Losses) -> None:
     rows = [[target, *(f"{worst[target, source]:.1e}" for source in WORLDS)] for target in WORLDS]
     print(f"{len(expected)} x {len(expected)} pairs; from itself each goes on to the bit\n")
     print(markdown(["loaded in, saved in", *WORLDS], rows))
-
-
-if __name__ == "__main__":
-    main()
+    return max(worst.values()) <= LIMIT
