@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph
 from torch import Tensor, nn
-
-import graphzero as gz
 
 D = torch.float64
 ROWS = 4
@@ -183,15 +182,5 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (out * y).mean() + out.square().mean(), out
 
 
-class Train(gz.Graph):
-    def __init__(self, case: Case, model: nn.Module):
-        super().__init__(gz.placement("cpu", range(case.ranks), virtual=True))
-        self.model = model
-        self.add_optimizer(case.optimizer(model))
-        if case.stage:
-            self.config.enable_zero(stage=case.stage)
-
-    def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        found, out = loss(self.model, x, y)
-        found.backward()
-        return found, out
+def graph_of(case: Case, model: nn.Module) -> TrainGraph:
+    return TrainGraph(model, loss, case.optimizer(model), placement=case.ranks, stage=case.stage)

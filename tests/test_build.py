@@ -15,12 +15,13 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph, mse
 from torch import Tensor, nn
-from user_steps import Train, adam, batch, eager_step, mlp, same
+from user_steps import adam, batch, eager_step, mlp, mse_graph, same
 
 
 def test_build_may_call_methods_and_read_attributes_which_may_change():
-    class Helped(Train):
+    class Helped(TrainGraph):
         factor = 3.0
 
         def scaled(self, out):
@@ -29,7 +30,7 @@ def test_build_may_call_methods_and_read_attributes_which_may_change():
         def build(self, x, y):
             return self.scaled(self.model(x))
 
-    graph, (x, y) = Helped(mlp()), batch(0)
+    graph, (x, y) = Helped(mlp(), mse), batch(0)
     graph.shift = torch.ones(3, dtype=torch.float64)
 
     def check():
@@ -62,35 +63,35 @@ class Weight:
 SHARED = torch.tensor(2.0)
 
 
-def a_list(graph: Train, scale: float) -> None:
+def a_list(graph: TrainGraph, scale: float) -> None:
     graph.scales[0] = scale
 
 
-def a_dict_of_tensors(graph: Train, scale: float) -> None:
+def a_dict_of_tensors(graph: TrainGraph, scale: float) -> None:
     graph.named["scale"] = torch.tensor(scale)
 
 
-def a_tensor_in_a_dict(graph: Train, scale: float) -> None:
+def a_tensor_in_a_dict(graph: TrainGraph, scale: float) -> None:
     graph.named["scale"].fill_(scale)
 
 
-def a_plain_object(graph: Train, scale: float) -> None:
+def a_plain_object(graph: TrainGraph, scale: float) -> None:
     graph.weight.scale = scale
 
 
-def another_plain_object(graph: Train, scale: float) -> None:
+def another_plain_object(graph: TrainGraph, scale: float) -> None:
     graph.weight = Weight(scale)
 
 
-def an_object_of_a_module(graph: Train, scale: float) -> None:
+def an_object_of_a_module(graph: TrainGraph, scale: float) -> None:
     graph.model.options.scale = scale
 
 
-def a_partial(graph: Train, scale: float) -> None:
+def a_partial(graph: TrainGraph, scale: float) -> None:
     graph.call = functools.partial(torch.mul, torch.tensor(scale))
 
 
-def a_global_tensor(graph: Train, scale: float) -> None:
+def a_global_tensor(graph: TrainGraph, scale: float) -> None:
     SHARED.fill_(scale)
 
 
@@ -109,7 +110,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_build_reads_in_containers_and_objects_may_change(change):
     SHARED.fill_(2.0)
-    graph = Train(nn.Identity())
+    graph = mse_graph(nn.Identity())
     graph.scales, graph.named, graph.weight = [2.0], {"scale": torch.tensor(2.0)}, Weight(2.0)
     graph.model.options, graph.call = Namespace(scale=2.0), functools.partial(torch.mul, torch.tensor(2.0))
     graph.build = MethodType(lambda self, x: self.model(x) * CHANGES[change](self), graph)
@@ -129,7 +130,7 @@ def times(scale: float) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Train has compiled")
 def test_a_function_that_takes_the_place_of_a_freed_one_is_another():
-    graph = Train(nn.Identity())
+    graph = mse_graph(nn.Identity())
     graph.build = MethodType(lambda self, x: self.change(self.model(x)), graph)
     x = torch.ones(2, 3)
     for scale in range(12):  # addresses come back
@@ -146,7 +147,7 @@ def test_what_build_sets_itself_and_then_reads_makes_no_new_program():
             return x * sum(self.aux) * self.times if self.spare else x
 
     model = Keeps()
-    graph = Train(model)
+    graph = mse_graph(model)
     graph.build = MethodType(lambda self, x: self.model(x), graph)
     x = torch.ones(2, 3)
     with warnings.catch_warnings():
@@ -158,7 +159,7 @@ def test_what_build_sets_itself_and_then_reads_makes_no_new_program():
 
 
 def test_a_changed_number_of_a_module_is_seen_and_the_old_program_serves_the_old_one():
-    graph = Train(nn.Sequential(nn.Dropout(0.5), nn.LeakyReLU(0.1)))
+    graph = mse_graph(nn.Sequential(nn.Dropout(0.5), nn.LeakyReLU(0.1)))
     graph.build = lambda x, y: graph.model(x)
     x = torch.full((12, 6), -1.0, dtype=torch.float64)
     assert 0 < (graph(x, x) == 0).sum() < x.numel()
@@ -177,11 +178,11 @@ AWAY = [torch.ones(3, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0], dtype=
 
 @pytest.mark.parametrize("which", range(2))
 def test_a_tensor_that_is_no_attribute_is_seen_when_it_is_written_to(which):
-    class Reads(Train):
+    class Reads(TrainGraph):
         def build(self, x, y):
             return self.model(x) * AWAY[which] * self.held[0] * self.shown
 
-    graph, (x, y) = Reads(mlp()), batch(0)
+    graph, (x, y) = Reads(mlp(), mse), batch(0)
     graph.held, graph.shown = [torch.tensor(2.0, dtype=torch.float64)], torch.tensor(1.0, dtype=torch.float64)
 
     def check():
@@ -203,11 +204,11 @@ def test_a_tensor_that_is_no_attribute_is_seen_when_it_is_written_to(which):
 
 
 def test_a_tensor_that_keeps_changing_is_named_in_the_warning():
-    class Reads(Train):
+    class Reads(TrainGraph):
         def build(self, x, y):
             return self.model(x) * AWAY[0]
 
-    graph = Reads(nn.Identity())
+    graph = Reads(nn.Identity(), mse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(10):
@@ -236,7 +237,7 @@ def test_a_number_that_an_optimizer_keeps_in_itself_is_seen_when_it_changes():
     model = mlp()
     twin = copy.deepcopy(model)
     mine, its = Factored(model.parameters()), Factored(twin.parameters())
-    graph = Train(model, mine, 2, lr_sch=torch.optim.lr_scheduler.StepLR(mine, 100))
+    graph = mse_graph(model, mine, 2, scheduler=torch.optim.lr_scheduler.StepLR(mine, 100))
     programs = []
     for step, change in enumerate(({}, {}, {"factor": 0.5}, {"signed": True}, {})):
         for optimizer in (mine, its):
@@ -250,7 +251,7 @@ def test_a_number_that_an_optimizer_keeps_in_itself_is_seen_when_it_changes():
 
 def test_an_attribute_that_build_does_not_read_makes_no_new_program():
     model = mlp()
-    graph = Train(model, adam(model))
+    graph = mse_graph(model, adam(model))
     for step in range(3):
         model.steps_done, graph.epoch = step, float(step)
         graph(*batch(step))
@@ -259,7 +260,7 @@ def test_an_attribute_that_build_does_not_read_makes_no_new_program():
 
 
 def test_what_keeps_changing_is_named_in_the_warning():
-    graph = Train(nn.Sequential(nn.LeakyReLU(0.1)))
+    graph = mse_graph(nn.Sequential(nn.LeakyReLU(0.1)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(10):
@@ -288,7 +289,7 @@ class Containers(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_in_lists_and_dicts_are_trained(stage):
     model, twin = Containers().double(), Containers().double()
-    graph, other = Train(model, adam(model), stage), adam(twin)
+    graph, other = mse_graph(model, adam(model), stage), adam(twin)
     for number in range(3):
         torch.testing.assert_close(graph(*batch(number)), eager_step(twin, other, number))
         same(model, twin)
@@ -296,7 +297,7 @@ def test_parameters_in_lists_and_dicts_are_trained(stage):
 
 def test_hooks_of_all_kinds_are_part_of_the_step_also_when_they_change():
     model, twin = mlp(), mlp()
-    graph, other = Train(model, adam(model), stage=2), adam(twin)
+    graph, other = mse_graph(model, adam(model), stage=2), adam(twin)
     number = iter(range(100))
 
     def step():
@@ -337,7 +338,7 @@ def test_hooks_that_forward_itself_adds_are_added_once():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that build sets an attribute
-        graph = Train(Lazy())
+        graph = mse_graph(Lazy())
         graph(*batch(0))
     assert not graph.model.inner._forward_hooks
     graph.model(batch(0)[0])
@@ -346,7 +347,7 @@ def test_hooks_that_forward_itself_adds_are_added_once():
 
 
 def test_several_losses_with_a_backward_each_add_up():
-    class Two(Train):
+    class Two(TrainGraph):
         def build(self, x, y):
             out = self.model(x)
             first, second = F.mse_loss(out, y), out.abs().mean()
@@ -356,7 +357,7 @@ def test_several_losses_with_a_backward_each_add_up():
             return first, second
 
     model, twin = mlp(), mlp()
-    graph, other = Two(model, adam(model), stage=2), adam(twin)
+    graph, other = Two(model, mse, adam(model), stage=2), adam(twin)
     for number in range(2):
         graph(*batch(number))
         other.zero_grad()
@@ -378,13 +379,13 @@ CLIPS = {
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_build_may_clip_gradients(stage, clip):
-    class Clipped(Train):
+    class Clipped(TrainGraph):
         def build(self, x, y):
             F.mse_loss(self.model(x), y).backward()
             return CLIPS[clip](self.model)
 
     model, twin = mlp(), mlp()
-    graph = Clipped(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    graph = Clipped(model, mse, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     other = torch.optim.SGD(twin.parameters(), lr=0.1)
     for number in range(2):
         norm = graph(*batch(number))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import start_as_torchrun
+from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero.cli import main
@@ -144,16 +145,10 @@ def _run(rank: int, output: Path, options: list[str]) -> None:
     dist.destroy_process_group()
 
 
-class Train(gz.Graph):
-    def __init__(self):
-        super().__init__(gz.placement("cpu", [0], virtual=True))
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def gelu_graph() -> TrainGraph:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return TrainGraph(model, mean_square, optimizer, placement=gz.placement("cpu", [0], virtual=True))
 
 
 def scaled(times, by):
@@ -162,7 +157,7 @@ def scaled(times, by):
 
 
 def test_with_the_shares_of_a_step_its_ops_take_as_long_as_they_took():
-    graph, x = Train(), torch.randn(512, 64)
+    graph, x = gelu_graph(), torch.randn(512, 64)
     device = measured_device(graph, (x,), {}, repeat=3)
     one = gz.testing.profile_step(graph, x)
     times = [scaled(one, by) for by in (1.1, 1.0, 0.9)]  # of one machine at one time, whatever else it does

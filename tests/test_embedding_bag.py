@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,17 +43,13 @@ class Bags(nn.Module):
         return self.head(self.bag(words, offsets, scales))
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, where: gz.Placement, stage: int):
-        super().__init__(where)
-        self.model = model
-        self.add_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-        self.config.enable_zero(stage > 0, stage=stage or 2)
+def sum_of_squares(model, *words: Tensor) -> Tensor:
+    return model(*words).square().sum()
 
-    def build(self, *words: Tensor) -> Tensor:
-        loss = self.model(*words).square().sum()
-        loss.backward()
-        return loss
+
+def adam_graph(model: nn.Module, where: gz.Placement, stage: int) -> TrainGraph:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return TrainGraph(model, sum_of_squares, optimizer, placement=where, stage=stage)
 
 
 def placed(name: str) -> gz.Placement:
@@ -86,7 +83,7 @@ def test_bags_of_one_length_train_split_as_in_plain_pytorch(kind: str, place: st
     inputs = [(words,) for words in batches(9 if place == "uneven" else ROWS)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        graph = Train(model, where, stage)
+        graph = adam_graph(model, where, stage)
         losses = [graph(*words).item() for words in inputs]
     expected, state = eager(Bags(**KINDS[kind]).to(D), inputs)
     assert losses == pytest.approx(expected, rel=1e-12)
@@ -99,7 +96,7 @@ def test_bags_of_one_length_train_split_as_in_plain_pytorch(kind: str, place: st
 def test_bags_cut_by_offsets_are_right_and_a_warning_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_warning, "_warned", set())
     words = [(batch.flatten(), torch.tensor([0, 3, 4, 9, 20, 21, 30, 38])) for batch in batches(ROWS)]
-    graph = Train(Bags("mean").to(D), placed("dp"), 3)
+    graph = adam_graph(Bags("mean").to(D), placed("dp"), 3)
     with pytest.warns(GatheredBatchWarning, match=r"whole gradient of model.bag.weight: aten._embedding_bag"):
         losses = [graph(*each).item() for each in words]
     assert losses == pytest.approx(eager(Bags("mean").to(D), words)[0], rel=1e-12)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import nn
 
 import graphzero as gz
@@ -28,21 +29,14 @@ def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-class Train(gz.Graph):
-    def __init__(self, model, optimizer=None, stage=0, placement=None, **options):
-        super().__init__(placement or virtual())
-        self.model = model
-        if optimizer is not None:
-            self.add_optimizer(optimizer, **options)
-        if stage:
-            self.config.enable_zero(stage=stage)
+def output_and_loss(model, x, y):
+    out = model(x)
+    loss = nn.functional.mse_loss(out, y)
+    return {"out": out, "loss": loss}
 
-    def build(self, x, y):
-        out = self.model(x)
-        loss = nn.functional.mse_loss(out, y)
-        if self._source.optimizers:
-            loss.backward()
-        return {"out": out, "loss": loss}
+
+def mse_graph(model, optimizer=None, stage=0, placement=None, **options) -> TrainGraph:
+    return TrainGraph(model, output_and_loss, optimizer, placement=placement or virtual(), stage=stage, **options)
 
 
 def eager_step(model, optimizer, x, y, clip=None):
@@ -64,7 +58,7 @@ def test_steps_are_those_of_eager_pytorch(stage):
     model, twin = mlp(), mlp()
     optimizer, twin_optimizer = sgd(model), sgd(twin)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (1 + i)) for o in (optimizer, twin_optimizer)]
-    graph = Train(model, optimizer, stage, lr_sch=schedulers[0], clip_grad_norm=0.5)
+    graph = mse_graph(model, optimizer, stage, scheduler=schedulers[0], clip=0.5)
     for step in range(3):
         found = graph(*batch(step))
         out, loss, norm = eager_step(twin, twin_optimizer, *batch(step), clip=0.5)
@@ -86,7 +80,7 @@ def test_steps_are_those_of_eager_pytorch(stage):
 def test_parameters_keep_identity_on_virtual_ranks_and_say_how_they_lie(stage):
     model = mlp()
     before = list(model.parameters())
-    graph = Train(model, sgd(model), stage)
+    graph = mse_graph(model, sgd(model), stage)
     graph(*batch(0))
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
     assert gz.sbp.of(model[0].weight) == ((gz.sbp.S(0),) if stage == 3 else (gz.sbp.B,))
@@ -95,7 +89,7 @@ def test_parameters_keep_identity_on_virtual_ranks_and_say_how_they_lie(stage):
 def test_eager_steps_may_stand_between_calls():
     model, twin = mlp(), mlp()
     optimizer, other = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, twin))
-    graph = Train(model, optimizer, 2)
+    graph = mse_graph(model, optimizer, 2)
     for step in range(4):
         (graph if step % 2 else lambda x, y: eager_step(model, optimizer, x, y))(*batch(step))
         eager_step(twin, other, *batch(step))
@@ -107,7 +101,7 @@ def test_eager_steps_may_stand_between_calls():
 
 def test_one_program_serves_equal_calls_and_other_shapes_make_another():
     model = mlp()
-    graph = Train(model, sgd(model), 3)
+    graph = mse_graph(model, sgd(model), 3)
     graph(*batch(0))
     first = graph.program
     graph(*batch(1))
@@ -120,7 +114,7 @@ def test_one_program_serves_equal_calls_and_other_shapes_make_another():
 
 def test_modes_and_requires_grad_are_part_of_the_key():
     model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).double()
-    graph = Train(model, sgd(model))
+    graph = mse_graph(model, sgd(model))
     graph(*batch(0))
     with_dropout = str(graph.program)
     model.eval()
@@ -135,7 +129,7 @@ def test_modes_and_requires_grad_are_part_of_the_key():
 def test_a_change_of_the_configuration_compiles_anew_from_the_same_capture():
     model, twin = mlp(), mlp()
     optimizer, other = sgd(model), sgd(twin)
-    graph = Train(model, optimizer)
+    graph = mse_graph(model, optimizer)
     for step, stage in enumerate((0, 1, 3, 2)):
         if stage:
             graph.config.enable_zero(stage=stage)
@@ -149,7 +143,7 @@ def test_a_change_of_the_configuration_compiles_anew_from_the_same_capture():
 def test_add_param_group_compiles_once_more():
     model, twin = mlp(), mlp()
     optimizers = [torch.optim.Adam(m[0].parameters(), lr=0.01) for m in (model, twin)]
-    graph = Train(model, optimizers[0], 2)
+    graph = mse_graph(model, optimizers[0], 2)
     for step in range(4):
         if step == 2:
             for optimizer, m in zip(optimizers, (model, twin), strict=True):
@@ -164,7 +158,7 @@ def test_add_param_group_compiles_once_more():
 def test_a_learning_rate_set_by_hand_is_read_and_a_guarded_one_compiles_anew():
     model, twin = mlp(), mlp()
     optimizers = [sgd(m, weight_decay=0.1) for m in (model, twin)]
-    graph = Train(model, optimizers[0], 1)
+    graph = mse_graph(model, optimizers[0], 1)
     for step in range(3):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
@@ -176,7 +170,7 @@ def test_a_learning_rate_set_by_hand_is_read_and_a_guarded_one_compiles_anew():
 
 
 def test_many_programs_warn_and_say_what_keeps_changing():
-    graph = Train(mlp())
+    graph = mse_graph(mlp())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(1, 11):
@@ -189,7 +183,7 @@ def test_compile_runs_nothing_and_takes_meta_tensors():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    graph = Train(model, optimizer, 3)
+    graph = mse_graph(model, optimizer, 3)
     x, y = (t.to("meta", torch.float32) for t in batch(0))
     assert graph.compile(x, y) is graph
     assert graph.is_compiled and not optimizer.state and model[0].weight.is_meta
@@ -200,7 +194,7 @@ def test_compile_runs_nothing_and_takes_meta_tensors():
 
 def test_an_evaluation_graph_shares_the_model_and_sees_its_updates():
     model = mlp()
-    train, evaluate = Train(model, sgd(model), 3), Train(model)
+    train, evaluate = mse_graph(model, sgd(model), 3), mse_graph(model)
     for step in range(2):
         train(*batch(step))
         found = evaluate(*batch(9))
@@ -214,7 +208,7 @@ def test_batch_norm_sees_the_global_batch_and_keeps_its_buffers():
         return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
 
     model, twin = make(), make()
-    graph, other = Train(model, sgd(model), 2), sgd(twin)
+    graph, other = mse_graph(model, sgd(model), 2), sgd(twin)
     for step in range(2):
         graph(*batch(step))
         eager_step(twin, other, *batch(step))
@@ -242,7 +236,7 @@ def test_nested_inputs_are_named_by_path_and_outputs_keep_their_structure():
 
 
 def test_inputs_that_cannot_be_split_are_refused_with_sizes():
-    graph = Train(mlp())
+    graph = mse_graph(mlp())
     with pytest.raises(gz.CaptureError, match=r"dim 0 is 6 = 1 x 4 \+ 2.*drop_last"):
         graph(*batch(0, rows=6))
     x, y = batch(0)
@@ -273,7 +267,7 @@ def test_set_input_says_how_one_input_lies():
 def test_random_draws_differ_between_steps_and_repeat_from_a_seed():
     def run(n):
         torch.manual_seed(3)
-        graph = Train(nn.Dropout(0.5), placement=virtual(n))
+        graph = mse_graph(nn.Dropout(0.5), placement=virtual(n))
         x = torch.ones(8, 3)
         return [graph(x, x)["out"] for _ in range(2)]
 
@@ -287,14 +281,7 @@ def test_a_world_of_one_needs_no_process_group():
     model, twin = mlp(), mlp()
     optimizer, other = sgd(model), sgd(twin)
 
-    class One(Train):
-        def __init__(self):
-            gz.Graph.__init__(self, name="one")
-            self.model = model
-            self.add_optimizer(optimizer)
-            self.config.enable_zero(stage=3)
-
-    graph = One()
+    graph = TrainGraph(model, output_and_loss, optimizer, placement=None, stage=3, name="one")
     graph(*batch(0))
     eager_step(twin, other, *batch(0))
     assert graph.placement.size == 1 and graph.name == "one" and not torch.distributed.is_initialized()
@@ -338,13 +325,13 @@ def test_mistakes_in_the_class_are_named():
         NoInit()
     with pytest.raises(gz.ConfigError, match="no program yet"):
         NoBuild(virtual()).program  # noqa: B018
-    graph = Train(nn.Linear(2, 2), sgd(mlp()))
+    graph = mse_graph(nn.Linear(2, 2), sgd(mlp()))
     with pytest.raises(gz.ConfigError, match="self.model = model"):
         graph(*batch(0))
 
 
 def test_attributes_that_a_graph_cannot_use_are_refused():
-    graph = Train(nn.Linear(2, 2), None)
+    graph = mse_graph(nn.Linear(2, 2), None)
     with pytest.raises(gz.ConfigError, match="another name"):
         graph.config = {"width": 3}
     with pytest.raises(gz.ConfigError, match="ModuleList"):
@@ -355,7 +342,7 @@ def test_attributes_that_a_graph_cannot_use_are_refused():
 
 def test_another_module_in_the_place_of_one_makes_another_program():
     torch.manual_seed(0)
-    graph = Train(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1)).double(), None)
+    graph = mse_graph(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1)).double(), None)
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
     graph(x, y)
     graph.model[1] = nn.Tanh()
@@ -369,7 +356,7 @@ def test_a_users_pass_runs_behind_the_one_it_names():
         seen.append(graph.level)
         return graph
 
-    graph = Train(mlp())
+    graph = mse_graph(mlp())
     graph.config.add_pass(look)
     graph.config.add_pass(look, after="dead_code")
     graph.compile(*batch(0))
@@ -379,7 +366,7 @@ def test_a_users_pass_runs_behind_the_one_it_names():
 
 def test_repr_shows_configuration_parameters_and_program():
     model = mlp()
-    graph = Train(model, sgd(model), 3)
+    graph = mse_graph(model, sgd(model), 3)
     assert "not compiled" in repr(graph)
     graph(*batch(0))
     text = repr(graph)

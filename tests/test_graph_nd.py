@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from graphs import TrainGraph
 from inside import executor_of
 from test_plan_measured import Net, Storages
 from torch import nn
@@ -87,21 +88,15 @@ def loss_of(model, x, y):
     return F.cross_entropy(out, y) if out.dim() > 1 else out.pow(2).mean()
 
 
-class Train(gz.Graph):
-    def __init__(self, make, placement, stage=0, axis=None, optimizer=torch.optim.AdamW, prepare=None):
-        super().__init__(placement)
-        torch.manual_seed(0)
-        self.model = make().to(D)
-        if prepare is not None:
-            prepare(self.model, placement)
-        self.add_optimizer(optimizer(self.model.parameters(), lr=1e-2), clip_grad_norm=0.5)
-        if stage:
-            self.config.enable_zero(stage=stage, axis=axis)
-
-    def build(self, x, y):
-        loss = loss_of(self.model, x, y)
-        loss.backward()
-        return loss
+def adamw_graph(
+    make, placement, stage=0, axis=None, optimizer=torch.optim.AdamW, prepare=None, loss_fn=loss_of
+) -> TrainGraph:
+    torch.manual_seed(0)
+    model = make().to(D)
+    if prepare is not None:
+        prepare(model, placement)
+    optimizer = optimizer(model.parameters(), lr=1e-2)
+    return TrainGraph(model, loss_fn, optimizer, placement=placement, clip=0.5, stage=stage, axis=axis)
 
 
 def plain(make, steps=2, optimizer=torch.optim.AdamW):
@@ -120,7 +115,7 @@ def plain(make, steps=2, optimizer=torch.optim.AdamW):
 def check_stages(make, placement, axis):
     """One Graph, which is captured once, takes each step at another stage."""
     twin, losses = plain(make, steps=4)
-    graph = Train(make, placement)
+    graph = adamw_graph(make, placement)
     for step, loss in enumerate(losses):
         graph.config.enable_zero(step > 0, stage=step or 2, axis=axis)
         found = graph(*batch_of(graph.model, step))
@@ -131,7 +126,7 @@ def check_stages(make, placement, axis):
 
 def check(make, placement, stage, axis=None, prepare=None):
     twin, losses = plain(make)
-    graph = Train(make, placement, stage, axis, prepare=prepare)
+    graph = adamw_graph(make, placement, stage, axis, prepare=prepare)
     for step, loss in enumerate(losses):
         torch.testing.assert_close(graph(*batch_of(graph.model, step)), loss.detach(), rtol=1e-11, atol=1e-11)
     for (name, ours), theirs in zip(graph.model.named_parameters(), twin.parameters(), strict=True):
@@ -225,7 +220,7 @@ def test_hybrid_sharding_scatters_inside_and_sums_the_shards_outside():
 
 
 def test_without_tensor_parallel_pins_nothing_is_sent_along_a_tensor_axis_at_any_stage():
-    one, two = Train(mlp, place((2,), ("dp",))), Train(mlp, place((2, 2), ("dp", "tp")))
+    one, two = adamw_graph(mlp, place((2,), ("dp",))), adamw_graph(mlp, place((2, 2), ("dp", "tp")))
     for stage in (0, 1, 2, 3):
         for graph in (one, two):
             graph.config.enable_zero(stage > 0, stage=stage or 2)
@@ -253,7 +248,7 @@ def test_parameters_split_over_a_tensor_axis_keep_that_and_shard_over_the_data_a
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_program_on_two_axes_prints_and_reads_back(stage):
-    graph = Train(mlp, place(), stage)
+    graph = adamw_graph(mlp, place(), stage)
     graph.compile(*batch_of(graph.model, 0))
     text = str(graph.program)
     assert str(gz.parse(text)) == text
@@ -270,14 +265,11 @@ def test_a_program_on_two_axes_prints_and_reads_back(stage):
     ],
 )
 def test_memory_and_traffic_are_the_plans_to_the_byte(shape, names, axis, stage):
-    class Measured(Train):
-        def build(self, ids, labels):
-            loss = F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
-            loss.backward()
-            return loss
+    def token_loss(model, ids, labels):
+        return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
     with gz.testing.fake_world(prod(shape)):
-        graph = Measured(Net, place(shape, names, virtual=False), stage, axis)
+        graph = adamw_graph(Net, place(shape, names, virtual=False), stage, axis, loss_fn=token_loss)
         batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
         graph(*batch)
         gc.collect()
@@ -292,9 +284,9 @@ def test_memory_and_traffic_are_the_plans_to_the_byte(shape, names, axis, stage)
 
 
 def test_checkpoints_of_virtual_grids_load_on_a_line_and_back():
-    graph = Train(mlp, place(), 3)
+    graph = adamw_graph(mlp, place(), 3)
     graph(*batch_of(graph.model, 0))
-    for other in (Train(mlp, place((4,), ("dp",)), 2), Train(mlp, place((2, 4)), 1, "dp_shard")):
+    for other in (adamw_graph(mlp, place((4,), ("dp",)), 2), adamw_graph(mlp, place((2, 4)), 1, "dp_shard")):
         other.load_state_dict(graph.state_dict())
         torch.testing.assert_close(other(*batch_of(graph.model, 1)), graph(*batch_of(graph.model, 1)))
         graph = other

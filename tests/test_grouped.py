@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero.inspect.float64_step import Wide
@@ -46,16 +47,8 @@ class Experts(torch.nn.Module):
         return torch.nn.functional.grouped_mm(hidden.relu(), self.down, offs=groups)
 
 
-class Train(gz.Graph):
-    def __init__(self, model, placement):
-        super().__init__(placement)
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def sgd_graph(model, placement) -> TrainGraph:
+    return TrainGraph(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), placement=placement)
 
 
 def test_experts_whose_weights_are_split_train_as_plain_pytorch_does():
@@ -66,7 +59,7 @@ def test_experts_whose_weights_are_split_train_as_plain_pytorch_does():
     gz.to_global(model.up, place, S(2))
     gz.to_global(model.down, place, S(1))
     with pytest.warns(UserWarning, match="no axis of"):
-        graph = Train(model, place)
+        graph = sgd_graph(model, place)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for step in range(2):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))

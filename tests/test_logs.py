@@ -16,26 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from graphs import TrainGraph, mean_square
+from torch import nn
 
 import graphzero as gz
 from graphzero.logs import progress, records
 from graphzero.logs.progress import phase, working
 
 
-class Train(gz.Graph):
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Linear(8, 8)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-        if dtype is not None:
-            self.config.enable_amp(dtype=dtype, init_scale=2.0**10)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def linear_graph(dtype: torch.dtype | None = None) -> TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    graph = TrainGraph(model, mean_square, torch.optim.AdamW(model.parameters()))
+    if dtype is not None:
+        graph.config.enable_amp(dtype=dtype, init_scale=2.0**10)
+    return graph
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +84,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_file_has_an_event_for_each_program_that_is_made_and_for_each_return_to_one(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "log.jsonl"
     gz.set_logs(file=path)
-    graph = Train()
+    graph = linear_graph()
     for rows in (4, 4, 8, 4):
         graph(torch.randn(rows, 8))
     found = lines_of(path)
@@ -108,7 +103,7 @@ def test_a_file_has_an_event_for_each_program_that_is_made_and_for_each_return_t
 def test_a_compile_that_fails_is_an_event_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     gz.set_logs(file=path)
-    graph = Train()
+    graph = linear_graph()
     graph.build = lambda x: x if x.sum() > 0 else -x  # type: ignore[method-assign]
     with pytest.raises(gz.CaptureError):
         graph(torch.randn(4, 8))
@@ -118,7 +113,7 @@ def test_a_compile_that_fails_is_an_event_with_its_error(tmp_path: Path) -> None
 
 def test_records_of_the_logger_carry_the_event_and_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "graphzero"):
-        Train()(torch.randn(4, 8))
+        linear_graph()(torch.randn(4, 8))
     (done,) = [record for record in caplog.records if getattr(record, "event", "") == "compile_done"]
     assert done.fields["graph"] == "Train" and "compiled in" in done.getMessage()  # type: ignore[attr-defined]
 
@@ -126,7 +121,7 @@ def test_records_of_the_logger_carry_the_event_and_its_fields(caplog: pytest.Log
 def test_steps_and_skipped_steps_are_events_where_they_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     gz.set_logs(file=path, steps=True)
-    graph = Train(torch.float16)
+    graph = linear_graph(torch.float16)
     graph(torch.randn(4, 8))
     graph(torch.full((4, 8), float("inf")))
     found = [line for line in lines_of(path) if line["event"].startswith("step")]
@@ -139,7 +134,7 @@ def test_steps_and_skipped_steps_are_events_where_they_are_asked_for(tmp_path: P
 
 def test_checkpoints_are_events(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    graph = Train()
+    graph = linear_graph()
     graph(torch.randn(4, 8))
     gz.set_logs(file=path)
     saved = gz.save(graph, tmp_path / "run")
@@ -202,7 +197,7 @@ def work(clock: Clock, parts: dict[str, float], speaks: bool | None = None) -> N
 
 def test_a_short_compile_says_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", out := io.StringIO())
-    Train()(torch.randn(4, 8))
+    linear_graph()(torch.randn(4, 8))
     work(clock, {"capture": 1.4, "propagate": 0.5})
     assert out.getvalue() == ""
 
@@ -264,7 +259,7 @@ def test_the_passes_of_a_compile_are_shown_as_they_run(monkeypatch: pytest.Monke
         return graph
 
     monkeypatch.setattr(progress, "EVERY", {True: 0.02, False: 0.02})
-    graph = Train()
+    graph = linear_graph()
     graph.config.add_pass(slow_pass, after="zero")
     graph(torch.randn(4, 8))
     assert "compiling Train: slow_pass (part" in shown[0]

@@ -10,9 +10,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph
 from inside import failing, program_of
 from torch import Tensor, nn
-from user_steps import Train, adam, batch, eager_step, mlp, same, virtual
+from user_steps import adam, batch, eager_step, mlp, mse_graph, same, virtual
 
 import graphzero as gz
 
@@ -25,8 +26,8 @@ def test_two_graphs_eager_steps_and_an_evaluation_take_turns(stages, shared):
     model, twin = mlp(), mlp()
     optimizers = [adam(model)] * 2 if shared else [adam(model), torch.optim.SGD(model.parameters(), lr=0.1)]
     others = [adam(twin)] * 2 if shared else [adam(twin), torch.optim.SGD(twin.parameters(), lr=0.1)]
-    graphs = [Train(model, o, stage, virtual(3)) for o, stage in zip(optimizers, stages, strict=True)]
-    evaluate = Train(model, placement=virtual(2))
+    graphs = [mse_graph(model, o, stage, virtual(3)) for o, stage in zip(optimizers, stages, strict=True)]
+    evaluate = mse_graph(model, placement=virtual(2))
     for number, turn in enumerate((0, 1, "eager 0", 1, "eager 1", 0, 0, "evaluate", 1, "eager 0", 0)):
         if turn == "evaluate":
             x, y = batch(number)
@@ -44,7 +45,7 @@ def test_two_graphs_eager_steps_and_an_evaluation_take_turns(stages, shared):
 def test_a_parameter_group_and_a_module_added_later_are_trained():
     model, twin = mlp(), mlp()
     pairs = [(m, torch.optim.Adam(m[0].parameters(), lr=0.01, eps=1e-3)) for m in (model, twin)]
-    graph = Train(model, pairs[0][1], stage=2)
+    graph = mse_graph(model, pairs[0][1], stage=2)
     for number in range(5):
         for m, optimizer in pairs if number in (2, 3) else ():
             if number == 3:
@@ -59,7 +60,7 @@ def test_a_parameter_group_and_a_module_added_later_are_trained():
 
 def test_a_gradient_of_a_parameter_that_no_optimizer_holds_is_cleared_too():
     model = mlp()
-    graph = Train(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    graph = mse_graph(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
     F.mse_loss(model(batch(0)[0]), batch(0)[1]).backward()
     graph(*batch(0))
     assert all(p.grad is None for p in model.parameters())
@@ -70,7 +71,7 @@ def test_a_gradient_of_a_parameter_that_no_optimizer_holds_is_cleared_too():
 
 def test_zero_splits_over_an_axis_of_any_name():
     model, twin = mlp(), mlp()
-    graph, other = Train(model, adam(model), placement=virtual(3, names=("dp_a",))), adam(twin)
+    graph, other = mse_graph(model, adam(model), placement=virtual(3, names=("dp_a",))), adam(twin)
     graph.config.enable_zero(axis="dp_a", stage=3)
     for number in range(2):
         graph(*batch(number))
@@ -81,7 +82,7 @@ def test_zero_splits_over_an_axis_of_any_name():
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "", ("dp_a", "dp_a"), (), 3, ("dp_a", 0)])
 def test_an_axis_that_is_not_there_is_refused(axis):
-    config = Train(mlp(), placement=virtual(3, names=("dp_a",))).config
+    config = mse_graph(mlp(), placement=virtual(3, names=("dp_a",))).config
     with pytest.raises(gz.ConfigError, match="'dp_a'"):
         config.enable_zero(axis=axis)
 
@@ -92,7 +93,7 @@ def test_an_axis_that_is_not_there_is_refused(axis):
 @pytest.mark.parametrize("stages", [(3, 0, 3, 2), (3, 2, 1, 3)])
 def test_parameters_come_back_whole_when_the_stage_no_longer_splits_them(stages):
     model, twin = mlp(), mlp()
-    graph, other = Train(model, adam(model)), adam(twin)
+    graph, other = mse_graph(model, adam(model)), adam(twin)
     for number, stage in enumerate(stages):
         graph.config.enable_zero(bool(stage), stage=stage or 2)
         graph(*batch(number))
@@ -106,7 +107,7 @@ def test_parameters_come_back_whole_when_the_stage_no_longer_splits_them(stages)
 # ---- a call that ends with an exception
 
 
-def fails(graph: Train, phase: str, error: BaseException, *given: Tensor) -> None:
+def fails(graph: TrainGraph, phase: str, error: BaseException, *given: Tensor) -> None:
     """A call that ends with ``error`` in a step of ``phase``."""
     at = 0 if phase == "forward" else len(program_of(graph).steps) - 1
     with failing(graph, at, error, done=phase != "forward"), pytest.raises(type(error)):
@@ -116,7 +117,7 @@ def fails(graph: Train, phase: str, error: BaseException, *given: Tensor) -> Non
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_step_that_fails_before_its_update_may_be_made_again(stage):
     model, twin = mlp(), mlp()
-    graph, other = Train(model, adam(model), stage, virtual(3)), adam(twin)
+    graph, other = mse_graph(model, adam(model), stage, virtual(3)), adam(twin)
     for number in range(3):
         if number == 1:
             fails(graph, "forward", torch.OutOfMemoryError("no more"), *batch(7))
@@ -129,7 +130,7 @@ def test_a_step_that_fails_before_its_update_may_be_made_again(stage):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("odd")], ids=["interrupt", "error"])
 def test_after_an_exception_within_the_update_a_checkpoint_is_asked_for(error, stage):
     model, twin = mlp(), mlp()
-    graph, other = Train(model, adam(model), stage, virtual(3)), adam(twin)
+    graph, other = mse_graph(model, adam(model), stage, virtual(3)), adam(twin)
     graph(*batch(0))
     saved = copy.deepcopy(graph.full_state_dict())
     fails(graph, "update", error, *batch(1))

@@ -171,7 +171,7 @@ def test_any_line_of_passes_gives_a_program_that_computes_the_same_or_a_message(
 # ---- a mistake is reported by a text and a line
 
 
-class Train(gz.Graph):
+class ScaledGraph(gz.Graph):
     def __init__(self, stage: int) -> None:
         super().__init__(gz.placement("cpu", [[0, 1], [2, 3]], names=("dp_a", "dp_b"), virtual=True))
         torch.manual_seed(0)
@@ -206,7 +206,7 @@ SETTINGS = {
 def test_a_graphs_first_program_and_the_line_of_its_passes_give_every_program_of_its_history(
     stage: int, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    graph = Train(stage)
+    graph = ScaledGraph(stage)
     SETTINGS[setting](graph.config)
     graph.compile(torch.randn(8, 8), torch.ones(4))
     path = tmp_path / "step.txt"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -119,18 +120,9 @@ def loss_of(model, ids, labels):
     return F.cross_entropy(getattr(scores, "logits", scores).flatten(0, 1), labels.flatten())
 
 
-class Train(gz.Graph):
-    def __init__(self, model, mesh, stage=0):
-        super().__init__(mesh)
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, ids, labels):
-        loss = loss_of(self.model, ids, labels)
-        loss.backward()
-        return loss
+def adamw_graph(model, mesh, stage=0) -> TrainGraph:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    return TrainGraph(model, loss_of, optimizer, placement=mesh, stage=stage)
 
 
 def eager(model):
@@ -165,7 +157,7 @@ def compare(make, plan, stages):
     stages = stages if mesh.ndim > 1 else (0,) * STEPS
     twin, model = prepared(make, plan, mesh), prepared(make, plan, mesh)
     held = dict(model.named_parameters())
-    graph = Train(model, mesh)
+    graph = adamw_graph(model, mesh)
     for step, (stage, loss) in enumerate(zip(stages, eager(twin), strict=True)):
         graph.config.enable_zero(stage > 0, stage=stage or 2)
         where = f"stage {stage} of {stages[: step + 1]}: "
@@ -199,7 +191,7 @@ def check_llama_of_the_transformers_package():
 def check_the_module_still_runs_eagerly_afterwards():
     mesh = mesh_of_all()
     model = prepared(Model, tensor_plan, mesh)
-    graph = Train(model, mesh)
+    graph = adamw_graph(model, mesh)
     graph(*share(0, mesh))
     after = loss_of(model, *batch(1)).detach()
     torch.testing.assert_close(after, graph(*share(1, mesh)))
@@ -207,7 +199,7 @@ def check_the_module_still_runs_eagerly_afterwards():
 
 def check_checkpoints_go_from_a_parallelised_module_to_a_plain_one_and_back():
     mesh = mesh_of_all()
-    graph, plain = Train(prepared(Model, tensor_plan, mesh), mesh), Train(Model().to(D), mesh)
+    graph, plain = adamw_graph(prepared(Model, tensor_plan, mesh), mesh), adamw_graph(Model().to(D), mesh)
     graph(*share(0, mesh))
     plain.load_state_dict(graph.full_state_dict())
     losses = [g(*share(1, mesh)) for g in (graph, plain)]

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph
 from inside import executor_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,26 +59,21 @@ class Net(nn.Module):
         return self.head(h)
 
 
-class Train(gz.Graph):
-    def __init__(self, stage, clip):
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Net()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()), clip_grad_norm=clip)
-        if stage:
-            self.config.enable_zero(stage=stage)
+def token_loss(model, ids, labels):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
-    def build(self, ids, labels):
-        loss = nn.functional.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
-        loss.backward()
-        return loss
+
+def clipped_graph(stage, clip) -> TrainGraph:
+    torch.manual_seed(0)
+    model = Net()
+    return TrainGraph(model, token_loss, torch.optim.AdamW(model.parameters()), placement=None, clip=clip, stage=stage)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_the_peak_of_a_call_is_the_plans_to_the_byte_at_every_stage(ranks, clip):
     with gz.testing.fake_world(ranks):
-        graph = Train(0, clip)
+        graph = clipped_graph(0, clip)
         for stage in (0, 1, 2, 3):
             graph.config.enable_zero(stage > 0, stage=stage or 2)
             check_peak(graph, stage)
@@ -102,7 +98,7 @@ def check_peak(graph, stage, rows=2):
 def test_every_collective_of_a_call_is_in_the_plan_with_its_bytes():
     for stage in (0, 1, 2, 3):
         with gz.testing.fake_world(4):
-            graph = Train(stage, 1.0)
+            graph = clipped_graph(stage, 1.0)
             batch = torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long)
             graph(*batch)
             graph._source.world.trace = []

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -17,17 +18,9 @@ def grid():
     return gz.placement("cpu", [[0, 1], [2, 3]], virtual=True)
 
 
-class Train(gz.Graph):
-    def __init__(self):
-        super().__init__(grid())
-        self.model = nn.Linear(8, 4)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.config.enable_zero(stage=3)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def linear_graph() -> TrainGraph:
+    model = nn.Linear(8, 4)
+    return TrainGraph(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), placement=grid(), stage=3)
 
 
 @pytest.fixture
@@ -95,7 +88,7 @@ def test_a_file_of_something_else_is_refused(config, tmp_path, text, word):
 
 
 def test_a_change_of_links_compiles_anew_and_the_old_program_is_found_again():
-    graph, x = Train(), torch.ones(4, 8)
+    graph, x = linear_graph(), torch.ones(4, 8)
     first = graph.compile(x).program
     graph.config.set_links(BOTH)
     assert graph.compile(x).program is not first
@@ -104,7 +97,7 @@ def test_a_change_of_links_compiles_anew_and_the_old_program_is_found_again():
 
 
 def test_a_plan_tells_the_seconds_of_each_collective_and_of_all():
-    graph, x = Train(), torch.ones(4, 8)
+    graph, x = linear_graph(), torch.ones(4, 8)
     graph.config.set_links(BOTH)
     plan = graph.compile(x).plan
     of = {"dp": SLOW, "tp": FAST}
@@ -118,6 +111,6 @@ def test_a_plan_tells_the_seconds_of_each_collective_and_of_all():
 
 
 def test_a_plan_without_links_says_nothing_of_seconds():
-    plan = Train().compile(torch.ones(4, 8)).plan
+    plan = linear_graph().compile(torch.ones(4, 8)).plan
     assert plan.comm_seconds is None and all(call.seconds is None for call in plan.collectives)
     assert "alone" not in str(plan)

@@ -4,26 +4,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import nn
 
 import graphzero as gz
 
 
-class Train(gz.Graph):
-    """Two layers, dropout, and tensors that build makes itself."""
+def shifted_loss(model, x):
+    """Of a tensor that the step makes itself."""
+    return (model(x) + torch.arange(2)).pow(2).mean()
 
-    def __init__(self):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        with torch.device("cpu"):
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1), clip_grad_norm=1.0)
-        self.config.enable_zero(stage=2)
 
-    def build(self, x):
-        loss = (self.model(x) + torch.arange(2)).pow(2).mean()
-        loss.backward()
-        return loss
+def dropout_graph(kind=TrainGraph):
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+    return kind(model, shifted_loss, torch.optim.AdamW(model.parameters(), lr=0.1), clip=1.0, stage=2)
 
 
 AROUND = {
@@ -36,10 +32,10 @@ AROUND = {
 @pytest.mark.parametrize("name", AROUND)
 def test_steps_and_states_are_those_without_the_setting(name):
     x = torch.randn(4, 4)
-    plain = Train()
+    plain = dropout_graph()
     expected = [plain(x) for _ in range(3)], plain.full_state_dict()["modules"]["model"]
     with AROUND[name]():
-        graph = Train()
+        graph = dropout_graph()
         found = [graph(x) for _ in range(2)]
         saved = graph.full_state_dict()
         graph.load_state_dict(saved)
@@ -55,7 +51,7 @@ def test_steps_and_states_are_those_without_the_setting(name):
 def test_the_default_device_stays_what_it_was():
     torch.set_default_device("meta")
     try:
-        Train()(torch.randn(4, 4, device="cpu"))
+        dropout_graph()(torch.randn(4, 4, device="cpu"))
         assert torch.get_default_device().type == "meta"
         assert torch.empty(1).is_meta
     finally:
@@ -64,21 +60,21 @@ def test_the_default_device_stays_what_it_was():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_anomaly_mode_stays_what_it_was_also_if_build_sets_it(inside):
-    class Sets(Train):
+    class Sets(TrainGraph):
         def build(self, x):
             with torch.autograd.detect_anomaly(check_nan=False) if inside else nullcontext():
                 return super().build(x)
 
     with pytest.warns(UserWarning, match="Anomaly") if inside else nullcontext():
-        Sets().compile(torch.randn(4, 4))
+        dropout_graph(Sets).compile(torch.randn(4, 4))
     assert not torch.is_anomaly_enabled()
 
 
 def test_build_may_not_set_the_default_device():
-    class Sets(Train):
+    class Sets(TrainGraph):
         def build(self, x):
             torch.set_default_device("cpu")
             return super().build(x)
 
     with pytest.raises(gz.CaptureError, match=r"sets torch's default device(.|\n)*test_settings_of_torch.py"):
-        Sets().compile(torch.randn(4, 4))
+        dropout_graph(Sets).compile(torch.randn(4, 4))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -31,18 +32,8 @@ class Words(nn.Module):
         return self.head(self.norm(self.words(ids)))
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        self.model = model
-        self.add_optimizer(optimizer)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss = self.model(ids).square().mean()
-        loss.backward()
-        return loss
+def square_graph(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> TrainGraph:
+    return TrainGraph(model, mean_square, optimizer, stage=stage)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -98,7 +89,7 @@ def test_tensors_that_share_memory_and_are_not_one_are_refused_where_one_is_writ
     model = Words()
     share(model)
     known = copy.deepcopy(model.state_dict())
-    graph = Train(model, adam(model), stage)
+    graph = square_graph(model, adam(model), stage)
     for _ in range(2):
         with pytest.raises(ConfigError, match=REFUSED[share]):
             graph(torch.arange(8))
@@ -136,7 +127,7 @@ def test_tensors_that_share_a_storage_or_are_only_read_train_as_in_plain_pytorch
     share(model)
     share(plain)
     optimizer, ids = adam(plain), torch.arange(8)
-    graph = Train(model, adam(model), stage)
+    graph = square_graph(model, adam(model), stage)
     for _ in range(3):
         optimizer.zero_grad()
         loss = plain(ids).square().mean()
@@ -154,17 +145,17 @@ def test_a_parameter_in_memory_that_can_only_be_read_is_refused_and_a_frozen_one
     np.save(tmp_path / "weight.npy", np.ones((8, 4)))
     model = Words()
     model.head.weight = nn.Parameter(torch.from_numpy(np.load(tmp_path / "weight.npy", mmap_mode="r")))
-    graph = Train(model, adam(model), stage)
+    graph = square_graph(model, adam(model), stage)
     with pytest.raises(ConfigError, match="parameter model.head.weight lies in memory that can only be read"):
         graph(torch.arange(8))
     model.head.weight.requires_grad_(False)
-    Train(model, adam(model), stage)(torch.arange(8))
+    square_graph(model, adam(model), stage)(torch.arange(8))
     assert bool((model.head.weight == 1).all())
 
 
 def test_memory_that_tensors_come_to_share_between_two_calls_is_noticed() -> None:
     model = Words()
-    graph = Train(model, adam(model), 0)
+    graph = square_graph(model, adam(model), 0)
     graph(torch.arange(8))
     data_of_another(model)
     with pytest.raises(ConfigError, match="share memory"):
@@ -174,7 +165,7 @@ def test_memory_that_tensors_come_to_share_between_two_calls_is_noticed() -> Non
 def test_an_optimizer_state_that_is_the_parameter_itself_is_refused() -> None:
     model = Words()
     optimizer = adam(model)
-    graph = Train(model, optimizer, 0)
+    graph = square_graph(model, optimizer, 0)
     graph(torch.arange(8))
     weight = model.head.weight
     optimizer.state[weight]["exp_avg"] = weight.detach()
@@ -193,7 +184,7 @@ def test_parameters_on_the_meta_device_that_share_memory_do_not_come_to_life_apa
     with torch.device("meta"):
         model = Words()
         data_of_another(model)
-    graph = Train(model, adam(model), 0)
+    graph = square_graph(model, adam(model), 0)
     with pytest.raises(ConfigError, match="share memory"):
         gz.materialize(graph)
 
@@ -202,9 +193,9 @@ def test_parameters_on_the_meta_device_that_share_memory_do_not_come_to_life_apa
 def test_a_constant_beside_a_parameter_in_one_storage_is_a_constant() -> None:
     rows = torch.randn(10, 4, dtype=torch.float64)
 
-    class Scaled(Train):
+    class Scaled(TrainGraph):
         def __init__(self, model: Words):
-            super().__init__(model, adam(model), 0)
+            super().__init__(model, mean_square, adam(model))
             self.scale, self.alias = rows[8], rows[7]
             self.aliased = False
 
@@ -248,7 +239,7 @@ class Keeping(torch.optim.Optimizer):
 )
 def test_optimizer_states_that_share_memory_are_refused(keeps: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
     model = Words()
-    graph = Train(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
+    graph = square_graph(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
     with pytest.raises(CaptureError, match=r"Keeping keeps in state\['kept'\] a tensor that shares memory"):
         graph(torch.arange(8))
 
@@ -258,7 +249,7 @@ def test_optimizer_states_that_begin_as_copies_of_parameters_train_as_in_plain_p
         return p.detach().clone()
 
     model, plain, ids = Words(), Words(), torch.arange(8)
-    graph = Train(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
+    graph = square_graph(model, Keeping([model.words.weight, model.head.weight], keeps), 0)
     optimizer = Keeping([plain.words.weight, plain.head.weight], keeps)
     for _ in range(4):
         optimizer.zero_grad()

@@ -7,22 +7,19 @@ import random
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
 
 
-class Train(gz.Graph):
-    def __init__(self):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.add_optimizer(self.optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5))
-        self.config.enable_zero(stage=2)
-
-    def build(self, x):
-        self.model(x).square().mean().backward()
+def batch_norm_graph() -> TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return TrainGraph(
+        model, mean_square, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), stage=2
+    )
 
 
 JUNK = (
@@ -87,7 +84,7 @@ def assert_same(found, wanted, what):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mutated_state_dict_means_what_it_says_or_changes_nothing(seed, trained):
     chance = random.Random(seed)
-    saved, graph = Train(), Train()
+    saved, graph = batch_norm_graph(), batch_norm_graph()
     for step in range(2):
         saved(torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))
     good = saved.full_state_dict()
@@ -115,7 +112,7 @@ def test_a_mutated_state_dict_means_what_it_says_or_changes_nothing(seed, traine
                 there = {p for p in there if trained or p[0] == "modules" or p[3] not in absent}
                 assert not there, f"{what}: taken although something is missing"
             if not trained:
-                graph = Train()
+                graph = batch_norm_graph()
     assert refused > 50
     graph.load_state_dict(good)
     assert_same(graph.full_state_dict(), good, "the state dict as it was")
@@ -151,7 +148,7 @@ WRONG = {
 @pytest.mark.parametrize("trained", [False, True])
 def test_what_is_wrong_is_named_by_its_path(what, trained):
     change, text = WRONG[what]
-    saved, graph = Train(), Train()
+    saved, graph = batch_norm_graph(), batch_norm_graph()
     saved(torch.ones(8, 4))
     if trained:
         graph(torch.ones(8, 4))
@@ -165,4 +162,4 @@ def test_what_is_wrong_is_named_by_its_path(what, trained):
 
 def test_a_graph_that_is_pickled_says_what_to_save():
     with pytest.raises(gz.ConfigError, match="state_dict"):
-        pickle.dumps(Train())
+        pickle.dumps(batch_norm_graph())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from random_forms import Case, Train
+from random_forms import Case, graph_of
 from random_forms import loss as plain_loss
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def test_random_models_over_values_that_lie_in_every_way_train_as_in_plain_pytor
     monkeypatch.setattr(arena, "COST", 1)
     case = Case(seed)
     plain, model = case.model(), case.model()
-    optimizer, graph = case.optimizer(plain), Train(case, model)
+    optimizer, graph = case.optimizer(plain), graph_of(case, model)
     for number in range(3):
         x, y = case.batch(number)
         optimizer.zero_grad()

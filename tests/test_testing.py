@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph, mean_square
 from torch import nn
 from toys import lower, step
 
@@ -213,24 +214,14 @@ def test_accept_says_where_there_is_nothing_to_rewrite(sample: Sample) -> None:
 # ---- fake_world
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, stage: int):
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        if stage:
-            self.config.enable_zero(True, stage=stage)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+def adamw_graph(model: nn.Module, stage: int) -> TrainGraph:
+    return TrainGraph(model, mean_square, torch.optim.AdamW(model.parameters(), lr=1e-3), placement=None, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_graph_in_a_fake_world_compiles_and_plans_for_all_its_ranks(stage: int) -> None:
     with fake_world(8):
-        graph = Train(nn.Linear(16, 32), stage)
+        graph = adamw_graph(nn.Linear(16, 32), stage)
         graph.compile(torch.randn(4, 16))
         share = 8 if stage == 3 else 1
         assert graph.plan.memory["parameters"] == (16 * 32 + 32) * 4 // share
@@ -241,7 +232,7 @@ def test_a_graph_in_a_fake_world_compiles_and_plans_for_all_its_ranks(stage: int
 def test_a_call_in_a_fake_world_runs_this_ranks_program() -> None:
     with fake_world(4, rank=3):
         assert (dist.get_world_size(), dist.get_rank()) == (4, 3)
-        graph = Train(nn.Linear(7, 3), 3)
+        graph = adamw_graph(nn.Linear(7, 3), 3)
         loss = graph(torch.randn(2, 7))
         assert loss.shape == ()
         weight = next(iter(graph.model.parameters()))

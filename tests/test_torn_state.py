@@ -4,24 +4,15 @@ import copy
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from inside import program_of
 from torch import nn
 
 import graphzero as gz
 
 
-class Train(gz.Graph):
-    def __init__(self, model, optimizer=None):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        self.model = model
-        if optimizer is not None:
-            self.add_optimizer(optimizer)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        if self._source.optimizers:
-            loss.backward()
-        return loss
+def square_graph(model, optimizer=None) -> TrainGraph:
+    return TrainGraph(model, mean_square, optimizer)
 
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -35,7 +26,7 @@ def make():
 def torn():
     """A Graph whose last call ended in its update, what was saved before it, and its model."""
     model = make()
-    graph = Train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    graph = square_graph(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     graph(X)
     saved = graph.full_state_dict()
     tear(graph)
@@ -89,9 +80,9 @@ def test_what_was_saved_when_it_was_torn_does_not_lift_it():
 
 def test_other_graphs_over_the_same_tensors_refuse_and_may_load_them():
     graph, saved, model = torn()
-    evaluate = Train(model)
+    evaluate = square_graph(model)
     refuses(evaluate)
-    Train(make())(X)  # of other tensors nothing has happened
+    square_graph(make())(X)  # of other tensors nothing has happened
     evaluate.load_state_dict({"modules": saved["modules"]}, strict=False)
     evaluate(X)
     refuses(graph)  # its moments are still those of half a step
@@ -102,8 +93,8 @@ def test_other_graphs_over_the_same_tensors_refuse_and_may_load_them():
 def test_tensors_that_take_the_place_of_torn_ones_inherit_it_or_are_new():
     graph, _, model = torn()
     gz.to_global(model, graph.placement, gz.sbp.B)
-    refuses(Train(model))
-    assert torch.isfinite(Train(make())(X))
+    refuses(square_graph(model))
+    assert torch.isfinite(square_graph(make())(X))
 
 
 def test_a_load_that_ends_half_way_is_refused_until_another_one_is_whole():
@@ -116,7 +107,7 @@ def test_a_load_that_ends_half_way_is_refused_until_another_one_is_whole():
                 raise OSError("the disk is gone")
 
     model = nn.Sequential(nn.Linear(4, 3), Odd(3, 3))
-    graph = Train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    graph = square_graph(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     graph(X)
     saved = graph.full_state_dict()
     Odd.is_odd = True
@@ -124,7 +115,7 @@ def test_a_load_that_ends_half_way_is_refused_until_another_one_is_whole():
         graph.load_state_dict(saved)
     Odd.is_odd = False
     refuses(graph, "load_state_dict.. ended half way")
-    refuses(Train(model), "load_state_dict.. ended half way")
+    refuses(square_graph(model), "load_state_dict.. ended half way")
     graph.load_state_dict(saved)
     graph(X)
 
@@ -141,7 +132,7 @@ def test_a_buffer_that_no_checkpoint_has_does_not_keep_the_refusal():
             return self.layer(x)
 
     model = Counts()
-    graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    graph = square_graph(model, torch.optim.SGD(model.parameters(), lr=0.1))
     graph(X)
     saved = graph.full_state_dict()
     tear(graph)

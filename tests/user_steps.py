@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph, mse
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -29,20 +30,8 @@ def batch(number: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (6, 3))
 
 
-class Train(gz.Graph):
-    def __init__(self, model, optimizer=None, stage=0, placement=None, **options):
-        super().__init__(placement or virtual())
-        self.model = model
-        if optimizer is not None:
-            self.add_optimizer(optimizer, **options)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x, y):
-        loss = F.mse_loss(self.model(x), y)
-        if self._source.optimizers:
-            loss.backward()
-        return loss
+def mse_graph(model, optimizer=None, stage=0, placement=None, **options) -> TrainGraph:
+    return TrainGraph(model, mse, optimizer, placement=placement or virtual(), stage=stage, **options)
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:

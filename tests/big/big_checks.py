@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from big_toys import Train, in_one_process, init, tokens
+from big_toys import adamw_graph, in_one_process, init, tokens
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +36,7 @@ def share(step, rows):
 
 
 def step_is_that_of_one_process(graph, rows):
-    wanted = Train(gz.placement("cpu", range(4), virtual=True), 0, in_one_process(init, 3))
+    wanted = adamw_graph(gz.placement("cpu", range(4), virtual=True), 0, in_one_process(init, 3))
     for step in range(2):
         torch.testing.assert_close(graph(share(step, rows)), wanted(tokens(step)))
 
@@ -45,7 +45,7 @@ def check_each_rank_comes_to_life_with_its_piece_of_what_one_process_makes():
     for how in (None, init):
         for placement, rows in placements():
             for stage in (1, 3):
-                graph = Train(placement, stage)
+                graph = adamw_graph(placement, stage)
                 torch.manual_seed(3 + dist.get_rank())
                 drawn = torch.get_rng_state()
                 gz.materialize(graph, how)
@@ -76,7 +76,7 @@ def check_pretrained_files_are_read_piece_by_piece():
     wanted = {name: x.half().float() if x.is_floating_point() else x for name, x in model.state_dict().items()}
     for placement, _ in placements():
         for stage in (1, 3):
-            graph = Train(placement, stage)
+            graph = adamw_graph(placement, stage)
             gz.load_pretrained(graph, folder, rename={"base.": ""})
             full = graph.full_state_dict()["modules"]["model"]
             assert full.keys() == wanted.keys() and all(torch.equal(full[name], x) for name, x in wanted.items())
@@ -85,18 +85,18 @@ def check_pretrained_files_are_read_piece_by_piece():
 def check_a_checkpoint_wakes_a_model_on_the_meta_device():
     folder = shared_folder()
     for placement, rows in placements():
-        old = Train(placement, 2, in_one_process(init, 5))
+        old = adamw_graph(placement, 2, in_one_process(init, 5))
         old(share(0, rows))
         gz.save(old, folder / str(rows))
         wanted = old(share(1, rows))
         for stage in (0, 3):
-            new = Train(placement, stage)
+            new = adamw_graph(placement, stage)
             gz.load(new, folder / str(rows))
             torch.testing.assert_close(new(share(1, rows)), wanted)
 
 
 def check_a_stage_3_model_of_the_meta_device_is_whole_again_at_stage_1():
-    graph = Train(gz.placement("cpu", range(4)), 3)
+    graph = adamw_graph(gz.placement("cpu", range(4)), 3)
     gz.materialize(graph, init)
     graph.config.enable_zero(stage=1)
     graph(share(0, 4))

@@ -1,6 +1,7 @@
 """A model with ties, a padding row and running statistics; on the meta device, and as one process makes it."""
 
 import torch
+from graphs import TrainGraph
 from torch import nn
 
 import graphzero as gz
@@ -63,20 +64,15 @@ def tokens(step, rows=8):
     return torch.randint(0, 20, (rows, 5), generator=generator)
 
 
-class Train(gz.Graph):
-    def __init__(self, placement, stage, model=None):
-        super().__init__(placement)
-        self.model = on_meta() if model is None else model
-        if "tp" in placement.names:
-            split = {"wide.*": (gz.sbp.B, gz.sbp.S(0)), "narrow.weight": (gz.sbp.B, gz.sbp.S(1))}
-            gz.to_global(self.model, placement, split)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.add_optimizer(self.optimizer)
-        if stage:
-            self.config.enable_zero(stage=stage)
+def next_token_loss(model, x):
+    logits = model(x)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
-    def build(self, x):
-        logits = self.model(x)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
-        loss.backward()
-        return loss
+
+def adamw_graph(placement, stage, model=None, loss_fn=next_token_loss) -> TrainGraph:
+    model = on_meta() if model is None else model
+    if "tp" in placement.names:
+        split = {"wide.*": (gz.sbp.B, gz.sbp.S(0)), "narrow.weight": (gz.sbp.B, gz.sbp.S(1))}
+        gz.to_global(model, placement, split)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return TrainGraph(model, loss_fn, optimizer, placement=placement, stage=stage)

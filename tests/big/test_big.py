@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from big_toys import Model, Train, in_one_process, init, on_meta, tokens  # noqa: E402
+from big_toys import Model, adamw_graph, in_one_process, init, on_meta, tokens  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 
@@ -17,7 +17,7 @@ VIRTUAL = gz.placement("cpu", range(2), virtual=True)
 
 
 def test_a_virtual_graph_comes_to_life_as_one_process_does():
-    graph = Train(VIRTUAL, 3)
+    graph = adamw_graph(VIRTUAL, 3)
     torch.manual_seed(4)
     gz.materialize(graph, init)
     after = torch.get_rng_state()
@@ -46,7 +46,7 @@ def test_modules_that_have_values_are_no_concern_of_the_default():
 
 
 def test_what_nobody_initialises_is_named_and_nothing_has_changed():
-    graph = Train(VIRTUAL, 0)
+    graph = adamw_graph(VIRTUAL, 0)
     before = list(graph.model.parameters())
     with pytest.raises(gz.ConfigError, match=r"nothing was written to model.embed.weight, model.attend.in_proj_weight"):
         gz.materialize(graph, lambda module: None)
@@ -59,13 +59,13 @@ def test_a_module_without_reset_parameters_is_named():
             super().__init__()
             self.scale = nn.Parameter(torch.empty(3, device="meta"))
 
-    graph = Train(VIRTUAL, 0, nn.Sequential(nn.Linear(2, 2), Scale()))
+    graph = adamw_graph(VIRTUAL, 0, nn.Sequential(nn.Linear(2, 2), Scale()))
     with pytest.raises(gz.ConfigError, match=r"a Scale holds scale and has no reset_parameters; .* init\(module\)"):
         gz.materialize(graph)
 
 
 def test_an_init_that_raises_leaves_all_on_the_meta_device():
-    graph = Train(VIRTUAL, 0)
+    graph = adamw_graph(VIRTUAL, 0)
 
     def fail(module):
         if isinstance(module, nn.MultiheadAttention):
@@ -77,7 +77,7 @@ def test_an_init_that_raises_leaves_all_on_the_meta_device():
 
 
 def test_a_call_before_says_what_to_do():
-    graph = Train(VIRTUAL, 0)
+    graph = adamw_graph(VIRTUAL, 0)
     with pytest.raises(gz.ConfigError, match="meta device"):
         graph(tokens(0))
 
@@ -96,7 +96,7 @@ def saved(tmp_path):
 
 def test_one_of_several_tied_names_is_enough(saved):
     path, model = saved
-    graph = Train(VIRTUAL, 3)
+    graph = adamw_graph(VIRTUAL, 3)
     gz.load_pretrained(graph, path)
     for name, x in model.state_dict().items():
         assert torch.equal(graph.model.state_dict()[name], x), name
@@ -109,7 +109,7 @@ def test_a_file_of_another_model_names_what_is_missing_unexpected_and_of_another
     other.narrow = nn.Linear(24, 9)
     other.more = nn.Linear(2, 2)
     del other.wide
-    graph = Train(VIRTUAL, 0, other)
+    graph = adamw_graph(VIRTUAL, 0, other)
     before = {name: x.clone() for name, x in other.state_dict().items()}
     with pytest.raises(gz.CheckpointError) as error:
         gz.load_pretrained(graph, path / "model.safetensors")
@@ -121,7 +121,7 @@ def test_a_file_of_another_model_names_what_is_missing_unexpected_and_of_another
 
 def test_names_are_mapped_and_left_out(saved):
     path, model = saved
-    graph = Train(VIRTUAL, 0, nn.Sequential(Model()))
+    graph = adamw_graph(VIRTUAL, 0, nn.Sequential(Model()))
     gz.load_pretrained(graph, path, rename={"": "0."})
     assert torch.equal(graph.model[0].wide.weight, model.wide.weight)
     with pytest.raises(gz.CheckpointError, match=r"missing: 0.wide.weight\n"):
@@ -138,7 +138,7 @@ def test_files_that_are_none_are_refused(saved, damage):
         file.write_text("not a model at all")
     elif damage == "folder":
         file.rename(path / "pytorch_model.bin")
-    graph = Train(VIRTUAL, 0)
+    graph = adamw_graph(VIRTUAL, 0)
     wanted = {"short": "cut short", "no file": "cannot be read", "text": "no safetensors", "folder": "may hold code"}
     with pytest.raises(gz.CheckpointError, match=wanted[damage]):
         gz.load_pretrained(graph, path if damage != "no file" else path / "other.safetensors")
@@ -183,7 +183,7 @@ def test_heads_that_no_writer_makes_are_refused(saved, kind):
     path, _ = saved
     file = path / "model.safetensors"
     file.write_bytes(head_of(file.read_bytes(), HEADS[kind]))
-    graph = Train(VIRTUAL, 0)
+    graph = adamw_graph(VIRTUAL, 0)
     with pytest.raises(gz.CheckpointError, match=r"model.safetensors is (no safetensors file|cut short)"):
         gz.load_pretrained(graph, path)
     assert all(p.is_meta for p in graph.model.parameters())
@@ -202,7 +202,7 @@ def test_an_index_of_shards_says_which_file_holds_what(saved, tmp_path):
         (7, "do not stand beside it"),
     ]:  # fmt: skip
         index.write_text(json.dumps({"weight_map": {**names, "norm.bias": "b.safetensors", "wide.bias": bias}}))
-        graph = Train(VIRTUAL, 0)
+        graph = adamw_graph(VIRTUAL, 0)
         if match:
             with pytest.raises(gz.CheckpointError, match=match):
                 gz.load_pretrained(graph, path)
@@ -211,12 +211,12 @@ def test_an_index_of_shards_says_which_file_holds_what(saved, tmp_path):
             assert torch.equal(graph.model.wide.bias, model.wide.bias)
     index.write_text(json.dumps({"weight_map": {**names, "norm.bias": "a.safetensors", "wide.bias": "a.safetensors"}}))
     with pytest.raises(gz.CheckpointError, match="names tensors that are not there: 'norm.bias' in a.safetensors"):
-        gz.load_pretrained(Train(VIRTUAL, 0), path)
+        gz.load_pretrained(adamw_graph(VIRTUAL, 0), path)
 
 
 def test_what_would_lose_values_is_refused(saved):
     path, _ = saved
-    graph = Train(VIRTUAL, 0, Model())
+    graph = adamw_graph(VIRTUAL, 0, Model())
     graph.model.norm.register_buffer("running_mean", torch.zeros(8, dtype=torch.int64))
     with pytest.raises(gz.CheckpointError, match=r"norm.running_mean is torch.int64 here, torch.float32 in the files"):
         gz.load_pretrained(graph, path)
@@ -229,12 +229,12 @@ def test_what_would_lose_values_is_refused(saved):
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 1000])
 def test_a_checkpoint_becomes_files_that_load_elsewhere(tmp_path, shard_bytes):
-    graph = Train(VIRTUAL, 3, in_one_process(init, 3))
+    graph = adamw_graph(VIRTUAL, 3, in_one_process(init, 3))
     graph(tokens(0))
     gz.save(graph, tmp_path / "run")
     files = gz.save_pretrained(tmp_path / "run", tmp_path / "out", shard_bytes=shard_bytes)
     assert len(files) == (1 if shard_bytes > 1000 else 5)
-    other = Train(VIRTUAL, 0, on_meta())
+    other = adamw_graph(VIRTUAL, 0, on_meta())
     gz.load_pretrained(other, tmp_path / "out")
     for name, x in graph.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], x), name
@@ -246,13 +246,7 @@ def test_transformers_loads_what_was_trained_here(tmp_path):
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
 
-    class Hf(Train):
-        def build(self, x):
-            loss = self.model(input_ids=x, labels=x).loss
-            loss.backward()
-            return loss
-
-    graph = Hf(VIRTUAL, 3, model)
+    graph = adamw_graph(VIRTUAL, 3, model, lambda model, x: model(input_ids=x, labels=x).loss)
     gz.materialize(graph, model._init_weights)
     graph(tokens(0))
     gz.save(graph, tmp_path / "run")

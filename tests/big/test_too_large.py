@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent)]
@@ -33,26 +34,18 @@ RANKS, WIDE, LAYERS = 4, 1024, 64  # 268 MB of parameters
 SLACK = 40 << 20  # Python objects, pages of the allocator that hold a little each
 
 
-class Train(gz.Graph):
-    def __init__(self, wide):
-        super().__init__(gz.placement("cpu", range(RANKS)))
-        with torch.device("meta"):
-            self.model = nn.Sequential(*(nn.Linear(wide, wide, bias=False) for _ in range(LAYERS)))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.add_optimizer(self.optimizer)
-        self.config.enable_zero(stage=3)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def bias_free_graph(wide) -> TrainGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(wide, wide, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return TrainGraph(model, mean_square, optimizer, placement=gz.placement("cpu", range(RANKS)), stage=3)
 
 
 def go_through(folder, wide):
     """Everything, twice; returns the losses and what the plan says."""
     x = torch.ones(1, wide)
     torch.manual_seed(0)
-    graph = Train(wide)
+    graph = bias_free_graph(wide)
     gz.materialize(graph)
     found = [float(graph(x)) for _ in range(2)]
     gz.save(graph, folder / "run")
@@ -65,7 +58,7 @@ def go_through(folder, wide):
     graph = None
     for read in (lambda graph: gz.load(graph, folder / "run"), lambda graph: gz.load_pretrained(graph, folder / "out")):
         give_back()
-        graph = Train(wide)
+        graph = bias_free_graph(wide)
         read(graph)
         assert float(graph(x)) == after
         graph = None
@@ -92,7 +85,7 @@ def work(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     go_through(folder / "small", 32)
-    planned = Train(WIDE).compile(torch.ones(1, WIDE)).plan.memory.peak
+    planned = bias_free_graph(WIDE).compile(torch.ones(1, WIDE)).plan.memory.peak
     whole = LAYERS * WIDE * WIDE * 4
     limit = planned + WINDOW + SLACK
     assert limit < whole, f"{planned} and the rest is no less than {whole}, so the limit says nothing"

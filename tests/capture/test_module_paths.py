@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph, mean_square
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,17 +23,9 @@ class Net(nn.Module):
         return self.norm(checkpoint(self.layers[1], x, use_reentrant=False))
 
 
-class Train(gz.Graph):
-    def __init__(self) -> None:
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        self.model = Net()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(stage=3)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def net_graph() -> TrainGraph:
+    model = Net()
+    return TrainGraph(model, mean_square, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)
 
 
 def paths(graph: gz.StepGraph, *ops: str) -> set[tuple[str, str, str]]:
@@ -42,7 +35,7 @@ def paths(graph: gz.StepGraph, *ops: str) -> set[tuple[str, str, str]]:
 
 
 def test_a_value_belongs_to_the_innermost_module_that_ran_its_op_in_the_captured_and_in_the_final_program() -> None:
-    graph = Train().compile(torch.ones(4, 8))
+    graph = net_graph().compile(torch.ones(4, 8))
     wanted = {
         ("addmm", "forward", "model.layers.0"),
         ("addmm", "forward", "model.layers.1"),
@@ -59,7 +52,7 @@ def test_a_value_belongs_to_the_innermost_module_that_ran_its_op_in_the_captured
 
 
 def test_what_is_a_parameter_or_belongs_to_one_belongs_to_its_module_and_the_loss_to_none() -> None:
-    program = Train().compile(torch.ones(4, 8)).program
+    program = net_graph().compile(torch.ones(4, 8)).program
     held = [node for node in program.nodes if (role := value.role_of(node)) and role.of == "model.norm.weight"]
     assert {value.role_of(node).kind for node in held} >= {"param", "state", "gradient"}
     assert {value.module_of(node) for node in held} == {"model.norm"}

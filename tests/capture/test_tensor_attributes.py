@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -42,18 +43,12 @@ class Model(nn.Module):
         return x @ self.weight * self.read(self)
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, stage: int = 0) -> None:
-        super().__init__(V)
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        if stage:
-            self.config.enable_zero(stage=stage)
+def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) ** 2).mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        loss = (self.model(x) ** 2).mean()
-        loss.backward()
-        return loss
+
+def sgd_graph(model: nn.Module, stage: int = 0) -> TrainGraph:
+    return TrainGraph(model, sum_of_squares, torch.optim.SGD(model.parameters(), lr=0.1), placement=V, stage=stage)
 
 
 def eager(model: nn.Module) -> Tensor:
@@ -86,7 +81,7 @@ def test_build_reads_attributes_of_tensors_and_compiles_anew_when_they_change(wh
     model = Model(read)
     model.weight.held, model.weight.number = {"y": 1.0}, torch.ones((), dtype=D)
     other = copy.deepcopy(model)
-    graph = Train(model, stage)
+    graph = sgd_graph(model, stage)
     other.weight.held, other.weight.number = {"y": 1.0}, torch.ones((), dtype=D)  # deepcopy leaves them out
     for one in (model, other):
         put(one, 1.0)
@@ -105,7 +100,7 @@ def test_an_attribute_that_build_sets_on_a_parameter_is_named_in_a_warning() -> 
 
     model = Model(read)
     with pytest.warns(UserWarning, match=r"build sets model.weight.calls, which has no effect"):
-        Train(model)(X)
+        sgd_graph(model)(X)
     assert not hasattr(model.weight, "calls")
 
 
@@ -118,7 +113,7 @@ def test_a_class_of_parameters_keeps_its_methods_and_is_itself(stage: int) -> No
 
     model = Model(read, Packed)
     other = Model(read, Packed)
-    graph = Train(model, stage)
+    graph = sgd_graph(model, stage)
     for _ in range(2):
         torch.testing.assert_close(graph(X), eager(other), rtol=0, atol=1e-9)
     assert type(model.weight) is Packed and gz.check(graph, X)
@@ -132,7 +127,7 @@ class Secret(nn.Parameter):
 
 def test_a_class_that_redefines_torchs_functions_is_refused() -> None:
     with pytest.raises(gz.CaptureError, match=r"model.weight is a Secret(.|\n)*plain nn.Parameter"):
-        Train(Model(lambda m: 1.0, Secret))(X)
+        sgd_graph(Model(lambda m: 1.0, Secret))(X)
 
 
 def test_a_step_sees_the_class_and_the_tensors_of_a_parameter() -> None:
@@ -151,7 +146,7 @@ def test_a_step_sees_the_class_and_the_tensors_of_a_parameter() -> None:
         return model, Masked(model.parameters())
 
     (model, optimizer), (other, plain) = made(), made()
-    graph = Train(model)
+    graph = sgd_graph(model)
     graph._source.optimizers[0].optimizer = optimizer
     for _ in range(2):
         loss = (other(X) ** 2).mean()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import TrainGraph, loss_of_model
 from torch import nn
 
 import graphzero as gz
@@ -30,18 +31,10 @@ def batches(steps=STEPS):
     return [tuple(x.cuda()) for x in found]
 
 
-class Train(gz.Graph):
-    def __init__(self, net, stage, ranks=2):
-        super().__init__(gz.placement("cuda", range(ranks), virtual=True))
-        self.model = net
-        self.add_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3), clip_grad_norm=1.0)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x, y):
-        loss = self.model(x, y)
-        loss.backward()
-        return loss
+def clipped_graph(net, stage, ranks=2) -> TrainGraph:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    place = gz.placement("cuda", range(ranks), virtual=True)
+    return TrainGraph(net, loss_of_model, optimizer, placement=place, clip=1.0, stage=stage)
 
 
 def losses(graph, steps=STEPS):
@@ -52,18 +45,18 @@ def losses(graph, steps=STEPS):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_are_the_whole_batch(stage):
-    wanted = losses(Train(model(torch.float64), stage))
+    wanted = losses(clipped_graph(model(torch.float64), stage))
     for parts in (2, 4):
-        graph = Train(model(torch.float64), stage)
+        graph = clipped_graph(model(torch.float64), stage)
         graph.config.set_gradient_accumulation_steps(parts)
         torch.testing.assert_close(losses(graph), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_micro_batches_are_recorded_in_a_cuda_graph():
-    graph = Train(model(), 2, ranks=1)
+    graph = clipped_graph(model(), 2, ranks=1)
     graph.config.set_gradient_accumulation_steps(4)
     graph.config.set_cuda_graph()
-    torch.testing.assert_close(losses(graph), losses(Train(model(), 2, ranks=1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses(graph), losses(clipped_graph(model(), 2, ranks=1)), rtol=1e-4, atol=1e-4)
     assert "CUDA graph" in repr(graph)
 
 
@@ -92,7 +85,7 @@ def plain(dtype):
 def test_mixed_precision_trains_as_plain_torch_with_the_same_casts(stage, dtype):
     wanted = plain(dtype)
     for parts in (1, 2):
-        graph = Train(model(), stage)
+        graph = clipped_graph(model(), stage)
         graph.config.enable_amp(dtype=dtype)
         graph.config.set_gradient_accumulation_steps(parts)
         torch.testing.assert_close(losses(graph), wanted, rtol=1e-2, atol=1e-2)
@@ -100,7 +93,7 @@ def test_mixed_precision_trains_as_plain_torch_with_the_same_casts(stage, dtype)
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale():
-    graph = Train(model(), 1)
+    graph = clipped_graph(model(), 1)
     graph.config.enable_amp(dtype=torch.float16, init_scale=2.0**30)
     losses(graph, 1)
     before = {name: x.clone() for name, x in graph.full_state_dict()["modules"]["model"].items()}
@@ -111,14 +104,14 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_recomputation_changes_no_bit_and_lowers_the_peak(stage):
-    kept, again = Train(model(), stage), Train(model(), stage)
+    kept, again = clipped_graph(model(), stage), clipped_graph(model(), stage)
     again.config.set_activation_memory("checkpoint")
     assert torch.equal(losses(kept), losses(again))
     assert again.plan.memory.peak < kept.plan.memory.peak
 
 
 def test_all_of_them_together():
-    graph = Train(model(), 3)
+    graph = clipped_graph(model(), 3)
     graph.config.enable_amp()
     graph.config.set_gradient_accumulation_steps(2)
     graph.config.set_activation_memory("checkpoint")

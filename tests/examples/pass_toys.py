@@ -3,6 +3,7 @@
 from collections import Counter
 
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -33,20 +34,15 @@ def nodes(count=2, ranks=2):
     return gz.placement("cpu", torch.arange(count * ranks).view(count, ranks).tolist(), names=NODES, virtual=True)
 
 
-class Train(gz.Graph):
-    def __init__(self, *passes, where=None, stage=3, net=None, steps=1, after="cast_before_gather"):
-        super().__init__(where or nodes())
-        self.model = net or model()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01), clip_grad_norm=1.0)
-        self.config.enable_zero(stage=stage)
-        self.config.set_gradient_accumulation_steps(steps)
-        for one in passes:
-            self.config.add_pass(one, after=after)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def clipped_graph(*passes, where=None, stage=3, net=None, steps=1, after="cast_before_gather") -> TrainGraph:
+    net = net or model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    graph = TrainGraph(
+        net, mean_square, optimizer, placement=where or nodes(), clip=1.0, stage=stage, micro_batches=steps
+    )
+    for one in passes:
+        graph.config.add_pass(one, after=after)
+    return graph
 
 
 def on_one_device(steps=3):

@@ -8,21 +8,21 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(Path(__file__).parent)]
-from pass_toys import Train, assert_sends_what_is_planned, batch  # noqa: E402
+from pass_toys import assert_sends_what_is_planned, batch, clipped_graph  # noqa: E402
 from passes.int8_gathers import Int8Gathers  # noqa: E402
 from passes.offload import Offload  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 
 
-class Both(Train):
-    def __init__(self, where):
-        super().__init__(Int8Gathers(8), where=where)
-        self.config.add_pass(Offload(64, 4), after="fuse")
+def both(where):
+    graph = clipped_graph(Int8Gathers(8), where=where)
+    graph.config.add_pass(Offload(64, 4), after="fuse")
+    return graph
 
 
 def check_int8_gathers_and_offload_are_what_virtual_ranks_compute():
-    graph, virtual = Both(gz.placement("cpu", range(2))), Both(gz.placement("cpu", range(2), virtual=True))
+    graph, virtual = both(gz.placement("cpu", range(2))), both(gz.placement("cpu", range(2), virtual=True))
     for step in range(2):
         assert torch.equal(graph(batch(step).chunk(2)[dist.get_rank()]), virtual(batch(step)))
     told = graph.full_state_dict()["modules"]["model"]

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from pass_toys import Train, assert_sends_what_is_planned, batch, model, nodes, sent
+from graphs import TrainGraph, mean_square
+from pass_toys import assert_sends_what_is_planned, batch, clipped_graph, model, nodes, sent
 from passes.int8_gathers import Int8Gathers, from_int8, int8_blocks
 from passes.node_local_copy import NodeLocalCopy
 from passes.two_hops import TwoHops
@@ -113,7 +114,7 @@ BEHIND = NodeLocalCopy(), Int8Gathers(BLOCK), TwoHops()  # the copy is in full p
 @pytest.mark.parametrize("passes", [ALONE, BEFORE, BEHIND])
 def test_a_step_is_that_of_one_device_whose_weights_are_what_int8_says(passes):
     """Losses and gradients to rounding; the weights that the optimizer steps are those of full precision."""
-    graph, told = Plain(*passes), of_int8(model())
+    graph, told = gradient_graph(*passes), of_int8(model())
     before = {name: p.detach().clone() for name, p in graph.model.named_parameters()}
     loss = told(batch()).square().mean()
     loss.backward()
@@ -123,16 +124,13 @@ def test_a_step_is_that_of_one_device_whose_weights_are_what_int8_says(passes):
         torch.testing.assert_close(stepped, before[name] - p.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
-class Plain(Train):
-    """Steps by the gradients alone."""
-
-    def __init__(self, *passes):
-        gz.Graph.__init__(self, nodes())
-        self.model = model()
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=1.0))
-        self.config.enable_zero(stage=3)
-        for one in passes:
-            self.config.add_pass(one, after="cast_before_gather")
+def gradient_graph(*passes):
+    """A step by the gradients alone."""
+    net = model()
+    graph = TrainGraph(net, mean_square, torch.optim.SGD(net.parameters(), lr=1.0), placement=nodes(), stage=3)
+    for one in passes:
+        graph.config.add_pass(one, after="cast_before_gather")
+    return graph
 
 
 @pytest.mark.parametrize(("amp", "wide"), [(False, 4), (True, 2)])
@@ -141,7 +139,7 @@ def test_gathers_send_a_quarter_of_float32_or_half_of_16_bit_and_a_scale_a_block
 
     def compiled(*passes):
         net = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 16, bias=False))
-        graph = Train(*passes, net=net)
+        graph = clipped_graph(*passes, net=net)
         if amp:
             graph.config.enable_amp()
         return graph.compile(torch.randn(16, 64))
@@ -156,7 +154,7 @@ def test_gathers_send_a_quarter_of_float32_or_half_of_16_bit_and_a_scale_a_block
 def test_with_the_other_two_passes_a_node_keeps_the_copy_in_int8():
     """ZeRO++ whole, but for the rounding of gradients: what the node keeps for backward is int8."""
     three, two = (
-        Train(*passes).compile(batch()) for passes in ([Int8Gathers(BLOCK), NodeLocalCopy()], [NodeLocalCopy()])
+        clipped_graph(*passes).compile(batch()) for passes in ([Int8Gathers(BLOCK), NodeLocalCopy()], [NodeLocalCopy()])
     )
     assert sent(three, "parameters")["dp_node", "backward"] == 0
     assert sent(three, "parameters")["dp_gpu", "backward"] < sent(two, "parameters")["dp_gpu", "backward"] / 4

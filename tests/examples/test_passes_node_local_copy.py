@@ -1,5 +1,5 @@
 import pytest
-from pass_toys import Train, assert_sends_what_is_planned, assert_trains_as_on_one_device, batch, nodes, sent
+from pass_toys import assert_sends_what_is_planned, assert_trains_as_on_one_device, batch, clipped_graph, nodes, sent
 from passes.node_local_copy import NodeLocalCopy
 from passes.two_hops import TwoHops
 
@@ -62,12 +62,14 @@ def test_backward_gathers_a_copy_in_the_node_and_what_cuts_unevenly_as_before():
 
 @pytest.mark.parametrize(("passes", "steps"), [((NodeLocalCopy(),), 1), ((NodeLocalCopy(), TwoHops()), 2)])
 def test_it_trains_as_one_device_does(passes, steps):
-    assert_trains_as_on_one_device(Train(*passes, steps=steps))
+    assert_trains_as_on_one_device(clipped_graph(*passes, steps=steps))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_backward_sends_nothing_between_nodes_and_holds_the_parameters_once_a_node(ranks):
-    before, after = (Train(*passes, where=nodes(2, ranks)).compile(batch()) for passes in ([], [NodeLocalCopy()]))
+    before, after = (
+        clipped_graph(*passes, where=nodes(2, ranks)).compile(batch()) for passes in ([], [NodeLocalCopy()])
+    )
     old, new = sent(before, "parameters"), sent(after, "parameters")
     assert old["dp_node", "backward"] > 0 == new["dp_node", "backward"]
     assert new["dp_node", "forward"] == old["dp_node", "forward"]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from pass_toys import Block, Train, batch
+from pass_toys import Block, batch, clipped_graph
 from passes.offload import Offload, offload, reload
 
 import graphzero as gz
@@ -84,7 +84,7 @@ def test_the_rules_of_both_ops_are_right():
 
 @pytest.mark.parametrize("options", [{}, {"steps": 2}, {"stage": 1}])
 def test_a_step_has_the_same_bits(options):
-    plain, moved = (Train(*passes, after="fuse", **options) for passes in ([], [Offload(64, 4)]))
+    plain, moved = (clipped_graph(*passes, after="fuse", **options) for passes in ([], [Offload(64, 4)]))
     for step in range(2):
         assert torch.equal(plain(batch(step)), moved(batch(step)))
     for old, new in zip(plain.model.parameters(), moved.model.parameters(), strict=True):
@@ -98,7 +98,7 @@ def test_activations_leave_the_device_and_the_plan_says_what_the_host_takes_to_t
     with fake_world(2):
         for passes in ((), (Offload(1024, 4),)):
             net = torch.nn.Sequential(*(Block(16) for _ in range(5)))
-            graph = Train(*passes, where=gz.placement("cpu", range(2)), stage=2, net=net, after="fuse")
+            graph = clipped_graph(*passes, where=gz.placement("cpu", range(2)), stage=2, net=net, after="fuse")
             x = torch.randn(32, 8, 16)
             graph(x)
             memory, measured = graph.plan.memory, measure_step(graph, x)
@@ -112,9 +112,9 @@ def test_activations_leave_the_device_and_the_plan_says_what_the_host_takes_to_t
 
 def test_where_recomputation_runs_too_it_does_not_move_what_is_on_the_host():
     """Recompute comes later: it may drop what it likes of the rest, and the copy out runs once."""
-    graph = Train(Offload(64, 4), after="fuse")
+    graph = clipped_graph(Offload(64, 4), after="fuse")
     graph.config.set_activation_memory("checkpoint")
-    plain = Train(after="fuse")
+    plain = clipped_graph(after="fuse")
     assert torch.equal(graph(batch()), plain(batch()))
     outs = [node for node in graph.program.nodes if "offload" in str(node.target)]
     assert outs and all(value.phase_of(node) == "forward" for node in outs)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from pass_toys import Train, assert_sends_what_is_planned, assert_trains_as_on_one_device, batch, nodes, sent
+from pass_toys import assert_sends_what_is_planned, assert_trains_as_on_one_device, batch, clipped_graph, nodes, sent
 from passes.two_hops import TwoHops
 
 import graphzero as gz
@@ -75,7 +75,7 @@ def test_a_gradient_is_reduced_in_the_node_first_and_one_that_cuts_unevenly_as_b
 
 @pytest.mark.parametrize(("stage", "steps"), [(1, 1), (2, 2), (3, 1)])
 def test_it_trains_as_one_device_does(stage, steps):
-    assert_trains_as_on_one_device(Train(TwoHops(), stage=stage, steps=steps))
+    assert_trains_as_on_one_device(clipped_graph(TwoHops(), stage=stage, steps=steps))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -83,7 +83,7 @@ def test_between_nodes_goes_one_micro_batch_of_several(ranks):
     """Micro-batches are added up between the two hops: between nodes goes what goes of one of them."""
     found = {}
     for steps, passes in itertools.product((1, 3), ([], [TwoHops()])):
-        graph = Train(*passes, where=nodes(2, ranks), steps=steps).compile(batch(rows=48))
+        graph = clipped_graph(*passes, where=nodes(2, ranks), steps=steps).compile(batch(rows=48))
         found[steps, len(passes)] = sent(graph, "gradients")
         assert_sends_what_is_planned(graph, batch(rows=48))
     assert found[1, 0] == found[1, 1]
@@ -105,5 +105,5 @@ def test_where_one_hop_will_do_nothing_changes():
 
 def test_nodes_of_another_axis_order_reduce_so_without_it():
     where = gz.placement("cpu", torch.arange(4).view(2, 2).tolist(), names=("dp_gpu", "dp_node"), virtual=True)
-    plans = [Train(*passes, where=where).compile(batch()).plan for passes in ([], [TwoHops()])]
+    plans = [clipped_graph(*passes, where=where).compile(batch()).plan for passes in ([], [TwoHops()])]
     assert plans[0].to_dict() == plans[1].to_dict()

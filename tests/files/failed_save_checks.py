@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 from file_checks import everyone, shared_folder
-from file_toys import Train, losses
+from file_toys import clipped_graph, losses
 
 import graphzero as gz
 from graphzero.checkpoint.files import blocks
@@ -21,7 +21,7 @@ SOON = 45.0  # seconds, on a busy machine
 def fails_on_all(name, spoil, said, own, asynchronous):
     """spoil: what is done on the last rank.  said: what the others are told; own: what it raises itself."""
     folder, last = shared_folder(name), dist.get_rank() == dist.get_world_size() - 1
-    graph = Train(everyone(), 2)
+    graph = clipped_graph(everyone(), 2)
     losses(graph, 0)
     first = gz.save(graph, folder).path
     with pytest.MonkeyPatch.context() as patched:

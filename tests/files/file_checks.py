@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from file_toys import Train, TrainLora, losses
+from file_toys import TrainLora, clipped_graph, losses
 
 import graphzero as gz
 from graphzero.checkpoint.files import blocks
@@ -28,12 +28,12 @@ def everyone():
 def check_a_new_graph_loads_before_its_first_step():
     folder = shared_folder("new")
     for stage in (0, 3):
-        old = Train(everyone(), stage)
+        old = clipped_graph(everyone(), stage)
         losses(old, 0)
         gz.save(old, folder / str(stage))
         wanted = losses(old, 2)
         for other in (0, 1, 3):
-            new = Train(everyone(), other, seed=7)
+            new = clipped_graph(everyone(), other, seed=7)
             gz.load(new, folder / str(stage))
             held = [x for state in new.optimizer.state.values() for x in state.values() if x.numel() >= 4]
             assert all(isinstance(x, torch.distributed.tensor.DTensor) == bool(other) for x in held)
@@ -43,7 +43,7 @@ def check_a_new_graph_loads_before_its_first_step():
 
 def check_each_rank_writes_its_share_and_no_value_is_written_twice():
     folder = shared_folder("shares")
-    graph = Train(everyone(), 0)
+    graph = clipped_graph(everyone(), 0)
     graph.model.wide = torch.nn.Linear(400, 400, bias=False).double().requires_grad_(False)
     losses(graph, 0)
     made = gz.save(graph, folder).path
@@ -55,7 +55,7 @@ def check_each_rank_writes_its_share_and_no_value_is_written_twice():
 
 def check_what_differs_between_ranks_is_refused_on_all():
     folder = shared_folder("differs")
-    graph = Train(everyone(), 1)
+    graph = clipped_graph(everyone(), 1)
     losses(graph, 0)
     rank = dist.get_rank()
     for extra, path in (({"rank": rank}, folder), ({"x": torch.full((2,), rank)}, folder), (None, folder / str(rank))):
@@ -70,7 +70,7 @@ def check_what_differs_between_ranks_is_refused_on_all():
 
 def check_a_rank_that_cannot_write_fails_all_and_leaves_nothing():
     folder, rank = shared_folder("full"), dist.get_rank()
-    graph = Train(everyone(), 2)
+    graph = clipped_graph(everyone(), 2)
     losses(graph, 0)
     first = gz.save(graph, folder).path
     right = blocks.write
@@ -96,7 +96,7 @@ def check_a_rank_that_cannot_write_fails_all_and_leaves_nothing():
 
 def check_steps_go_on_while_a_checkpoint_is_written():
     folder = shared_folder("meanwhile")
-    graph = Train(everyone(), 3)
+    graph = clipped_graph(everyone(), 3)
     losses(graph, 0)
     saved = gz.save(graph, folder, asynchronous=True)
     wanted = losses(graph, 2)

@@ -4,6 +4,7 @@ import json
 
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph, mse
 from torch import nn
 
 import graphzero as gz
@@ -34,30 +35,20 @@ def batch(step, rows=24):
     return tuple(torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (6, 3))
 
 
-class Train(gz.Graph):
+def clipped_graph(placement, stage=0, seed=0, make=torch.optim.AdamW, schedule=True, name="Train") -> TrainGraph:
     """seed: of its parameters and draws."""
-
-    def __init__(self, placement, stage=0, seed=0, make=torch.optim.AdamW, schedule=True, name="Train"):
-        super().__init__(placement, name)
-        torch.manual_seed(seed)
-        self.model = Model().double()
-        if "tp" in placement.names and not placement.virtual:
-            plan = {"first.*": (gz.sbp.B, gz.sbp.S(0)), "twin.*": (gz.sbp.B, gz.sbp.S(0))}
-            gz.to_global(self.model, placement, plan)
-        self.optimizer = make(self.model.parameters(), lr=0.01)
-        decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9) if schedule else None
-        self.add_optimizer(self.optimizer, lr_sch=decay, clip_grad_norm=1.0)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x, y):
-        loss = nn.functional.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
+    torch.manual_seed(seed)
+    model = Model().double()
+    if "tp" in placement.names and not placement.virtual:
+        plan = {"first.*": (gz.sbp.B, gz.sbp.S(0)), "twin.*": (gz.sbp.B, gz.sbp.S(0))}
+        gz.to_global(model, placement, plan)
+    optimizer = make(model.parameters(), lr=0.01)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedule else None
+    return TrainGraph(model, mse, optimizer, placement=placement, name=name, scheduler=decay, clip=1.0, stage=stage)
 
 
 def train_in(world, seed):
-    return Train(gz.placement("cpu", WORLDS[world], names=("dp", "tp") if world == "2 x 2" else None), 0, seed)
+    return clipped_graph(gz.placement("cpu", WORLDS[world], names=("dp", "tp") if world == "2 x 2" else None), 0, seed)
 
 
 def at_stage(graph, stage):

@@ -18,7 +18,7 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent)]
 import altered_index  # noqa: E402
-from file_toys import Train, TrainLora, batch, losses, virtual  # noqa: E402
+from file_toys import TrainLora, batch, clipped_graph, losses, virtual  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero.checkpoint.files import blocks  # noqa: E402
@@ -28,7 +28,7 @@ from graphzero.checkpoint.files.json_values import from_json, to_json  # noqa: E
 
 @pytest.fixture(scope="module")
 def trained():
-    graph = Train(virtual(2), 2)
+    graph = clipped_graph(virtual(2), 2)
     losses(graph, 0)
     return graph
 
@@ -42,7 +42,7 @@ def saved(trained, tmp_path):
 @pytest.fixture(scope="module")
 def other():
     """Another Graph of that model, which has not stepped."""
-    return Train(virtual(2), 2, seed=5)
+    return clipped_graph(virtual(2), 2, seed=5)
 
 
 def values(graph):
@@ -163,7 +163,7 @@ def test_an_index_that_was_not_written_here_is_refused(saved, other, harm):
 
 
 def test_an_index_altered_anywhere_is_refused_or_loaded_and_steps_go_on(tmp_path):
-    graph, draw = Train(virtual(2), 2), random.Random(0)
+    graph, draw = clipped_graph(virtual(2), 2), random.Random(0)
     losses(graph, 0)
     where = gz.save(graph, tmp_path, extra={"epoch": (3, [b"x"])}).path
     body, right, refused = json.loads((where / "index.json").read_text()), graph.full_state_dict(), 0
@@ -201,7 +201,7 @@ def test_an_index_that_says_something_twice_or_not_a_number_is_refused(saved, ot
 
 def test_every_altered_byte_is_found(saved):
     """In what is read: the values of tensors.  A load that has begun to write leaves the Graph torn, and says so."""
-    graph = Train(virtual(2), 2, seed=5)
+    graph = clipped_graph(virtual(2), 2, seed=5)
     path = saved / "rank-00000.safetensors"
     right = path.read_bytes()
     for at in (0, 9, 500, len(right) // 2, len(right) - 1):
@@ -664,7 +664,7 @@ def slow(monkeypatch):
 
 
 def test_values_are_those_of_the_call_and_the_next_save_waits(slow, tmp_path):
-    graph = Train(virtual(2), 2)
+    graph = clipped_graph(virtual(2), 2)
     losses(graph, 0)
     wanted = values(graph)
     made = gz.save(graph, tmp_path, asynchronous=True)

@@ -9,7 +9,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runtime")]
 import processes  # noqa: E402
 from _ranks import start  # noqa: E402
-from file_toys import STEPS, Train, at_stage, go_on, losses, virtual  # noqa: E402
+from file_toys import STEPS, at_stage, clipped_graph, go_on, losses, virtual  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 
@@ -26,7 +26,7 @@ CHAIN = {  # ranks -> (a world, the one whose checkpoints it loads)
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_every_stage_and_world(tmp_path):
-    graph = Train(virtual(2))
+    graph = clipped_graph(virtual(2))
     for stage in range(4):
         at_stage(graph, stage)
         losses(graph, 0, STEPS)

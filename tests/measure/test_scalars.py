@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import Tensor, nn
 
 import graphzero as gz
 
 sys.path.insert(0, str(Path(__file__).parent))
-from traced_steps import Train  # noqa: E402
+from traced_steps import clipped_graph  # noqa: E402
 
 
 class Writer:
@@ -33,8 +34,8 @@ class Writer:
         return {tag: value for tag, value, of in self.rows if of == step}
 
 
-def graph_of(stage: int = 2) -> Train:
-    return Train(gz.placement("cpu", range(2), virtual=True), stage)
+def graph_of(stage: int = 2) -> TrainGraph:
+    return clipped_graph(gz.placement("cpu", range(2), virtual=True), stage)
 
 
 def test_a_step_has_its_loss_rate_norm_seconds_tokens_and_peak() -> None:
@@ -102,7 +103,7 @@ def test_several_groups_and_optimizers_are_numbered() -> None:
 
 def test_other_ranks_than_the_first_write_nothing() -> None:
     with gz.testing.fake_world(2, rank=1):
-        graph, writer = Train(None, 1), Writer()
+        graph, writer = clipped_graph(None, 1), Writer()
         gz.TensorBoard(graph, writer=writer).step("no number, and nobody looks")
     assert writer.rows == []
 

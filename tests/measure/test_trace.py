@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
+from torch import nn
 
 import graphzero as gz
 from graphzero.cli import main
@@ -22,7 +24,7 @@ from graphzero.runtime.world.world import Sent
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trace_form import problems  # noqa: E402
-from traced_steps import Train  # noqa: E402
+from traced_steps import clipped_graph  # noqa: E402
 
 STEPS = str(Path(__file__).parent / "traced_steps.py")
 
@@ -33,7 +35,7 @@ def virtual(ranks: int) -> gz.Placement:
 
 @pytest.fixture(scope="module")
 def found() -> gz.Trace:
-    return gz.trace(Train(virtual(2), 3), torch.randn(8, 64), steps=3)
+    return gz.trace(clipped_graph(virtual(2), 3), torch.randn(8, 64), steps=3)
 
 
 def test_every_line_of_the_program_is_an_event_of_every_rank_within_the_call(found: gz.Trace) -> None:
@@ -80,14 +82,14 @@ def test_what_must_be_as_planned_is(found: gz.Trace) -> None:
 
 
 def test_each_micro_batch_has_its_events() -> None:
-    found = gz.trace(Train(virtual(1), 0, parts=3), torch.randn(6, 64), steps=1)
+    found = gz.trace(clipped_graph(virtual(1), 0, parts=3), torch.randn(6, 64), steps=1)
     forward = [event.name for event in found.first.events if event.kind == "addmm"]
     assert len(forward) == 6  # of two layers
     assert max(map(forward.count, forward)) == 2  # what is repeated stands in the program once
 
 
 def test_traced_calls_are_steps_like_any_other() -> None:
-    plain, traced = Train(virtual(2), 2), Train(virtual(2), 2)
+    plain, traced = clipped_graph(virtual(2), 2), clipped_graph(virtual(2), 2)
     x = torch.randn(8, 64)
     gz.trace(traced, x, steps=1)
     for _ in range(6):  # three to warm up, one traced, one not, one for the memory
@@ -99,7 +101,7 @@ def test_traced_calls_are_steps_like_any_other() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_peaks_of_virtual_ranks_are_as_planned_to_the_byte(stage: int) -> None:
-    graph, x = Train(virtual(5), stage), torch.randn(10, 64)
+    graph, x = clipped_graph(virtual(5), stage), torch.randn(10, 64)
     graph(x)
     graph(x)
     assert gz.testing.measure_step(graph, x).peak == graph.plan.memory.peak
@@ -230,7 +232,7 @@ def test_ops_whose_part_of_the_program_is_another_are_listed_the_largest_differe
 
 
 def test_a_plan_in_seconds_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    found = gz.trace(Train(virtual(2), 2), torch.randn(8, 64), steps=1, device="h100")
+    found = gz.trace(clipped_graph(virtual(2), 2), torch.randn(8, 64), steps=1, device="h100")
     assert found.planned is not None and found.differences() and "planned for h100" in str(found)
     text = found.write(tmp_path / "t.json").read_text()
     assert problems(text) == []
@@ -285,7 +287,7 @@ def test_a_step_that_is_not_as_planned_ends_with_1(
 
 
 def test_a_step_whose_program_changes_while_it_is_traced_is_refused() -> None:
-    class Changing(Train):
+    class Changing(TrainGraph):
         width = 0.0
 
         def build(self, x: torch.Tensor) -> torch.Tensor:
@@ -296,9 +298,9 @@ def test_a_step_whose_program_changes_while_it_is_traced_is_refused() -> None:
             return super().__call__(x)
 
     with pytest.raises(gz.ConfigError, match="another program|has not run yet"):
-        gz.trace(Changing(virtual(1), 0), torch.randn(4, 64), steps=1)
+        gz.trace(Changing(nn.Linear(64, 8), mean_square, placement=1), torch.randn(4, 64), steps=1)
 
 
 def test_a_fake_world_is_refused() -> None:
     with gz.testing.fake_world(2), pytest.raises(gz.ConfigError, match="fake world"):
-        gz.trace(Train(None, 0), torch.randn(4, 64))
+        gz.trace(clipped_graph(None, 0), torch.randn(4, 64))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from graphs import TrainGraph
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,33 +82,29 @@ def pictures(steps: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-class Train(gz.Graph):
-    def __init__(
-        self, model: Callable[[], nn.Module], loss: Any, parts: int = 1, stage: int = 0, ranks: Any = 2,
-        names: Any = None, optimizer: Any = torch.optim.AdamW, clip: float | None = 1.0, real: bool = False,
-    ):  # fmt: skip
-        placed = gz.placement("cpu", range(ranks) if isinstance(ranks, int) else ranks, names=names, virtual=not real)
-        super().__init__(None if real else placed)
-        torch.manual_seed(0)
-        self.model = model().to(WIDE)
-        self.loss = loss
-        self.add_optimizer(optimizer(self.model.parameters(), lr=0.01), clip_grad_norm=clip)
-        if stage:
-            self.config.enable_zero(stage=stage)
-        self.config.set_gradient_accumulation_steps(parts)
+def micro_batch_graph(
+    model: Callable[[], nn.Module], loss: Any, parts: int = 1, stage: int = 0, ranks: Any = 2, names: Any = None,
+    optimizer: Any = torch.optim.AdamW, clip: float | None = 1.0, real: bool = False,
+) -> TrainGraph:  # fmt: skip
+    """A step that gives its loss and the scores."""
 
-    def build(self, x, t):
-        y = self.model(x)
-        loss = self.loss(y, t)
-        loss.backward()
-        return y, loss
+    def loss_and_scores(model, x, t):
+        y = model(x)
+        return loss(y, t), y
+
+    ranks = range(ranks) if isinstance(ranks, int) else ranks
+    place = None if real else gz.placement("cpu", ranks, names=names, virtual=True)
+    torch.manual_seed(0)
+    net = model().to(WIDE)
+    layout = {"stage": stage, "placement": place, "micro_batches": parts}
+    return TrainGraph(net, loss_and_scores, optimizer(net.parameters(), lr=0.01), clip=clip, **layout)
 
 
 def trained(graph: gz.Graph, batches: Any) -> dict[str, torch.Tensor]:
     """Outputs of each step, norms, and all parameters, buffers and optimizer states at the end."""
     found: dict[str, torch.Tensor] = {}
     for i, batch in enumerate(batches):
-        y, loss = graph(*batch)
+        loss, y = graph(*batch)
         found |= {f"scores {i}": y, f"loss {i}": loss, f"norm {i}": torch.as_tensor(graph.grad_norm or 0.0)}
     full = graph.full_state_dict()
     found |= {f"model {name}": x for name, x in full["modules"]["model"].items()}

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from jobs_in_parts import Train, Words, plain, sentences, tokens
+from jobs_in_parts import Words, micro_batch_graph, plain, sentences, tokens
 from processes import slow
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +15,7 @@ def shares(steps=3):
 
 
 def trained_here(parts, stage, **settings):
-    graph = Train(Words, tokens, parts, stage, real=True)
+    graph = micro_batch_graph(Words, tokens, parts, stage, real=True)
     for name, given in settings.items():
         getattr(graph.config, f"set_{name}")(given)
     losses = [graph(*batch)[1] for batch in shares()]
@@ -47,7 +47,7 @@ def are_those_of_plain_torch(*jobs):
 
 
 def check_outputs_are_this_ranks_share_in_order():
-    graph = Train(Words, tokens, 4, 2, real=True)
+    graph = micro_batch_graph(Words, tokens, 4, 2, real=True)
     whole = plain(Words, tokens, sentences(1))["scores 0"]
     scores, _ = graph(*shares(1)[0])
     torch.testing.assert_close(scores, whole.chunk(2)[dist.get_rank()])

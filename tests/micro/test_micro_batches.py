@@ -8,9 +8,9 @@ import torch
 from jobs_in_parts import (
     WIDE,
     Images,
-    Train,
     Words,
     masked,
+    micro_batch_graph,
     pictures,
     plain,
     same,
@@ -34,14 +34,14 @@ B, S = gz.sbp.B, gz.sbp.S
 def test_token_means_over_ragged_rows_are_those_of_plain_torch(stage):
     wanted = plain(Words, tokens, sentences())
     for parts in (1, 2, 4, 8):
-        same(trained(Train(Words, tokens, parts, stage), sentences()), wanted)
+        same(trained(micro_batch_graph(Words, tokens, parts, stage), sentences()), wanted)
 
 
 @pytest.mark.parametrize("loss", [weighted, smooth, masked])
 def test_so_are_other_means_over_what_counts(loss):
     wanted = plain(Words, loss, sentences())
     for stage, parts in ((0, 8), (3, 4)):
-        same(trained(Train(Words, loss, parts, stage), sentences()), wanted)
+        same(trained(micro_batch_graph(Words, loss, parts, stage), sentences()), wanted)
 
 
 def test_a_mean_of_means_is_something_else():
@@ -52,13 +52,13 @@ def test_a_mean_of_means_is_something_else():
     means = torch.stack([tokens(model(a), b) for a, b in zip(x.chunk(4), t.chunk(4), strict=True)])
     right = plain(Words, tokens, sentences(1))["loss 0"]
     assert abs(means.mean() - right) > 1e-3
-    same(trained(Train(Words, tokens, 4, 2, ranks=1), sentences(1)), {"loss 0": right})
+    same(trained(micro_batch_graph(Words, tokens, 4, 2, ranks=1), sentences(1)), {"loss 0": right})
 
 
 def test_dropout_masks_do_not_depend_on_the_number_of_micro_batches():
     def run(parts, ranks):
         torch.manual_seed(7)
-        return trained(Train(lambda: Words(0.3), tokens, parts, 2, ranks), sentences())
+        return trained(micro_batch_graph(lambda: Words(0.3), tokens, parts, 2, ranks), sentences())
 
     wanted = run(1, 1)
     for parts, ranks in ((2, 1), (4, 2), (2, 4), (8, 2)):
@@ -68,7 +68,7 @@ def test_dropout_masks_do_not_depend_on_the_number_of_micro_batches():
 def test_batch_norm_is_that_of_a_micro_batch_and_carries_its_buffers_as_a_loop_does():
     ranks, parts = 2, 4
     for stage in (0, 2, 3):
-        graph = Train(Images, F.cross_entropy, parts, stage, ranks)
+        graph = micro_batch_graph(Images, F.cross_entropy, parts, stage, ranks)
         with pytest.warns(UserWarning, match=r"statistics of a micro-batch.*jobs_in_parts.py:\d+ in forward"):
             found = trained(graph, pictures())
         same(found, by_hand(ranks, parts))
@@ -99,7 +99,7 @@ def test_norms_within_a_sample_need_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wanted = plain(lambda: Images(nn.GroupNorm(2, 6)), F.cross_entropy, pictures())
-        same(trained(Train(lambda: Images(nn.GroupNorm(2, 6)), F.cross_entropy, 4, 3), pictures()), wanted)
+        same(trained(micro_batch_graph(lambda: Images(nn.GroupNorm(2, 6)), F.cross_entropy, 4, 3), pictures()), wanted)
 
 
 def split_over_tp(model, place, names):
@@ -128,7 +128,7 @@ def test_axes_of_all_kinds_stand_beside_micro_batches(names, stages):
     for stage in stages:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = Train(Words, tokens, 4, stage, ranks, names)
+            graph = micro_batch_graph(Words, tokens, 4, stage, ranks, names)
         if "tp" in names:
             split_over_tp(graph.model, graph.placement, names)
         else:
@@ -138,7 +138,7 @@ def test_axes_of_all_kinds_stand_beside_micro_batches(names, stages):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_optimizer_may_step_while_the_last_micro_batch_runs(stage):
-    graph = Train(Words, tokens, 4, stage, clip=None)
+    graph = micro_batch_graph(Words, tokens, 4, stage, clip=None)
     graph.config.set_optimizer_in_backward()
     same(trained(graph, sentences()), plain(Words, tokens, sentences(), clip=None))
 
@@ -150,12 +150,12 @@ def test_any_optimizer_steps_once(optimizer):
         return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
 
     wanted = plain(matrices, tokens, sentences(), optimizer)
-    same(trained(Train(matrices, tokens, 2, 2, optimizer=optimizer), sentences()), wanted, 1e-7)
+    same(trained(micro_batch_graph(matrices, tokens, 2, 2, optimizer=optimizer), sentences()), wanted, 1e-7)
 
 
 @pytest.mark.slow
 def test_a_compiled_step_is_the_same():
-    graph = Train(Words, tokens, 4, 2)
+    graph = micro_batch_graph(Words, tokens, 4, 2)
     graph.config.set_executor("inductor")
     same(trained(graph, sentences()), plain(Words, tokens, sentences()), 1e-7)
 
@@ -210,7 +210,7 @@ def test_inputs_that_are_not_cut_are_the_same_for_every_micro_batch():
 
 
 def test_a_program_says_what_is_repeated_and_reads_back():
-    graph = Train(Words, tokens, 4, 2)
+    graph = micro_batch_graph(Words, tokens, 4, 2)
     graph(*sentences()[0])
     text = str(graph.program)
     assert "forward x3:" in text and "backward x3:" in text and "mb=" not in text.splitlines()[0]
@@ -221,7 +221,7 @@ def test_a_program_says_what_is_repeated_and_reads_back():
 
 def test_what_hangs_on_the_batch_alone_is_computed_before_and_reduced_once():
     with gz.testing.fake_world(2):
-        graph = Train(Words, tokens, 4, 0, real=True)
+        graph = micro_batch_graph(Words, tokens, 4, 0, real=True)
         x, t = sentences()[0]
         graph.compile(x[:8], t[:8])
         sums = [c for c in graph.plan.collectives if c.what_for == "other"]
@@ -229,12 +229,12 @@ def test_what_hangs_on_the_batch_alone_is_computed_before_and_reduced_once():
 
 
 def test_another_number_of_micro_batches_is_another_program_of_the_same_run():
-    graph = Train(Words, tokens, 1, 2)
+    graph = micro_batch_graph(Words, tokens, 1, 2)
     wanted = plain(Words, tokens, sentences(4))
     found = {}
     for i, (parts, batch) in enumerate(zip((1, 4, 2, 1), sentences(4), strict=True)):
         graph.config.set_gradient_accumulation_steps(parts)
-        y, loss = graph(*batch)
+        loss, y = graph(*batch)
         found |= {f"scores {i}": y, f"loss {i}": loss}
     found |= {f"model {name}": x for name, x in graph.full_state_dict()["modules"]["model"].items()}
     same(found, {name: x for name, x in wanted.items() if name in found})
@@ -310,7 +310,7 @@ def test_an_axis_of_one_rank_cuts_nothing():
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_mixed_precision_recomputation_and_micro_batches_go_together(stage):
     def run(stage, **settings):
-        graph = Train(lambda: Words().float(), tokens, 4, stage)
+        graph = micro_batch_graph(lambda: Words().float(), tokens, 4, stage)
         graph.model.float()
         graph.config.enable_amp()
         graph.config.set_activation_memory(settings.get("memory"))
@@ -324,7 +324,7 @@ def test_mixed_precision_recomputation_and_micro_batches_go_together(stage):
 @pytest.mark.slow
 def test_compiled_mixed_precision_is_the_same():
     def run(executor):
-        graph = Train(lambda: Words().float(), tokens, 4, 2)
+        graph = micro_batch_graph(lambda: Words().float(), tokens, 4, 2)
         graph.model.float()
         graph.config.enable_amp()
         graph.config.set_executor(executor)
@@ -371,7 +371,7 @@ def test_counts_in_integers_are_those_of_the_batch():
 
 
 def test_a_share_that_does_not_divide_is_refused_with_its_numbers():
-    graph = Train(Words, tokens, 3)
+    graph = micro_batch_graph(Words, tokens, 3)
     with pytest.raises(
         gz.ConfigError, match=r"input x of shape \[16, 6\] gives each rank 8 rows.*3 micro-batches"
     ) as e:
@@ -385,7 +385,7 @@ def test_an_op_that_needs_all_rows_at_once_is_refused_at_its_line():
         return F.cross_entropy(rows @ rows.t(), torch.arange(len(t)))
 
     with pytest.raises(gz.ConfigError, match="whole batch would have to be there at once") as e:
-        Train(Words, contrast, 2)(*sentences()[0])
+        micro_batch_graph(Words, contrast, 2)(*sentences()[0])
     assert "test_micro_batches.py" in str(e.value)
 
 
@@ -410,11 +410,11 @@ def test_draws_for_rows_in_sections_are_refused_at_their_line(hierarchy):
 @pytest.mark.parametrize("given", [0, -1, 2.0, True, "4", None])
 def test_a_number_that_is_none_is_refused(given):
     with pytest.raises(gz.ConfigError, match="give the number of micro-batches, 1 or more"):
-        Train(Words, tokens).config.set_gradient_accumulation_steps(given)
+        micro_batch_graph(Words, tokens).config.set_gradient_accumulation_steps(given)
 
 
 def test_a_value_that_is_made_anew_may_not_be_read_behind():
-    graph = Train(Words, tokens, 4, 0)
+    graph = micro_batch_graph(Words, tokens, 4, 0)
     graph.compile(*sentences()[0])
     program = graph.history[-1].after
     inside = next(
@@ -428,7 +428,7 @@ def test_a_value_that_is_made_anew_may_not_be_read_behind():
 
 
 def test_what_is_repeated_stands_together():
-    graph = Train(Words, tokens, 4, 0)
+    graph = micro_batch_graph(Words, tokens, 4, 0)
     graph.compile(*sentences()[0])
     program = graph.history[-1].after
     inside = [n for n in program.nodes if value.repeats_of(n)]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_plan_measured import Train, check_peak
+from test_plan_measured import check_peak, clipped_graph
 from torch import nn
 
 import graphzero as gz
@@ -17,7 +17,7 @@ PSI = READ_TWICE + 16 * 16
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_the_peak_and_every_call_are_the_plans(ranks):
     with gz.testing.fake_world(ranks):
-        graph = Train(0, 1.0)
+        graph = clipped_graph(0, 1.0)
         for parts, budget in ((2, None), (4, None), (4, 2**30)):
             graph.config.set_gradient_accumulation_steps(parts)
             graph.config.set_memory_budget(budget)

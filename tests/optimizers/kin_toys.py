@@ -6,10 +6,9 @@ import copy
 from typing import Any
 
 import torch
+from graphs import TrainGraph, mse
 from optimizer_reference import Plain
 from torch import Tensor, nn
-
-import graphzero as gz
 
 D = torch.float64
 
@@ -96,21 +95,10 @@ def of(kind: Any) -> Any:
     return lambda model: [kind(matrices(model), lr=0.02), torch.optim.AdamW(rest(model), lr=0.01)]
 
 
-class Train(gz.Graph):
+def mse_graph(model: nn.Module, make: Any, stage: int, placement: Any = None) -> TrainGraph:
     """``model`` under the optimizers that ``make`` gives."""
-
-    def __init__(self, model: nn.Module, make: Any, stage: int, placement: Any = None) -> None:
-        super().__init__(placement or gz.placement("cpu", range(4), virtual=True))
-        self.model, self.optimizers = model, make(model)
-        for optimizer in self.optimizers:
-            self.add_optimizer(optimizer)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = nn.functional.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
+    optimizers = make(model)
+    return TrainGraph(model, mse, optimizers, placement=placement or 4, stage=stage)
 
 
 def batch(step: int, width: int = 6, dtype: torch.dtype = D) -> tuple[Tensor, Tensor]:

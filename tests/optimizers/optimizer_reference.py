@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph, mse
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -53,29 +54,18 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator, dtype=D), torch.randn(8, 3, generator=generator, dtype=D)
 
 
-class Train(gz.Graph):
-    """``model`` on four virtual ranks at a ZeRO stage."""
+def mse_graph(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, schedulers: Sequence[Any] = (),
+    placement: Any = 4,
+) -> TrainGraph:  # fmt: skip
+    """A step on four virtual ranks at a ZeRO stage."""
+    scheduler = dict(zip(optimizers, schedulers, strict=True)).get if schedulers else None
+    return TrainGraph(model, mse, optimizers, stage=stage, scheduler=scheduler, placement=placement)
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int,
-        schedulers: Sequence[Any] = (), placement: Any = None,
-    ) -> None:  # fmt: skip
-        super().__init__(placement or gz.placement("cpu", range(4), virtual=True))
-        self.model = model
-        for i, optimizer in enumerate(optimizers):
-            self.add_optimizer(optimizer, lr_sch=schedulers[i] if schedulers else None)
-        if stage:
-            self.config.enable_zero(stage=stage)
 
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
-
-    @property
-    def count(self) -> int:
-        """How many programs it has compiled."""
-        return len(self._selection.programs.all)
+def program_count(graph: gz.Graph) -> int:
+    """How many programs a Graph has compiled."""
+    return len(graph._selection.programs.all)
 
 
 def eager_step(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from graphs import TrainGraph, mse
 from torch import nn
 from torch.optim import swa_utils
 
@@ -28,21 +29,13 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-class Train(gz.Graph):
-    def __init__(self, stage, kind, seed=0, averaged=True):
-        super().__init__(gz.placement("cpu", range(4), virtual=True))
-        self.model = made(seed)
-        self.average = swa_utils.AveragedModel(self.model, **KINDS[kind])
-        self.add_optimizer(sgd(self.model))
-        if averaged:
-            self.add_average(self.average, self.model)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x, y):
-        loss = nn.functional.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
+def averaged_graph(stage, kind, seed=0, averaged=True):
+    model = made(seed)
+    graph = TrainGraph(model, mse, sgd(model), stage=stage, placement=4)
+    graph.average = swa_utils.AveragedModel(model, **KINDS[kind])
+    if averaged:
+        graph.add_average(graph.average, model)
+    return graph
 
 
 class Evaluate(gz.Graph):
@@ -81,7 +74,7 @@ def assert_equal(average, wanted):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_average_is_that_of_plain_pytorch(kind, stage):
-    graph = Train(stage, kind)
+    graph = averaged_graph(stage, kind)
     for step in range(4):
         graph(*batch(step))
     assert_equal(graph.average, plain(kind, 4))
@@ -90,8 +83,8 @@ def test_an_average_is_that_of_plain_pytorch(kind, stage):
 
 
 def test_averages_are_held_in_pieces_from_stage_1_on_and_are_none_of_the_models_parameters():
-    plans = {s: Train(s, "ema").compile(*batch(0)).plan for s in (0, 1)}
-    without = {s: Train(s, "ema", averaged=False).compile(*batch(0)).plan for s in (0, 1)}
+    plans = {s: averaged_graph(s, "ema").compile(*batch(0)).plan for s in (0, 1)}
+    without = {s: averaged_graph(s, "ema", averaged=False).compile(*batch(0)).plan for s in (0, 1)}
     more = {s: plans[s].memory["parameters"] - without[s].memory["parameters"] for s in (0, 1)}
     numel = sum(p.numel() for p in made().parameters())
     assert more[0] == 8 * numel and more[1] <= 8 * (numel / 4 + 6 * 3)  # uneven pieces, and 3 numbers in one
@@ -99,10 +92,10 @@ def test_averages_are_held_in_pieces_from_stage_1_on_and_are_none_of_the_models_
 
 
 def test_a_run_goes_on_from_a_checkpoint_and_the_average_is_evaluated_by_another_graph():
-    graph = Train(1, "ema")
+    graph = averaged_graph(1, "ema")
     for step in range(2):
         graph(*batch(step))
-    fresh = Train(3, "ema", seed=1)
+    fresh = averaged_graph(3, "ema", seed=1)
     fresh.load_state_dict(copy.deepcopy(graph.state_dict()))
     for step in range(2, 4):
         fresh(*batch(step))
@@ -116,7 +109,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_the_average_is_evaluated_by_another
 
 
 def test_another_averaging_function_compiles_once_more():
-    graph, wanted = Train(2, "ema"), plain("ema", 2)
+    graph, wanted = averaged_graph(2, "ema"), plain("ema", 2)
     for step in range(2):
         graph(*batch(step))
     assert_equal(graph.average, wanted)
@@ -129,13 +122,13 @@ def test_another_averaging_function_compiles_once_more():
 
 
 def test_every_pass_leaves_averages_what_they_are():
-    graph = Train(2, "ema, with buffers")
+    graph = averaged_graph(2, "ema, with buffers")
     graph(*batch(0))
     assert gz.check(graph, *batch(1))
 
 
 def test_what_is_no_average_of_a_module_of_the_graph_is_refused():
-    graph = Train(2, "ema")
+    graph = averaged_graph(2, "ema")
     for averaged, of, text in (
         (graph.model, graph.model, "give a torch.optim.swa_utils.AveragedModel"),
         (graph.average, graph.model, "it is there already"),
@@ -143,7 +136,7 @@ def test_what_is_no_average_of_a_module_of_the_graph_is_refused():
     ):
         with pytest.raises(gz.ConfigError, match=text):
             graph.add_average(averaged, of)
-    graph = Train(2, "ema", averaged=False)
+    graph = averaged_graph(2, "ema", averaged=False)
     with pytest.raises(gz.ConfigError, match="the module of which it is one is no module of the Graph"):
         graph.add_average(graph.average, made())
     graph.add_average(graph.average, graph.model[0])
@@ -152,7 +145,7 @@ def test_what_is_no_average_of_a_module_of_the_graph_is_refused():
 
 
 def test_an_averaging_function_that_looks_at_values_is_refused():
-    graph = Train(2, "ema")
+    graph = averaged_graph(2, "ema")
     graph.average.multi_avg_fn = None
     graph.average.avg_fn = lambda average, model, count: model if model.sum() > 0 else average
     with pytest.raises(gz.CaptureError, match="update_parameters of AveragedModel cannot be a graph"):

@@ -6,27 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph
 from torch import Tensor, nn
 
-import graphzero as gz
 from graphzero.ir import ops
 from graphzero.ops import ADAM
 
 WIDTH = 32  # elements of a vector of the narrowest type: eager rounds those behind the last full one differently
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int = 1, stage: int = 0):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        self.model = model
-        self.add_optimizer(optimizer)
-        if stage:
-            self.config.enable_zero(stage=stage)
+def float_mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).float().square().mean()
-        loss.backward()
-        return loss
+
+def square_graph(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int = 1, stage: int = 0) -> TrainGraph:
+    return TrainGraph(model, float_mean_square, optimizer, placement=ranks, stage=stage)
 
 
 def made(kind: Any, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -48,7 +42,7 @@ def eager(model: nn.Module, optimizer: torch.optim.Optimizer, given: list[Tensor
     return dict(model.state_dict())
 
 
-def stepped(graph: Train, given: list[Tensor]) -> dict[str, Tensor]:
+def stepped(graph: TrainGraph, given: list[Tensor]) -> dict[str, Tensor]:
     for x in given:
         graph(x)
     return graph.full_state_dict()["modules"]["model"]  # type: ignore[no-any-return]
@@ -71,7 +65,7 @@ def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
 )
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_a_16_bit_model_steps_as_eager_to_the_bit(kind: Any, settings: dict[str, Any]) -> None:
-    graph = Train(*made(kind, fused=True, **settings))
+    graph = square_graph(*made(kind, fused=True, **settings))
     assert not differing(stepped(graph, batches()), eager(*made(kind, fused=True, **settings), batches()))
 
 
@@ -79,7 +73,7 @@ def test_a_16_bit_model_steps_as_eager_to_the_bit(kind: Any, settings: dict[str,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_so_does_a_model_of_another_type(dtype: torch.dtype) -> None:
     settings = {"fused": True, "weight_decay": 0.1, "dtype": dtype}
-    graph = Train(*made(torch.optim.Adam, **settings))
+    graph = square_graph(*made(torch.optim.Adam, **settings))
     assert not differing(stepped(graph, batches(dtype)), eager(*made(torch.optim.Adam, **settings), batches(dtype)))
 
 
@@ -91,7 +85,7 @@ def test_masters_in_float32_beside_16_bit_parameters_step_each_in_their_own_type
         model[1] = Widened()  # type: ignore[index,operator]
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
-    graph = Train(*mixed())
+    graph = square_graph(*mixed())
     assert not differing(stepped(graph, batches()), eager(*mixed(), batches()))
     dtypes = [{x.meta["type"].dtype for x in node.args[0]} for node in graph.program.nodes if node.target is ADAM]  # type: ignore[union-attr]
     assert dtypes == [{torch.bfloat16}, {torch.float32}]
@@ -104,7 +98,7 @@ class Widened(nn.Module):
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_who_does_not_ask_for_it_gets_op_by_op(fused: bool | None) -> None:
-    graph = Train(*made(torch.optim.AdamW, fused=fused))
+    graph = square_graph(*made(torch.optim.AdamW, fused=fused))
     found = stepped(graph, batches())
     assert all(node.target is not ADAM for node in graph.program.nodes)
     for name, x in eager(*made(torch.optim.AdamW, fused=fused), batches()).items():
@@ -116,7 +110,7 @@ def test_pieces_step_as_the_whole_to_the_bit(settings: dict[str, Any]) -> None:
     """With one row a rank, each gradient is a sum of two whose order no stage changes."""
     given = [x[:2] for x in batches()]
     states = [
-        stepped(Train(*made(torch.optim.AdamW, fused=True, **settings), ranks=2, stage=stage), given)
+        stepped(square_graph(*made(torch.optim.AdamW, fused=True, **settings), ranks=2, stage=stage), given)
         for stage in range(4)
     ]
     for state in states[1:]:
@@ -127,7 +121,7 @@ def test_a_rate_may_change_and_eager_goes_on_from_the_graphs_state() -> None:
     first, second, third = batches()
     model, optimizer = made(torch.optim.AdamW, fused=True, amsgrad=True)
     twin, other = made(torch.optim.AdamW, fused=True, amsgrad=True)
-    graph = Train(model, optimizer)
+    graph = square_graph(model, optimizer)
     graph(first)
     program = str(graph.program)
     eager(twin, other, [first])
@@ -144,7 +138,7 @@ def test_a_rate_may_change_and_eager_goes_on_from_the_graphs_state() -> None:
 
 def test_the_flag_is_part_of_what_a_program_is_made_for() -> None:
     model, optimizer = made(torch.optim.AdamW)
-    graph, (given, *_) = Train(model, optimizer), batches()
+    graph, (given, *_) = square_graph(model, optimizer), batches()
     graph(given)
     assert all(node.target is not ADAM for node in graph.program.nodes)
     optimizer.param_groups[0]["fused"] = True
@@ -156,7 +150,7 @@ def test_updated_parameters_arrive_in_their_own_storage_as_without_the_flag() ->
     assigned = {}
     for fused in (None, True):
         model = nn.Sequential(nn.Linear(WIDTH, 4096), nn.Tanh(), nn.Linear(4096, WIDTH))
-        graph = Train(model, torch.optim.AdamW(model.parameters(), fused=fused), ranks=2, stage=1)
+        graph = square_graph(model, torch.optim.AdamW(model.parameters(), fused=fused), ranks=2, stage=1)
         program = graph.compile(batches(torch.float32)[0]).program
         assigned[fused] = {node.args[0].name for node in program.nodes if node.target is ops.assign}
         assert "model_0_weight" not in assigned[fused]

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from kin_toys import Blocks, Orthogonal, Projected, Shampoo, Train, batch, muon, of, plain
+from kin_toys import Blocks, Orthogonal, Projected, Shampoo, batch, mse_graph, muon, of, plain
 from optimizer_reference import distance
 
 import graphzero as gz
@@ -19,7 +19,7 @@ def trained(make, stage, placement=None, model=None, steps=3, change=lambda grap
     model = model or Blocks()
     width = model.norm.weight.numel()
     other, others, losses = plain(model, make, steps, width)
-    graph = Train(copy.deepcopy(model), make, stage, placement)
+    graph = mse_graph(copy.deepcopy(model), make, stage, placement)
     change(graph)
     for step, wanted in enumerate(losses):
         torch.testing.assert_close(graph(*batch(step, width, wanted.dtype)), wanted, atol=limit, rtol=0)
@@ -72,7 +72,7 @@ def test_sizes_that_do_not_divide_micro_batches_and_steps_in_backward():
 
 def test_masters_of_16_bit_casts_step_alike_at_all_stages():
     def made(stage):
-        graph = Train(Blocks(dtype=torch.float32), muon, stage)
+        graph = mse_graph(Blocks(dtype=torch.float32), muon, stage)
         graph.config.enable_amp(dtype=torch.float16, init_scale=8.0)
         for step in range(3):
             graph(*batch(step, dtype=torch.float32))
@@ -98,7 +98,7 @@ def test_updates_in_stacks_send_less_and_hold_no_more(monkeypatch):
     """A stack is no larger than a bucket, or a matrix on each rank: what gathers of whole matrices hold."""
 
     def planned(stage):
-        graph = Train(Blocks(4, 32, 32, dtype=torch.float32), muon, stage)
+        graph = mse_graph(Blocks(4, 32, 32, dtype=torch.float32), muon, stage)
         return graph.compile(*batch(0, 32, torch.float32)).plan
 
     stacked = {stage: planned(stage) for stage in (2, 3)}
@@ -118,4 +118,4 @@ def test_updates_in_stacks_send_less_and_hold_no_more(monkeypatch):
 
 
 def test_every_pass_leaves_the_step_what_it_is():
-    assert gz.check(Train(Blocks(2, 4, 6), of(Orthogonal), 2), *batch(0, 4))
+    assert gz.check(mse_graph(Blocks(2, 4, 6), of(Orthogonal), 2), *batch(0, 4))

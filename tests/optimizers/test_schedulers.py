@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from optimizer_reference import Small, Train, batch, distance, eager_step
+from optimizer_reference import Small, batch, distance, eager_step, mse_graph, program_count
 from torch.optim import swa_utils
 
 import graphzero as gz
@@ -60,7 +60,7 @@ def test_a_scheduler_steps_as_in_plain_pytorch_without_another_program(name):
     model, eager = Small(), Small()
     optimizer, other = make(model), make(eager)
     scheduler, expected = schedule(optimizer), schedule(other)
-    graph = Train(model, [optimizer], 2, [scheduler])
+    graph = mse_graph(model, [optimizer], 2, [scheduler])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler")
         for step in range(STEPS):
@@ -69,7 +69,7 @@ def test_a_scheduler_steps_as_in_plain_pytorch_without_another_program(name):
             expected.step()
             assert distance(model, [optimizer], eager, [other]) <= LIMIT, f"step {step}"
             assert scheduler.get_last_lr() == expected.get_last_lr()
-    assert graph.count == 1
+    assert program_count(graph) == 1
 
 
 def test_a_schedule_goes_on_from_a_checkpoint():
@@ -77,7 +77,7 @@ def test_a_schedule_goes_on_from_a_checkpoint():
         model = Small(seed)
         optimizer = sgd(model)
         scheduler = one_after_another(optimizer)
-        return Train(model, [optimizer], 2, [scheduler]), model, optimizer, scheduler
+        return mse_graph(model, [optimizer], 2, [scheduler]), model, optimizer, scheduler
 
     graph, model, optimizer, scheduler = made(0)
     fresh, copy, its, own = made(1)
@@ -95,7 +95,7 @@ def test_a_scheduler_that_a_checkpoint_has_put_a_step_ahead_is_not_warned_of():
     def made():
         model = Small()
         optimizer = sgd(model)
-        return Train(model, [optimizer], 2, [s.StepLR(optimizer, 100)])
+        return mse_graph(model, [optimizer], 2, [s.StepLR(optimizer, 100)])
 
     graph, other = made(), made()
     for step in range(2):
@@ -111,7 +111,7 @@ def test_a_scheduler_that_is_stepped_between_calls_too_is_warned_of():
     model = Small()
     optimizer = sgd(model)
     scheduler = s.StepLR(optimizer, 100)
-    graph = Train(model, [optimizer], 2, [scheduler])
+    graph = mse_graph(model, [optimizer], 2, [scheduler])
     graph(*batch(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -126,14 +126,14 @@ def test_a_scheduler_with_a_metric_is_stepped_between_calls():
     model, eager = Small(), Small()
     optimizer, other = sgd(model), sgd(eager)
     plateau, expected = (s.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5) for o in (optimizer, other))
-    graph = Train(model, [optimizer], 2)
+    graph = mse_graph(model, [optimizer], 2)
     with pytest.raises(gz.ConfigError, match="its step takes a metric"):
         graph.add_optimizer(sgd(Small()), lr_sch=plateau)
     for step in range(STEPS):
         plateau.step(graph(*batch(step)))
         expected.step(eager_step(eager, [other], step))
         assert distance(model, [optimizer], eager, [other]) <= LIMIT, f"step {step}"
-    assert graph.count == 1 and optimizer.param_groups[0]["lr"] < 0.1
+    assert program_count(graph) == 1 and optimizer.param_groups[0]["lr"] < 0.1
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -142,7 +142,7 @@ def test_an_average_of_the_model_is_updated_between_calls(stage, average):
     model, eager = Small(), Small()
     optimizer, other = sgd(model), sgd(eager)
     slow, expected = (swa_utils.AveragedModel(m, multi_avg_fn=average) for m in (model, eager))
-    graph = Train(model, [optimizer], stage)
+    graph = mse_graph(model, [optimizer], stage)
     for step in range(STEPS):
         graph(*batch(step))
         eager_step(eager, [other], step)
@@ -150,4 +150,4 @@ def test_an_average_of_the_model_is_updated_between_calls(stage, average):
         expected.update_parameters(eager)
     for a, b in zip(slow.module.parameters(), expected.module.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=LIMIT, rtol=0)
-    assert graph.count == 1
+    assert program_count(graph) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_reference import Plain, Small, Train, batch, copied, distance, eager_step
+from optimizer_reference import Plain, Small, batch, copied, distance, eager_step, mse_graph, program_count
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphzero as gz
@@ -115,7 +115,7 @@ def test_a_counter_that_no_graph_can_keep_is_refused_and_is_not_counted(where: s
     make, message = COUNTERS[where]
     model, [optimizer] = copied(Small(), [], make)
     with pytest.raises(gz.CaptureError, match=message) as caught:
-        Train(model, [optimizer], 0)(*batch(0))
+        mse_graph(model, [optimizer], 0)(*batch(0))
     assert "test_steps_read_and_write.py" in str(caught.value) or "optimizer_reference.py" in str(caught.value)
     held = getattr(optimizer, "held", None)
     assert not optimizer.state and not hasattr(optimizer, "n") and not hasattr(type(optimizer), "n") and COUNT == 0
@@ -148,7 +148,7 @@ def test_what_a_step_reads_compiles_anew_when_it_changes_and_only_then(where: st
     make, change = CHANGED[where]
     model, optimizers = copied(Small(), [], make)
     other, others = copied(model, [], make)
-    graph = Train(model, optimizers, 2)
+    graph = mse_graph(model, optimizers, 2)
     for step, x in enumerate((1.0, 1.0, 2.0, 2.0)):
         for one in (*optimizers, *others):
             if step == 2:
@@ -156,7 +156,7 @@ def test_what_a_step_reads_compiles_anew_when_it_changes_and_only_then(where: st
         torch.testing.assert_close(graph(*batch(step)), eager_step(other, others, step), rtol=0, atol=1e-9)
     change(optimizers[0], 1.0)
     assert distance(model, optimizers, other, others) <= 1e-9
-    assert graph.count == 2
+    assert program_count(graph) == 2
 
 
 def by_identity(held: Callable[[list[Any]], Any], factor: Callable[[Any, Any, Any], float]) -> Any:
@@ -186,7 +186,7 @@ PLACES = {
 def test_parameters_are_known_again_wherever_the_optimizer_keeps_them(where: str) -> None:
     model, optimizers = copied(Small(), [], PLACES[where])
     other, others = copied(model, [], PLACES[where])
-    graph = Train(model, optimizers, 0)
+    graph = mse_graph(model, optimizers, 0)
     for step in range(2):
         torch.testing.assert_close(graph(*batch(step)), eager_step(other, others, step), rtol=0, atol=1e-9)
     assert distance(model, optimizers, other, others) <= 1e-9
@@ -212,7 +212,7 @@ def test_a_list_of_its_own_is_stepped_with_those_that_have_no_gradient_in_it() -
     model.enter.weight.requires_grad_(False)
     model, optimizers = copied(model, [], make)
     other, others = copied(model, [], make)
-    torch.testing.assert_close(Train(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
+    torch.testing.assert_close(mse_graph(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
     assert distance(model, optimizers, other, others) <= 1e-9
 
 
@@ -232,7 +232,7 @@ def test_momenta_in_a_list_beside_the_state_are_refused() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with pytest.raises(gz.CaptureError, match=r"writes to a tensor of shape \[\] that is neither a parameter"):
-        Train(model, [optimizer], 0)(*batch(0))
+        mse_graph(model, [optimizer], 0)(*batch(0))
     assert not any(x.any() for x in optimizer.momenta)
 
 
@@ -251,7 +251,7 @@ def test_a_step_that_stands_in_the_object_is_the_one_that_is_taken() -> None:
 
     model, optimizers = copied(Small(), [], make)
     other, others = copied(model, [], make)
-    torch.testing.assert_close(Train(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
+    torch.testing.assert_close(mse_graph(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
     assert distance(model, optimizers, other, others) <= 1e-9
 
 
@@ -259,7 +259,7 @@ def test_hooks_of_all_optimizers_are_refused() -> None:
     handle: Any = register_optimizer_step_pre_hook(lambda *_: None)
     try:
         with pytest.raises(gz.CaptureError, match="step hooks"):
-            Train(model := Small(), [torch.optim.SGD(model.parameters())], 0)(*batch(0))
+            mse_graph(model := Small(), [torch.optim.SGD(model.parameters())], 0)(*batch(0))
     finally:
         handle.remove()
 
@@ -280,7 +280,7 @@ def test_masks_are_written_in_place_by_operators(operator: str) -> None:
     make = masked(lambda mask, now: getattr(mask, operator)(now))
     model, optimizers = copied(Small(), [], make)
     other, others = copied(model, [], make)
-    graph = Train(model, optimizers, 2)
+    graph = mse_graph(model, optimizers, 2)
     for step in range(3):
         torch.testing.assert_close(graph(*batch(step)), eager_step(other, others, step), rtol=0, atol=1e-9)
     assert distance(model, optimizers, other, others) <= 1e-9
@@ -294,7 +294,7 @@ def test_a_gradient_that_a_step_ignores_is_named_in_a_warning() -> None:
 
     model = Small()
     with pytest.warns(UserWarning, match=r"nothing of the gradient of model.scale, model.enter.bias"):
-        Train(model, [Matrices(model.parameters())], 0)(*batch(0))
+        mse_graph(model, [Matrices(model.parameters())], 0)(*batch(0))
 
 
 class Layers(torch.nn.Module):
@@ -337,7 +337,7 @@ BY_PLACE = {
 def test_a_step_that_goes_by_places_in_the_group_is_traced_whole(what: str) -> None:
     model, optimizers = copied(Layers(), [], BY_PLACE[what])
     other, others = copied(model, [], BY_PLACE[what])
-    graph = Train(model, optimizers, 2)
+    graph = mse_graph(model, optimizers, 2)
     for step in range(2):
         torch.testing.assert_close(graph(*batch(step)), eager_step(other, others, step), rtol=0, atol=1e-9)
     assert distance(model, optimizers, other, others) <= 1e-9
@@ -357,7 +357,7 @@ def test_a_cached_property_that_a_step_asks_for_is_no_write() -> None:
 
     model, optimizers = copied(Small(), [], make)
     other, others = copied(model, [], make)
-    torch.testing.assert_close(Train(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
+    torch.testing.assert_close(mse_graph(model, optimizers, 0)(*batch(0)), eager_step(other, others, 0))
     assert distance(model, optimizers, other, others) <= 1e-9
 
 
@@ -368,4 +368,4 @@ def test_a_step_that_needs_a_closure_is_refused_with_its_line() -> None:
 
     model = Small()
     with pytest.raises(gz.CaptureError, match=r"needs a closure(.|\n)*in step(.|\n)*without a closure"):
-        Train(model, [Closed(model.parameters())], 0)(*batch(0))
+        mse_graph(model, [Closed(model.parameters())], 0)(*batch(0))

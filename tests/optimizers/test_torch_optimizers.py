@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from optimizer_reference import Copies, D, GlobalNorm, Lamb, Toy, Train, batch, change, distance, eager_step
+from optimizer_reference import Copies, D, GlobalNorm, Lamb, Toy, batch, change, distance, eager_step, mse_graph
 
 o = torch.optim
 EXACT = 1e-12
@@ -73,7 +73,7 @@ FAST = {
 def train(model, optimizers, stages, make, limit):
     eager = copy.deepcopy(model)
     others = make(eager)
-    graph = Train(model, optimizers, stages[0])
+    graph = mse_graph(model, optimizers, stages[0])
     for step in range(7):
         if step == 2:
             change(optimizers)
@@ -82,7 +82,7 @@ def train(model, optimizers, stages, make, limit):
             saved = copy.deepcopy(graph.state_dict())
             model = Toy(seed=9)
             optimizers = make(model)
-            graph = Train(model, optimizers, stages[1])
+            graph = mse_graph(model, optimizers, stages[1])
             graph.load_state_dict(saved)
         loss = graph(*batch(step))
         torch.testing.assert_close(loss, eager_step(eager, others, step), atol=limit, rtol=0)

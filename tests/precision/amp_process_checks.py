@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from precision_toys import BF16, F16, Train, batch_of, mlp, virtual
+from precision_toys import BF16, F16, amp_graph, batch_of, mlp, virtual
 from torch.distributed.tensor import DTensor
 
 
@@ -14,7 +14,7 @@ def check_steps_are_those_of_virtual_ranks_at_every_stage():
     for dtype, stages in ((BF16, (1, 3)), (F16, (2,))):
         for stage in stages:
             told = {"stage": stage, "dtype": dtype, "clip": 1.0, "init_scale": 2.0**10}
-            graph, twin = Train(mlp(), **told), Train(mlp(), placement=virtual(2), **told)
+            graph, twin = amp_graph(mlp(), **told), amp_graph(mlp(), placement=virtual(2), **told)
             for step in range(3):
                 batch = batch_of(twin.model, step)
                 assert torch.equal(graph(*share(batch)), twin(*batch))
@@ -31,7 +31,7 @@ def check_steps_are_those_of_virtual_ranks_at_every_stage():
 def check_masters_in_bfloat16_are_rounded_as_on_virtual_ranks():
     for stage in (0, 3):
         told = {"stage": stage, "clip": 1.0, "stochastic_rounding": True}
-        graph, twin = Train(mlp().to(BF16), **told), Train(mlp().to(BF16), placement=virtual(2), **told)
+        graph, twin = amp_graph(mlp().to(BF16), **told), amp_graph(mlp().to(BF16), placement=virtual(2), **told)
         for step in range(3):
             for one, batch in ((graph, share(batch_of(twin.model, step))), (twin, batch_of(twin.model, step))):
                 if step == 0:
@@ -46,7 +46,7 @@ def check_masters_in_bfloat16_are_rounded_as_on_virtual_ranks():
 
 
 def check_an_overflow_on_one_rank_skips_the_step_on_both_and_the_scale_is_loaded():
-    graph = Train(mlp(), 1, dtype=F16, init_scale=2.0**10)
+    graph = amp_graph(mlp(), 1, dtype=F16, init_scale=2.0**10)
     batch = share(batch_of(graph.model, 0))
     graph(*batch)
     before = graph.full_state_dict()

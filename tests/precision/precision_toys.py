@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from graphs import TrainGraph, loss_of_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,23 +56,15 @@ def virtual(ranks):
     return gz.placement("cpu", range(ranks), virtual=True)
 
 
-class Train(gz.Graph):
-    """A model whose forward gives the loss."""
-
-    def __init__(self, model, stage=0, placement=None, dtype=BF16, optimizer=adamw, clip=None, lr_sch=None, **amp):
-        super().__init__(placement)
-        self.model = model
-        self.optimizer = optimizer(model)
-        self.add_optimizer(self.optimizer, clip_grad_norm=clip, lr_sch=lr_sch and lr_sch(self.optimizer))
-        if dtype is not None:
-            self.config.enable_amp(dtype=dtype, **amp)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, *batch):
-        loss = self.model(*batch)
-        loss.backward()
-        return loss
+def amp_graph(
+    model, stage=0, placement=None, dtype=BF16, optimizer=adamw, clip=None, scheduler=None, kind=TrainGraph, **amp
+) -> TrainGraph:
+    """A step of a model whose forward gives the loss."""
+    layout = {"placement": placement, "stage": stage}
+    graph = kind(model, loss_of_model, optimizer(model), clip=clip, scheduler=scheduler, **layout)
+    if dtype is not None:
+        graph.config.enable_amp(dtype=dtype, **amp)
+    return graph
 
 
 class Plain:

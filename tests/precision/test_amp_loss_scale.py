@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from precision_toys import F16, Plain, Train, adamw, batch_of, mlp, virtual
+from graphs import TrainGraph
+from precision_toys import F16, Plain, adamw, amp_graph, batch_of, mlp, virtual
 from torch import nn
 
 FINITE, OVERFLOW = 0, 1
@@ -32,7 +33,7 @@ def fed(model, step, overflow, row=slice(None)):
 )
 def test_the_scale_is_that_of_grad_scaler(name, stage):
     model, twin = mlp(), mlp()
-    graph = Train(model, stage, virtual(2), F16, **SCALING)
+    graph = amp_graph(model, stage, virtual(2), F16, **SCALING)
     plain = Plain(twin, F16, **SCALING)
     assert not graph.skipped and graph.loss_scale == 2.0**10
     for step, overflow in enumerate(SEQUENCES[name]):
@@ -63,7 +64,7 @@ def check_same(before, after):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_overflow_in_the_share_of_one_rank_skips_the_step_on_all(stage):
     model = mlp()
-    graph = Train(model, stage, virtual(4), F16, **SCALING)
+    graph = amp_graph(model, stage, virtual(4), F16, **SCALING)
     graph(*fed(model, 0, FINITE))
     before = copy.deepcopy(model.state_dict())
     graph(*fed(model, 1, OVERFLOW, row=slice(6, 8)))  # the last rank's
@@ -75,7 +76,7 @@ def test_an_overflow_in_the_share_of_one_rank_skips_the_step_on_all(stage):
 
 def test_the_scale_falls_after_as_many_overflows_as_hysteresis_and_not_below_its_least():
     model = mlp()
-    graph = Train(model, 2, virtual(2), F16, init_scale=16.0, growth_interval=2, hysteresis=2, min_scale=4.0)
+    graph = amp_graph(model, 2, virtual(2), F16, init_scale=16.0, growth_interval=2, hysteresis=2, min_scale=4.0)
     found = []
     for step, overflow in enumerate([1, 1, 1, 1, 0, 0, 1, 1]):
         graph(*fed(model, step, overflow))
@@ -87,7 +88,7 @@ def test_the_scale_falls_after_as_many_overflows_as_hysteresis_and_not_below_its
 def test_with_consecutive_hysteresis_a_good_step_counts_overflows_anew():
     model = mlp()
     told = {"init_scale": 16.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "consecutive_hysteresis": True}
-    graph = Train(model, 2, virtual(2), F16, **told)
+    graph = amp_graph(model, 2, virtual(2), F16, **told)
     found = []
     for step, overflow in enumerate([1, 0, 1, 1, 0, 0, 0]):
         graph(*fed(model, step, overflow))
@@ -99,7 +100,7 @@ def test_with_consecutive_hysteresis_a_good_step_counts_overflows_anew():
 def test_a_scheduler_does_not_step_with_a_step_that_is_skipped():
     model = mlp()
     halving = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
-    graph = Train(model, 2, virtual(2), F16, lr_sch=halving, **SCALING)
+    graph = amp_graph(model, 2, virtual(2), F16, scheduler=halving, **SCALING)
     rates = []
     for step, overflow in enumerate([0, 1, 1, 0]):
         graph(*fed(model, step, overflow))
@@ -111,7 +112,7 @@ def test_the_norm_is_that_of_unscaled_gradients_and_its_sum_goes_with_the_count_
     found = []
     for scale in (1.0, 2.0**12):
         model = mlp()
-        graph = Train(model, 2, virtual(2), F16, clip=0.5, init_scale=scale)
+        graph = amp_graph(model, 2, virtual(2), F16, clip=0.5, init_scale=scale)
         graph(*batch_of(model, 0))
         found.append(float(graph.grad_norm))
         sums = [c for c in graph.plan.collectives if c.phase == "update"]
@@ -120,7 +121,7 @@ def test_the_norm_is_that_of_unscaled_gradients_and_its_sum_goes_with_the_count_
 
 
 def test_code_behind_backward_sees_unscaled_gradients():
-    class Clips(Train):
+    class Clips(TrainGraph):
         def build(self, *batch):
             loss = self.model(*batch)
             loss.backward()
@@ -128,7 +129,8 @@ def test_code_behind_backward_sees_unscaled_gradients():
             return loss, norm
 
     told = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1), **SCALING}
-    clips, told = (kind(mlp(), 2, virtual(2), F16, clip=c, **told) for kind, c in ((Clips, None), (Train, 0.1)))
+    clips = amp_graph(mlp(), 2, virtual(2), F16, kind=Clips, **told)
+    told = amp_graph(mlp(), 2, virtual(2), F16, clip=0.1, **told)
     for step in range(3):
         _, norm = clips(*batch_of(clips.model, step))
         told(*batch_of(told.model, step))
@@ -138,7 +140,7 @@ def test_code_behind_backward_sees_unscaled_gradients():
 
 
 def test_two_backwards_add_up_to_one_step():
-    class Twice(Train):
+    class Twice(TrainGraph):
         def build(self, x, y):
             for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
                 loss = self.model(a, b) / 2
@@ -146,9 +148,10 @@ def test_two_backwards_add_up_to_one_step():
             return loss
 
     found = []
-    for kind in (Twice, Train):
+    for kind in (Twice, TrainGraph):
         model = mlp()
-        graph = kind(model, 2, virtual(2), F16, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+        sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+        graph = amp_graph(model, 2, virtual(2), F16, optimizer=sgd, kind=kind)
         for step in range(3):
             graph(*batch_of(model, step))
         assert not graph.skipped
@@ -158,7 +161,7 @@ def test_two_backwards_add_up_to_one_step():
 
 def test_the_scale_is_saved_and_goes_on_where_it_was_at_another_stage_and_size(stages=(2, 3)):
     model = mlp()
-    graph = Train(model, stages[0], virtual(2), F16, **SCALING)
+    graph = amp_graph(model, stages[0], virtual(2), F16, **SCALING)
     for step, overflow in enumerate([0, 1, 0]):
         graph(*fed(model, step, overflow))
     saved = copy.deepcopy(graph.full_state_dict())
@@ -168,7 +171,7 @@ def test_the_scale_is_saved_and_goes_on_where_it_was_at_another_stage_and_size(s
         "hysteresis": 0.0,
     }
     assert set(saved["modules"]) == {"model"}
-    other = Train(mlp(1), stages[1], virtual(4), F16, **SCALING)
+    other = amp_graph(mlp(1), stages[1], virtual(4), F16, **SCALING)
     other.load_state_dict(saved)
     for step, overflow in ((3, 0), (4, 0), (5, 1)):
         batch = fed(model, step, overflow)
@@ -178,9 +181,9 @@ def test_the_scale_is_saved_and_goes_on_where_it_was_at_another_stage_and_size(s
 
 
 def test_a_checkpoint_of_another_precision_loads_and_leaves_the_scale_as_it_is():
-    plain = Train(mlp(), 2, virtual(2), None)
+    plain = amp_graph(mlp(), 2, virtual(2), None)
     plain(*batch_of(plain.model, 0))
-    graph = Train(mlp(1), 2, virtual(2), F16, **SCALING)
+    graph = amp_graph(mlp(1), 2, virtual(2), F16, **SCALING)
     graph.load_state_dict(plain.full_state_dict())
     assert graph.loss_scale == 2.0**10
     scaled = graph.full_state_dict()
@@ -194,7 +197,7 @@ def test_a_first_step_that_is_skipped_leaves_states_that_the_next_one_begins_wit
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     model, twin = mlp(), mlp()
-    graph = Train(model, 2, virtual(2), F16, optimizer=momentum, **SCALING)
+    graph = amp_graph(model, 2, virtual(2), F16, optimizer=momentum, **SCALING)
     plain = Plain(twin, F16, optimizer=momentum, **SCALING)
     for step, overflow in enumerate([1, 0, 0, 1, 0]):
         graph(*fed(model, step, overflow))
@@ -204,13 +207,8 @@ def test_a_first_step_that_is_skipped_leaves_states_that_the_next_one_begins_wit
 
 
 def test_two_optimizers_skip_together():
-    class Two(Train):
-        def __init__(self, model, **more):
-            super().__init__(model, optimizer=lambda m: adamw(m.body[0]), **more)
-            self.add_optimizer(adamw(self.model.body[3]))
-
     model = mlp()
-    graph = Two(model, stage=2, placement=virtual(2), dtype=F16, **SCALING)
+    graph = amp_graph(model, 2, virtual(2), F16, optimizer=lambda m: [adamw(m.body[0]), adamw(m.body[3])], **SCALING)
     before = copy.deepcopy(model.state_dict())
     graph(*fed(model, 0, OVERFLOW))
     assert graph.skipped

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from precision_toys import BF16, F16, Plain, Train, adamw, batch_of, mlp, virtual
+from graphs import TrainGraph
+from precision_toys import BF16, F16, Plain, adamw, amp_graph, batch_of, mlp, virtual
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,7 @@ def check_trains(make, batch, stages=(0, 1, 3), plain=None, **more):
         reference = (plain or Plain)(make())
         expected = [reference.step(*batch).float() for _ in range(3)]
     for stage in stages:
-        graph = Train(make(), stage, virtual(2), **more)
+        graph = amp_graph(make(), stage, virtual(2), **more)
         found = [graph(*batch) for _ in range(3)]
         expected = expected or found
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
@@ -79,7 +80,7 @@ def test_a_frozen_16_bit_base_with_float32_adapters(dtype):
 
 
 def test_code_with_its_own_autocast():
-    class Own(Train):
+    class Own(TrainGraph):
         def build(self, x, y):
             with torch.autocast("cpu", torch.bfloat16):
                 h = self.model.body[:3](x)
@@ -90,7 +91,7 @@ def test_code_with_its_own_autocast():
 
     batch, found = rows(), []
     for stage in (0, 3):
-        graph = Own(mlp(), stage, virtual(2))
+        graph = amp_graph(mlp(), stage, virtual(2), kind=Own)
         found.append(torch.stack([graph(*batch) for _ in range(3)]))
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
 
@@ -155,7 +156,7 @@ def test_evaluation_reads_casts_too():
             return self.model(*batch)
 
     for stage in (0, 1):
-        graph = Train(mlp(), stage, virtual(2))
+        graph = amp_graph(mlp(), stage, virtual(2))
         graph(*batch_of(graph.model, 0))
         evaluate = Evaluate(graph.model, graph.placement)
         found, plain = evaluate(*batch_of(graph.model, 1)), Plain(graph.model)
@@ -168,7 +169,7 @@ def test_tensor_parallel_splits_stay_and_data_axes_gather_16_bit():
     model, twin = mlp(width=16), mlp(width=16)
     placement = gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"), virtual=True)
     plain = Plain(twin)
-    graph = Train(model, 2, placement)
+    graph = amp_graph(model, 2, placement)
     gz.to_global(
         model, placement=placement, sbp={
             "body.0.weight": (gz.sbp.B, gz.sbp.S(0)), "body.0.bias": (gz.sbp.B, gz.sbp.S(0)),
@@ -184,7 +185,7 @@ def test_tensor_parallel_splits_stay_and_data_axes_gather_16_bit():
 
 
 def test_small_parameters_stay_whole_beside_split_masters():
-    graph = Train(mlp(), 1, virtual(2))
+    graph = amp_graph(mlp(), 1, virtual(2))
     graph.config.enable_zero(stage=1, shard_min_size=100)
     graph(*batch_of(graph.model, 0))
     assert gz.sbp.of(graph.model.body[0].weight) == (gz.sbp.S(0),)
@@ -192,7 +193,7 @@ def test_small_parameters_stay_whole_beside_split_masters():
 
 
 def test_turning_it_on_and_off_compiles_anew():
-    graph = Train(mlp(), 0, virtual(2), None)
+    graph = amp_graph(mlp(), 0, virtual(2), None)
     batch = batch_of(graph.model, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -208,22 +209,22 @@ def test_the_optimizer_steps_in_backward_or_waits_for_the_count_of_overflows():
     deep = nn.Sequential(nn.Linear(16, 256), *(nn.Linear(256, 256) for _ in range(2)), nn.Linear(256, 8))
     batch = rows()
     for dtype, stepped in ((BF16, True), (F16, False)):
-        graph = Train(Loss(deep), 2, virtual(2), dtype)
+        graph = amp_graph(Loss(deep), 2, virtual(2), dtype)
         graph.config.set_optimizer_in_backward()
         plan = graph.compile(*batch).plan
         assert (": 0 of" not in plan.decisions[-1]) is stepped
 
 
 def test_a_check_is_against_plain_pytorch_with_the_same_casts_and_scale():
-    graph = Train(mlp(), 2, virtual(2), F16, clip=1.0, init_scale=2.0**10)
+    graph = amp_graph(mlp(), 2, virtual(2), F16, clip=1.0, init_scale=2.0**10)
     report = gz.check(graph, *batch_of(graph.model, 0))
     assert report and report.stages[0].differences["outputs"] == 0, str(report)
 
 
 def test_the_first_stage_that_fits_is_found_with_masters_too():
     batch = rows()
-    peaks = [Train(mlp(), stage, virtual(2)).compile(*batch).plan.memory.peak for stage in (1, 2, 3)]
-    graph = Train(mlp(), 0, virtual(2))
+    peaks = [amp_graph(mlp(), stage, virtual(2)).compile(*batch).plan.memory.peak for stage in (1, 2, 3)]
+    graph = amp_graph(mlp(), 0, virtual(2))
     graph.config.enable_zero(stage="auto")
     graph.config.set_memory_budget(max(peaks))
     assert graph.compile(*batch).plan.memory.peak <= max(peaks)
@@ -231,7 +232,7 @@ def test_the_first_stage_that_fits_is_found_with_masters_too():
 
 def test_a_parameter_that_no_optimizer_steps_does_not_skip_a_step():
     model = Loss(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)))
-    graph = Train(model, 2, virtual(2), F16, optimizer=lambda m: adamw(m.body[2]))
+    graph = amp_graph(model, 2, virtual(2), F16, optimizer=lambda m: adamw(m.body[2]))
     graph(*rows())
     assert not graph.skipped and "body.0.weight" not in str(graph.program.gradients())
 
@@ -245,6 +246,6 @@ def test_what_a_checkpoint_recomputes_reads_the_same_casts():
         def forward(self, x):
             return self.last(checkpoint(self.first, x, use_reentrant=False))
 
-    graph = Train(Loss(seeded(Recomputed)()), 3, virtual(2))
+    graph = amp_graph(Loss(seeded(Recomputed)()), 3, virtual(2))
     report = gz.check(graph, *rows())
     assert report and report.stages[0].differences["gradients"] == 0, str(report)

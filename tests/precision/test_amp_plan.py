@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from inside import executor_of
-from precision_toys import BF16, F16, Train, batch_of, gpt, mlp, virtual
+from precision_toys import BF16, F16, amp_graph, batch_of, gpt, mlp, virtual
 
 import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
@@ -17,7 +17,7 @@ PAPERS = {0: lambda n: 16, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: 
 def wide(stage, ranks, dtype=BF16, **more):
     """A model whose sizes divide by the ranks, compiled."""
     model = mlp(width=64)
-    graph = Train(model, stage, virtual(ranks), dtype, **more)
+    graph = amp_graph(model, stage, virtual(ranks), dtype, **more)
     return graph.compile(*batch_of(model, 0, 8))
 
 
@@ -66,7 +66,7 @@ def test_a_call_takes_and_sends_what_its_plan_says(dtype, clip, stages):
     for stage in stages:
         with gz.testing.fake_world(2):
             model = gpt()
-            graph = Train(model, stage, dtype=dtype, clip=clip)
+            graph = amp_graph(model, stage, dtype=dtype, clip=clip)
             batch = batch_of(model, 0, 4)
             graph(*batch)
             check_measured(graph, batch, stage)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from precision_toys import BF16, F16, Plain, Train, batch_of, gpt, losses, mlp, virtual
+from precision_toys import BF16, F16, Plain, amp_graph, batch_of, gpt, losses, mlp, virtual
 
 STEPS = 50
 
@@ -19,7 +19,7 @@ def expected():
 
 def check(expected, make, dtype, stage, ranks):
     model = make()
-    graph = Train(model, stage, virtual(ranks), dtype, clip=1.0, init_scale=2.0**10)
+    graph = amp_graph(model, stage, virtual(ranks), dtype, clip=1.0, init_scale=2.0**10)
     found, plain = losses(graph, model, STEPS), expected[make, dtype]
     assert plain[-4:].mean() < 0.9 * plain[:4].mean()  # it learns
     assert (found - plain).abs().max() < 0.01 * plain[0]
@@ -43,7 +43,7 @@ def test_a_gpt_with_a_tied_head_learns_as_in_plain_pytorch_at_every_stage(expect
 def test_the_first_step_on_one_rank_is_plain_pytorchs_to_the_bit_but_for_adams_rounding():
     for dtype in (BF16, F16):
         model, twin = mlp(), mlp()
-        graph, plain = Train(model, 0, virtual(1), dtype), Plain(twin, dtype)
+        graph, plain = amp_graph(model, 0, virtual(1), dtype), Plain(twin, dtype)
         batch = batch_of(model, 0)
         assert torch.equal(graph(*batch), plain.step(*batch))
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):

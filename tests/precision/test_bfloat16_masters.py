@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from precision_toys import BF16, Train, batch_of, gpt, losses, mlp, virtual
+from graphs import TrainGraph
+from precision_toys import BF16, amp_graph, batch_of, gpt, losses, mlp, virtual
 from torch import nn
 
 import graphzero as gz
@@ -38,7 +39,7 @@ def sgd(model):
 
 def exact(stage=0, placement=None, seed=3, parts=1, optimizer=adamw, early=False, axis=None):
     """A Graph that draws from ``seed``."""
-    graph = Train(Exact().to(BF16), 0, placement or virtual(1), optimizer=optimizer, stochastic_rounding=True)
+    graph = amp_graph(Exact().to(BF16), 0, placement or virtual(1), optimizer=optimizer, stochastic_rounding=True)
     graph.config.set_gradient_accumulation_steps(parts)
     graph.config.set_optimizer_in_backward(early)
     if stage:
@@ -151,7 +152,7 @@ def test_updates_too_small_for_the_nearest_bfloat16_are_kept_on_average():
 
     lost = Shift().to(BF16)
     plain = descend(lost)
-    graph = Train(Shift().to(BF16), 2, virtual(2), optimizer=descend, stochastic_rounding=True)
+    graph = amp_graph(Shift().to(BF16), 2, virtual(2), optimizer=descend, stochastic_rounding=True)
     torch.manual_seed(0)
     for _ in range(steps):
         lost(torch.ones(4, dtype=BF16)).backward()
@@ -166,14 +167,14 @@ def test_updates_too_small_for_the_nearest_bfloat16_are_kept_on_average():
 
 @pytest.fixture(scope="module")
 def wide():
-    return losses(Train(gpt(), 0, virtual(1), clip=1.0), gpt(), 50)
+    return losses(amp_graph(gpt(), 0, virtual(1), clip=1.0), gpt(), 50)
 
 
 @pytest.mark.parametrize("stage, ranks", [(0, 1), (3, 2)])
 def test_a_gpt_learns_as_with_masters_in_float32(wide, stage, ranks):
     torch.manual_seed(0)
     model = gpt().to(BF16)
-    found = losses(Train(model, stage, virtual(ranks), clip=1.0, stochastic_rounding=True), model, 50)
+    found = losses(amp_graph(model, stage, virtual(ranks), clip=1.0, stochastic_rounding=True), model, 50)
     assert wide[-4:].mean() < 0.9 * wide[:4].mean()
     assert (found - wide).abs().max() < 0.005 * wide[0]
 
@@ -183,7 +184,7 @@ def test_counters_stay_exact_and_what_is_not_bfloat16_stays_as_it_is():
     model.body[0].to(BF16).requires_grad_(False)
     model.body[3].to(BF16)
     frozen = [p.clone() for p in model.body[0].parameters()]
-    graph = Train(model, 2, virtual(2), stochastic_rounding=True)
+    graph = amp_graph(model, 2, virtual(2), stochastic_rounding=True)
     graph(*batch_of(model, 0))
     for held_ in graph.optimizer.state.values():
         held_["step"].fill_(1000.0)
@@ -201,13 +202,13 @@ def test_without_it_the_same_model_steps_in_16_bit_as_before():
     for rounding in (False, True, False):
         model = mlp()
         model.body[3].to(BF16)
-        graph = Train(model, 2, virtual(2), stochastic_rounding=rounding).compile(*batch_of(model, 0))
+        graph = amp_graph(model, 2, virtual(2), stochastic_rounding=rounding).compile(*batch_of(model, 0))
         texts.append(str(graph.program))
     assert texts[0] == texts[2] and "round" not in texts[0] and "seed" not in texts[0]
     assert texts[1].count("adam_rounded(") == 2
 
 
-class Clipping(Train):
+class Clipping(TrainGraph):
     def build(self, *batch):
         loss = self.model(*batch)
         loss.backward()
@@ -219,7 +220,9 @@ def test_code_of_the_users_behind_backward_clips_and_gradients_may_be_reduced_in
     found = []
     for stage, ranks in ((0, 2), (3, 2)):
         model = mlp().to(BF16)
-        graph = Clipping(model, stage, virtual(ranks), stochastic_rounding=True, reduce_dtype=torch.float32)
+        graph = amp_graph(
+            model, stage, virtual(ranks), kind=Clipping, stochastic_rounding=True, reduce_dtype=torch.float32
+        )
         torch.manual_seed(0)
         for step in range(2):
             graph(*batch_of(model, step))
@@ -230,7 +233,7 @@ def test_code_of_the_users_behind_backward_clips_and_gradients_may_be_reduced_in
 
 
 def test_an_average_in_bfloat16_follows_its_model():
-    graph = Train(Shift().to(BF16), 2, virtual(2), optimizer=sgd, stochastic_rounding=True)
+    graph = amp_graph(Shift().to(BF16), 2, virtual(2), optimizer=sgd, stochastic_rounding=True)
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
     graph.average = torch.optim.swa_utils.AveragedModel(graph.model, multi_avg_fn=average)
     graph.add_average(graph.average, graph.model)
@@ -247,7 +250,7 @@ def test_an_average_in_bfloat16_follows_its_model():
 
 
 def test_a_check_compares_with_the_step_that_is_not_rounded():
-    graph = Train(mlp().to(BF16), 2, virtual(2), clip=1.0, stochastic_rounding=True)
+    graph = amp_graph(mlp().to(BF16), 2, virtual(2), clip=1.0, stochastic_rounding=True)
     batch = batch_of(graph.model, 0)
     assert gz.check(graph, *batch)
     graph(*batch)
@@ -259,9 +262,9 @@ def test_a_check_compares_with_the_step_that_is_not_rounded():
 
 
 def test_a_checkpoint_in_float32_is_rounded_to_the_nearest_and_one_in_bfloat16_is_taken_back_exactly():
-    wide = Train(mlp(), 2, virtual(2))
+    wide = amp_graph(mlp(), 2, virtual(2))
     wide(*batch_of(wide.model, 0))
-    narrow = Train(mlp(1).to(BF16), 3, virtual(2), stochastic_rounding=True)
+    narrow = amp_graph(mlp(1).to(BF16), 3, virtual(2), stochastic_rounding=True)
     narrow.load_state_dict(wide.state_dict())
     for name, x in held(wide).items():
         here = held(narrow)[name]
@@ -291,8 +294,8 @@ def test_eager_modules_and_optimizers_load_it():
 def test_six_bytes_a_parameter_less_are_held(stage):
     ranks = 4
     batch = batch_of(mlp(width=64), 0)
-    wide = Train(mlp(width=64), stage, virtual(ranks)).compile(*batch).plan
-    narrow = Train(mlp(width=64).to(BF16), stage, virtual(ranks), stochastic_rounding=True).compile(*batch).plan
+    wide = amp_graph(mlp(width=64), stage, virtual(ranks)).compile(*batch).plan
+    narrow = amp_graph(mlp(width=64).to(BF16), stage, virtual(ranks), stochastic_rounding=True).compile(*batch).plan
     saved = [
         sum(int(plan.memory[kind]) for kind in ("parameters", "optimizer_states")) / plan.parameters
         for plan in (wide, narrow)
@@ -307,7 +310,7 @@ def test_six_bytes_a_parameter_less_are_held(stage):
 def test_a_call_takes_what_its_plan_says(stage):
     with gz.testing.fake_world(2):
         model = gpt().to(BF16)
-        graph = Train(model, stage, clip=1.0, stochastic_rounding=True)
+        graph = amp_graph(model, stage, clip=1.0, stochastic_rounding=True)
         batch = batch_of(model, 0, 4)
         graph(*batch)
         plan, measured = graph.plan, measure_step(graph, *batch)
@@ -319,7 +322,7 @@ def test_adam_holds_no_copies_in_float32_while_it_steps():
     plans = []
     for make, told in ((lambda: mlp(width=64), {}), (lambda: mlp(width=64).to(BF16), {"stochastic_rounding": True})):
         model = make()
-        graph = Train(model, 0, virtual(1), **told).compile(*batch_of(model, 0))
+        graph = amp_graph(model, 0, virtual(1), **told).compile(*batch_of(model, 0))
         plans.append(graph.plan)
     assert plans[0].memory.peak - plans[1].memory.peak == pytest.approx(6 * plans[0].parameters, rel=0.01)
     assert " stochastic_round(" not in str(graph.program) and "= adam_rounded(" in str(graph.program)
@@ -329,7 +332,7 @@ def test_adam_holds_no_copies_in_float32_while_it_steps():
 
 
 def test_a_model_without_bfloat16_is_refused_and_says_how_to_make_one():
-    graph = Train(mlp(), 0, virtual(2), stochastic_rounding=True)
+    graph = amp_graph(mlp(), 0, virtual(2), stochastic_rounding=True)
     with pytest.raises(gz.ConfigError) as told:
         graph(*batch_of(graph.model, 0))
     text = str(told.value)
@@ -340,7 +343,7 @@ def test_a_model_without_bfloat16_is_refused_and_says_how_to_make_one():
 
 
 def test_float16_is_refused_as_dtype_and_as_a_parameter():
-    config = Train(mlp(), 0, virtual(2), None).config
+    config = amp_graph(mlp(), 0, virtual(2), None).config
     with pytest.raises(gz.ConfigError, match=r"enable_amp\(dtype=torch.float16, stochastic_rounding=True\)"):
         config.enable_amp(dtype=torch.float16, stochastic_rounding=True)
     with pytest.raises(gz.ConfigError, match=r"enable_amp\(stochastic_rounding='yes'\)"):
@@ -348,12 +351,12 @@ def test_float16_is_refused_as_dtype_and_as_a_parameter():
     assert config.amp.dtype is None
     model = mlp().to(BF16)
     model.body[0].to(torch.float16)
-    graph = Train(model, 0, virtual(2), stochastic_rounding=True)
+    graph = amp_graph(model, 0, virtual(2), stochastic_rounding=True)
     with pytest.raises(gz.ConfigError, match="2 trainable parameters of Train are float16"):
         graph(*batch_of(model, 0))
 
 
 def test_a_model_in_16_bit_is_told_of_it():
-    graph = Train(mlp().to(BF16), 0, virtual(2))
+    graph = amp_graph(mlp().to(BF16), 0, virtual(2))
     with pytest.raises(gz.ConfigError, match=r"enable_amp\(stochastic_rounding=True\)"):
         graph(*batch_of(graph.model, 0))

@@ -3,9 +3,8 @@
 import warnings
 
 import torch
+from graphs import TrainGraph
 from torch import nn
-
-import graphzero as gz
 
 VOCABULARY, WIDTH, CONTEXT = 48, 16, 16
 
@@ -41,24 +40,20 @@ class Blocks(nn.Module):
         return self.head(self.norm(h))
 
 
-class Train(gz.Graph):
+def next_token_loss(model, ids):
+    logits = model(ids)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def blocks_graph(memory=None, stage=0, placement=None, budget=None, early=False, layers=2, p=0.1, **zero) -> TrainGraph:
     """memory: as ``set_activation_memory`` takes it."""
-
-    def __init__(self, memory=None, stage=0, placement=None, budget=None, early=False, layers=2, p=0.1, **zero):
-        super().__init__(placement or gz.placement("cpu", range(2), virtual=True))
-        self.model = Blocks(layers, p)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
-        if stage:
-            self.config.enable_zero(stage=stage, **zero)
-        self.config.set_activation_memory(memory)
-        self.config.set_memory_budget(budget)
-        self.config.set_optimizer_in_backward(early)
-
-    def build(self, ids):
-        logits = self.model(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-        loss.backward()
-        return loss
+    model = Blocks(layers, p)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    graph = TrainGraph(model, next_token_loss, optimizer, placement=placement or 2, stage=stage, **zero)
+    graph.config.set_activation_memory(memory)
+    graph.config.set_memory_budget(budget)
+    graph.config.set_optimizer_in_backward(early)
+    return graph
 
 
 def batch(step=0, rows=8):
@@ -80,7 +75,7 @@ class Captured:
     """Plans of one Graph under many settings, from one capture."""
 
     def __init__(self):
-        self.graph = Train()
+        self.graph = blocks_graph()
 
     def __call__(self, memory=None, stage=0, budget=None, **zero):
         self.graph.config.enable_zero(bool(stage), stage=stage or 1, **zero)

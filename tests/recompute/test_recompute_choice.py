@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from bad_input.wrong import says
-from recompute_toys import Captured, Train, batch
+from recompute_toys import Captured, batch, blocks_graph
 
 import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
@@ -21,7 +21,7 @@ plan = Captured()
 
 @cache
 def compiled(stage):
-    return Train(stage=stage).compile(batch())
+    return blocks_graph(stage=stage).compile(batch())
 
 
 def before(stage):
@@ -105,7 +105,7 @@ def test_the_plan_says_what_is_computed_again():
 
 def test_enough_memory_leaves_the_program_as_it_is():
     plain = compiled(0)
-    graph = Train(plain.plan.memory.activations).compile(batch())
+    graph = blocks_graph(plain.plan.memory.activations).compile(batch())
     assert str(graph.program) == str(plain.program)
     assert not graph.plan.recomputed and not graph.plan.decisions
 
@@ -158,4 +158,4 @@ def test_bytes_that_nothing_fits_are_refused_with_what_would_fit():
 @pytest.mark.parametrize("memory", ["blocks", 0, -1, 2.5, True, b"checkpoint", ["checkpoint"]])
 def test_a_setting_that_is_no_memory_is_refused(memory):
     with says(gz.ConfigError, f"set_activation_memory({memory!r})", "checkpoint"):
-        Train(memory)
+        blocks_graph(memory)

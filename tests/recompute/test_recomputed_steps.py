@@ -10,7 +10,7 @@ import layouts
 import pytest
 import torch
 from inside import executor_of
-from recompute_toys import Captured, Train, batch, same_bits, trained
+from recompute_toys import Captured, batch, blocks_graph, same_bits, trained
 from runtime.processes import assert_passed, run
 from test_plan_measured import Storages
 from torch import nn
@@ -30,15 +30,15 @@ plan = Captured()
 @cache
 def reference(stage=0):
     """What no recomputation comes to, with the graph."""
-    graph = Train(stage=stage)
+    graph = blocks_graph(stage=stage)
     return trained(graph), graph
 
 
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_the_bits_are_the_same_at_every_stage_with_dropout(stage):
     wanted, plain = reference(stage)
-    half = Train(plain.plan.memory.activations // 2, stage=stage)
-    least = Train("checkpoint", stage=stage)
+    half = blocks_graph(plain.plan.memory.activations // 2, stage=stage)
+    least = blocks_graph("checkpoint", stage=stage)
     for graph in (half, least):
         assert same_bits(trained(graph), wanted)
         assert graph.plan.recomputed and "recompute" in [record.name for record in graph.history]
@@ -47,7 +47,7 @@ def test_the_bits_are_the_same_at_every_stage_with_dropout(stage):
 
 
 def test_masks_are_drawn_again_as_they_were():
-    graph = Train("checkpoint")
+    graph = blocks_graph("checkpoint")
     graph.compile(batch())
     drawn = [node for node in graph.program.nodes if getattr(node.target, "_opname", "") == "uniform_like"]
     again = [node for node in drawn if value.is_recomputed(node)]
@@ -58,7 +58,7 @@ def test_masks_are_drawn_again_as_they_were():
 @pytest.mark.parametrize("settings", [{"keep_gathered": True, "stage": 3}, {"early": True, "stage": 2}])
 def test_the_bits_are_the_same_with_other_settings(settings):
     wanted, _ = reference(settings["stage"])
-    graph = Train("checkpoint", **settings)
+    graph = blocks_graph("checkpoint", **settings)
     assert same_bits(trained(graph), wanted)
     assert graph.plan.recomputed
 
@@ -135,7 +135,7 @@ def test_data_and_tensor_ranks_train_to_the_same_bits():
 def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage, part):
     ids = batch()
     with fake_world(2):
-        graph = Train(stage=stage, placement=gz.placement("cpu", range(2)))
+        graph = blocks_graph(stage=stage, placement=gz.placement("cpu", range(2)))
         if part != "checkpoint":
             part = int(part * graph.compile(ids).plan.memory.activations)
         graph.config.set_activation_memory(part)
@@ -156,13 +156,13 @@ def test_any_budget_holds_and_changes_no_bit():
         wanted, plain = reference(stage)
         held = plain.plan.memory.activations
         memory = rng.randint(int(0.35 * held), held)
-        graph = Train(memory, stage=stage)
+        graph = blocks_graph(memory, stage=stage)
         assert same_bits(trained(graph), wanted), f"stage {stage}, {memory} bytes"
         assert graph.plan.memory.activations <= memory, f"stage {stage}, {memory} bytes"
 
 
 def test_the_text_of_such_a_program_reads_back():
-    graph = Train("checkpoint", stage=3).compile(batch())
+    graph = blocks_graph("checkpoint", stage=3).compile(batch())
     text = str(graph.program)
     assert "; recompute(gelu)" in text
     assert str(gz.parse(text)) == text

@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph
 from inside import failing, program_of
-from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
+from process_toys import batch, eager, make, mse_graph, raises, same, sgd, share, trained
 from torch import nn
 
 import graphzero as gz
@@ -19,13 +20,13 @@ from graphzero.testing.timer import AGREEING, AROUND
 
 
 def check_a_check_that_one_ranks_rows_do_not_meet_stops_both_ranks_and_changes_nothing():
-    class Checked(Train):
+    class Checked(TrainGraph):
         def build(self, x, y):
             assert (x < 100).all(), "x is large"
             return super().build(x, y)
 
     model = make(0)
-    step = Checked(model, sgd(model), stage=2)
+    step = mse_graph(model, sgd(model), 2, kind=Checked)
     x, y = share(1)
     first = step(x, y)
     before = step.full_state_dict()["modules"]["model"]
@@ -33,14 +34,14 @@ def check_a_check_that_one_ranks_rows_do_not_meet_stops_both_ranks_and_changes_n
         step(x + 1000 * dist.get_rank(), y)
     after = step.full_state_dict()["modules"]["model"]
     assert all(torch.equal(after[name], held) for name, held in before.items())
-    assert not torch.equal(step(x, y)[0], first[0])
+    assert not torch.equal(step(x, y)["out"], first["out"])
 
 
 def check_disagreement_raises_on_all_ranks_and_says_what_differs():
     rank = dist.get_rank()
     model = make(0)
     optimizer = sgd(model)
-    graph = Train(model, optimizer, 2)
+    graph = mse_graph(model, optimizer, 2)
     x, y = batch(0)
     for _ in range(2):  # in the first call and in a later one
         raises(
@@ -62,7 +63,7 @@ def check_disagreement_raises_on_all_ranks_and_says_what_differs():
 
 
 def check_a_profile_tells_waiting_for_a_late_rank_apart():
-    graph = Train(make(0))
+    graph = mse_graph(make(0))
     graph(*share(0))
     dist.barrier()
     if dist.get_rank() == 1:
@@ -75,29 +76,33 @@ def check_a_profile_tells_waiting_for_a_late_rank_apart():
 def check_a_failure_on_one_rank_raises_on_the_others():
     rank = dist.get_rank()
 
-    class Fails(Train):
+    class Fails(TrainGraph):
         def build(self, x, y):
             if rank == 1:
                 raise ValueError("rank one's own trouble")
             return super().build(x, y)
 
     model = make(0)
-    graph = Fails(model, sgd(model))
+    graph = mse_graph(model, sgd(model), kind=Fails)
     raises(Exception, "rank one's own trouble" if rank else "rank 1 could not prepare", lambda: graph(*share(0)))
     x, y = share(0)
-    good = Train(model, sgd(model))
+    good = mse_graph(model, sgd(model))
     raises(gz.CaptureError, "requires grad", lambda: good(x.requires_grad_(rank == 1), y))
 
 
 def check_programs_that_differ_raise_and_show_the_line():
     rank = dist.get_rank()
 
-    class Differs(Train):
+    class Differs(TrainGraph):
         def build(self, x, y):
             return super().build(x * 2 if rank else x, y)
 
     model = make(0)
-    raises(gz.CaptureError, r"compiled program[\s\S]*program line", lambda: Differs(model, sgd(model))(*share(0)))
+    raises(
+        gz.CaptureError,
+        r"compiled program[\s\S]*program line",
+        lambda: mse_graph(model, sgd(model), kind=Differs)(*share(0)),
+    )
 
 
 def check_what_one_rank_changes_alone_raises_on_all():
@@ -128,7 +133,7 @@ def check_what_one_rank_changes_alone_raises_on_all():
         (other_flags, "no grad"),
     ):
         model = make(0)
-        graph = Train(model, sgd(model))
+        graph = mse_graph(model, sgd(model))
         graph(*share(0))
         if rank == 1:
             change(graph)
@@ -141,14 +146,14 @@ def check_another_model_structure_or_passes_on_one_rank_raise_on_all():
     for model in (nn.Linear(6, 3).double(), nn.Linear(6, 3, bias=rank == 0).double()):
         if rank == 1 and model.bias is not None:
             model = nn.Sequential(model)
-        raises(gz.CaptureError, "tensor model", lambda model=model: Train(model)(x, y))
+        raises(gz.CaptureError, "tensor model", lambda model=model: mse_graph(model)(x, y))
     model = make(0)
-    raises(gz.CaptureError, "input structure", lambda: Train(model)(x, y=y) if rank else Train(model)(x, y))
+    raises(gz.CaptureError, "input structure", lambda: mse_graph(model)(x, y=y) if rank else mse_graph(model)(x, y))
 
     def breaks(graph):
         raise KeyError("of this rank")
 
-    graph = Train(model)
+    graph = mse_graph(model)
     graph.config.add_pass(breaks if rank else (lambda graph: graph), after="pin")
     raises(gz.CaptureError, "config.user_passes: rank 0: .*lambda.*; rank 1: .*breaks", lambda: graph(x, y))
 
@@ -157,7 +162,7 @@ def check_another_model_structure_or_passes_on_one_rank_raise_on_all():
             raise KeyError("of this rank")
         return graph
 
-    graph = Train(model)
+    graph = mse_graph(model)
     graph.config.add_pass(same_name, after="pin")
     raises(Exception, "of this rank" if rank else "rank 1 could not prepare.*KeyError", lambda: graph(x, y))
 
@@ -166,7 +171,7 @@ def check_hyperparameters_of_rank_0_count_even_where_they_decide_the_program():
     rank = dist.get_rank()
     model = make(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.0 if rank else 0.1)
-    Train(model, optimizer)(*share(0))
+    mse_graph(model, optimizer)(*share(0))
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -174,12 +179,12 @@ def check_a_rank_without_values_is_announced():
     model = make(0)
     if dist.get_rank() == 1:
         model.to("meta")
-    raises(gz.ConfigError, "meta device", lambda: Train(model, sgd(model))(*share(0)))
+    raises(gz.ConfigError, "meta device", lambda: mse_graph(model, sgd(model))(*share(0)))
 
 
 def check_first_mode_compares_only_the_program_in_later_calls():
     model = make(0)
-    graph = Train(model, sgd(model))
+    graph = mse_graph(model, sgd(model))
     graph.config.check_inputs = "first"
     graph(*share(0))
     talked = []
@@ -220,7 +225,7 @@ def check_a_failed_call_can_be_made_again_unless_it_was_in_its_update():
 def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_its_first_step_says_so():
     wanted, _ = trained(2, steps=2)
     model = make(0)
-    graph = Train(model, sgd(model), 2)
+    graph = mse_graph(model, sgd(model), 2)
     graph.config.set_optimizer_in_backward()
     graph.config.bucket_bytes = 100
     optimizer = graph._source.optimizers[0].optimizer
@@ -241,13 +246,13 @@ def check_an_optimizer_in_backward_steps_the_same_and_a_call_that_fails_after_it
 
 
 def check_an_attribute_that_build_reads_is_agreed_on():
-    class Scaled(Train):
+    class Scaled(TrainGraph):
         factor = 1.0
 
         def build(self, x, y):
             return self.model(x) * self.factor
 
-    graph = Scaled(make(0))
+    graph = mse_graph(make(0), kind=Scaled)
     graph(*share(0))
     graph.factor = 1.0 + dist.get_rank()
     raises(gz.CaptureError, "attribute factor: rank 0: 1.0; rank 1: 2.0", lambda: graph(*share(0)))
@@ -300,7 +305,7 @@ def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
 
     def trained_at(stage):
         model = nn.Sequential(*copy.deepcopy(layers))
-        step = Train(model, sgd(model), stage)
+        step = mse_graph(model, sgd(model), stage)
         return [step(batch, torch.zeros_like(batch)) for _ in range(2)], step.plan
 
     wanted, plan = trained_at(3)
@@ -317,7 +322,7 @@ def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
 
 def check_graphs_of_equal_shapes_called_in_another_order_raise_instead_of_mixing_their_gradients():
     rank, models = dist.get_rank(), (make(1), make(2))
-    first, second = (Train(model, sgd(model)) for model in models)
+    first, second = (mse_graph(model, sgd(model)) for model in models)
     named = r"rank 0: a call of Train[\s\S]*rank 1: a call of Train"
     for graphs in ((first, second), (second, first)):
         raises(gz.GraphZeroError, named, lambda graphs=graphs: graphs[rank](*share(0)))
@@ -358,13 +363,13 @@ def check_other_actions_on_one_rank_raise_on_all_and_say_who_asks_for_what():
 
 def check_one_rank_alone_may_look_at_a_graph_before_and_after_its_first_call():
     model = make(0)
-    graph = Train(model, sgd(model), 2)
+    graph = mse_graph(model, sgd(model), 2)
     for _ in range(2):
         if dist.get_rank() == 1:
             assert "model.first.weight" in repr(graph)
             assert "first.weight" in graph.state_dict()["modules"]["model"]
         graph(*share(0))
-    fresh = Train(make(0), None, 3).compile(*share(0))
+    fresh = mse_graph(make(0), None, 3).compile(*share(0))
     if dist.get_rank() == 0:
         fresh.state_dict()
     fresh(*share(0))
@@ -398,7 +403,7 @@ def check_what_is_put_in_on_one_rank_alone_raises_on_all_and_on_all_is_taken_fro
     for paths in (("running_mean", None), ("weight", None), (None, "running_var"), ("running_mean", "running_var")):
         torch.manual_seed(0)
         model = Normed()
-        graph = Train(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+        graph = mse_graph(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
         graph(*share(0))
         if paths[rank]:
             changed(graph, paths[rank])
@@ -455,7 +460,7 @@ def _ranks_load_one_checkpoint_or_none_does(stage):
 def check_what_rank_0_alone_loads_before_the_first_call_counts_for_all():
     saved = trained(0, steps=2)[0].full_state_dict()
     model = make(5)
-    graph = Train(model, sgd(model), 2)
+    graph = mse_graph(model, sgd(model), 2)
     if dist.get_rank() == 0:
         graph.load_state_dict({**saved, "schedulers": [None]})
     graph(*share(2))
@@ -502,7 +507,7 @@ def check_inputs_that_ranks_are_given_alike_are_compared():
 
 
 def check_other_settings_of_the_check_on_one_rank_raise_on_all():
-    graph = Train(make(0))
+    graph = mse_graph(make(0))
     graph(*share(0))
     graph.config.check_inputs = "values" if dist.get_rank() else "always"
     raises(gz.CaptureError, "config.check_inputs: rank 0: always; rank 1: values", lambda: graph(*share(0)))
@@ -515,7 +520,7 @@ def check_ranks_that_sum_for_themselves_use_equal_threads_or_raise():
 
     def clipped(stage):
         model = make(0)
-        graph = Train(model, None, stage)
+        graph = mse_graph(model, None, stage)
         graph.add_optimizer(sgd(model), clip_grad_norm=0.1)
         graph.build = lambda x, y: nn.functional.mse_loss(graph.model(x), y).backward()
         return graph

@@ -4,7 +4,7 @@ import time
 from unittest import mock
 
 import torch.distributed as dist
-from arena_toys import MODELS, Train, batch, equal, steps, stopped
+from arena_toys import MODELS, adamw_graph, batch, equal, steps, stopped
 
 from graphzero.ir import ops
 from graphzero.ir.storage import arena
@@ -29,8 +29,8 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
         read(self, q, address, into)
 
     for stage in range(4):
-        plain = steps("gpt", Train(MODELS["gpt"](), stage, used=False), share=share)
-        graph = Train(MODELS["gpt"](), stage)
+        plain = steps("gpt", adamw_graph(MODELS["gpt"](), stage, used=False), share=share)
+        graph = adamw_graph(MODELS["gpt"](), stage)
         with mock.patch.object(SharedMemoryTransport, "read", late):
             assert equal(steps("gpt", graph, spoiled=True, share=share), plain), stage
         assert any(is_transfer(node) for node, _ in graph._selection.last.part.arena.offsets) == (stage > 0)
@@ -45,7 +45,7 @@ def check_what_a_stopped_step_has_under_way_does_not_arrive_in_the_next_one():
 
     found = []
     for used in (False, True):
-        graph = Train(MODELS["gpt"](), 3, used=used)
+        graph = adamw_graph(MODELS["gpt"](), 3, used=used)
         steps("gpt", graph, 1, share=share)
         stopped(graph, under_way, *map(share, batch("gpt", 5)), meet=dist.barrier)
         assert graph._source.world.pending

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from graphs import TrainGraph
 from inside import failing, program_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,21 +58,18 @@ def batch(name: str, number: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(40, (rows, 8), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, stage: int = 0, placement=None, used: bool = True):
-        super().__init__(placement)
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), clip_grad_norm=1.0)
-        if stage:
-            self.config.enable_zero(stage=stage)
-        self.config.set_arena(used)
-        self.config.bucket_bytes = 256  # what is larger travels out of its own storage
+def loss_and_output(model, x, y):
+    found = model(x)
+    loss = F.cross_entropy(found.flatten(0, -2), y.flatten())
+    return loss, found
 
-    def build(self, x, y):
-        found = self.model(x)
-        loss = F.cross_entropy(found.flatten(0, -2), y.flatten())
-        loss.backward()
-        return loss, found
+
+def adamw_graph(model: nn.Module, stage: int = 0, placement=None, used: bool = True) -> TrainGraph:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    graph = TrainGraph(model, loss_and_output, optimizer, placement=placement, clip=1.0, stage=stage)
+    graph.config.set_arena(used)
+    graph.config.bucket_bytes = 256
+    return graph
 
 
 class Spoiled:

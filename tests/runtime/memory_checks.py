@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from process_toys import Train, eager, make, raises, same, sgd, share
+from graphs import TrainGraph
+from process_toys import eager, make, mse_graph, raises, same, sgd, share
 from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,21 +23,20 @@ from graphzero.errors import ConfigError
 from graphzero.runtime.state import bind
 
 
-class Averaged(Train):
+def averaged_graph(model, stage, amp=False, average=False):
     """With bf16 copies of parameters, or a running average, which are split from stage 1 on."""
-
-    def __init__(self, model, stage, amp=False, average=False):
-        super().__init__(model, sgd(model), stage)
-        if amp:
-            self.config.enable_amp(dtype=torch.bfloat16)
-        if average:
-            self.averaged = AveragedModel(model)
-            self.add_average(self.averaged, model)
+    graph = mse_graph(model, sgd(model), stage)
+    if amp:
+        graph.config.enable_amp(dtype=torch.bfloat16)
+    if average:
+        graph.averaged = AveragedModel(model)
+        graph.add_average(graph.averaged, model)
+    return graph
 
 
 def check_what_was_taken_from_a_parameter_before_it_is_split_keeps_its_values():
     for stage, amp, average in ((3, False, False), (1, True, False), (1, False, True)):
-        graph = Averaged(make(0), stage, amp, average)
+        graph = averaged_graph(make(0), stage, amp, average)
         module = graph.averaged.module if average else graph.model
         taken = module.state_dict()
         array, view = module.first.bias.detach().numpy(), module.last.weight.data.view(-1)[2:]
@@ -54,8 +54,8 @@ def check_what_was_taken_from_a_parameter_before_it_is_split_keeps_its_values():
 def check_the_memory_of_a_split_parameter_goes_at_once_where_nobody_else_holds_it():
     """Also where another Graph has run with it whole."""
     model = make(0)
-    whole = Train(model)
-    loss = whole(*share(0))[1]
+    whole = mse_graph(model)
+    loss = whole(*share(0))["loss"]
     storages = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     alive, lay_out = [], bind.lay_out
 
@@ -65,13 +65,13 @@ def check_the_memory_of_a_split_parameter_goes_at_once_where_nobody_else_holds_i
 
     bind.lay_out = counting
     try:
-        graph = Train(model, sgd(model), stage=3)
+        graph = mse_graph(model, sgd(model), stage=3)
         graph(*share(0))
     finally:
         bind.lay_out = lay_out
     assert alive[: len(storages)] == list(range(len(storages), 0, -1)), alive
     assert all(storage.expired() for storage in storages)
-    assert whole(*share(0))[1] < loss  # it follows, and computes with what is trained
+    assert whole(*share(0))["loss"] < loss  # it follows, and computes with what is trained
 
 
 def check_weights_in_files_arrays_and_shared_memory_train_at_every_stage():
@@ -95,7 +95,7 @@ def check_parameters_that_share_memory_are_refused_at_every_stage_and_expanded_b
     for stage in (0, 1, 3):
         model = make(0)
         model.second.bias.data = model.first.bias.data
-        graph = Train(model, sgd(model), stage)
+        graph = mse_graph(model, sgd(model), stage)
         what = "model.first.bias and the parameter model.second.bias share memory"
         raises(ConfigError, what, functools.partial(graph, *share(0)))
         model.second.bias.data = model.first.bias.data.clone()
@@ -116,7 +116,7 @@ def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_write
     for stage in (0, 3):
         model = make(0)
         model.last.weight = nn.Parameter(read_only)
-        graph = Train(model, sgd(model), stage)
+        graph = mse_graph(model, sgd(model), stage)
         raises(
             ConfigError,
             "parameter model.last.weight lies in memory that can only be read",
@@ -124,7 +124,7 @@ def check_memory_that_ranks_share_or_may_only_read_is_refused_where_a_step_write
         )
         mapped = torch.from_file(str(folder / "shared"), shared=True, size=15, dtype=torch.float64).view(3, 5)
         model.last.weight = nn.Parameter(mapped)
-        graph = Train(model, sgd(model), stage)
+        graph = mse_graph(model, sgd(model), stage)
         if stage == 3:
             graph(*share(0))
         else:
@@ -149,7 +149,7 @@ def check_initialising_by_the_memory_of_a_parameter_is_refused_and_by_a_copy_it_
 
     with torch.device("meta"):
         model = make(0)
-    graph = Train(model, sgd(model), 3)
+    graph = mse_graph(model, sgd(model), 3)
     what = r"init= takes the memory of model.first.weight \(numpy\)"
     raises(ConfigError, what, functools.partial(gz.materialize, graph, by_memory))
     gz.materialize(graph, by_copy)
@@ -168,7 +168,7 @@ def _check_trains(weights, stage, way):
     model = make(5)
     model.load_state_dict(weights, assign=True)
     model.second.weight = model.first.weight  # which assign=True makes two
-    graph = Train(model, sgd(model), stage)
+    graph = mse_graph(model, sgd(model), stage)
     graph(*share(0))
     expected, _ = eager(1)
     found = graph.full_state_dict()["modules"]["model"]
@@ -201,13 +201,11 @@ def check_a_model_of_from_pretrained_trains_at_every_stage():
         optimizer.step()
     for stage in (0, 3):
         model = kind.from_pretrained(folder)
-        graph = Language(model, torch.optim.AdamW(model.parameters(), 0.01), stage)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        graph = TrainGraph(model, language_loss, optimizer, placement=None, stage=stage)
         found = [graph(ids.chunk(2)[dist.get_rank()]) for _ in losses]
         torch.testing.assert_close(torch.stack(found), torch.stack(losses).detach())
 
 
-class Language(Train):
-    def build(self, ids):
-        loss = self.model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss
+def language_loss(model, ids):
+    return model(ids, labels=ids, use_cache=False).loss

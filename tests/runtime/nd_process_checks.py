@@ -8,6 +8,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from graphs import TrainGraph, mse
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
@@ -48,18 +49,9 @@ def share(seed, parts=4):
     return tuple(t.chunk(parts)[dist.get_rank() * parts // 4] for t in batch(seed))
 
 
-class Train(gz.Graph):
-    def __init__(self, model, placement, stage=0, axis=None, lr=0.1):
-        super().__init__(placement)
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), clip_grad_norm=0.5)
-        if stage:
-            self.config.enable_zero(stage=stage, axis=axis)
-
-    def build(self, x, y):
-        loss = nn.functional.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
+def momentum_graph(model, placement, stage=0, axis=None, lr=0.1) -> TrainGraph:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return TrainGraph(model, mse, optimizer, placement=placement, clip=0.5, stage=stage, axis=axis)
 
 
 def equal(ours, theirs, what=""):
@@ -72,8 +64,8 @@ def equal(ours, theirs, what=""):
 def check_steps_are_those_of_virtual_ranks_to_the_bit():
     hybrid, tensor = [(HYBRID, "dp_shard", stage) for stage in (2, 3)], [(("dp", "tp"), None, 3)]
     for names, axis, stage in [*((HYBRID, None, stage) for stage in range(4)), *hybrid, *tensor]:
-        real = Train(make(dist.get_rank()), grid(names), stage, axis)  # rank 0's values count
-        virtual = Train(make(), grid(names, virtual=True), stage, axis)
+        real = momentum_graph(make(dist.get_rank()), grid(names), stage, axis)  # rank 0's values count
+        virtual = momentum_graph(make(), grid(names, virtual=True), stage, axis)
         parts = 4 if names == HYBRID else 2
         for step in range(2):
             assert torch.equal(real(*share(step, parts)), virtual(*batch(step)))
@@ -119,9 +111,12 @@ def check_boxes_move_values_as_virtual_ranks_do():
 
 
 def check_checkpoints_go_from_two_axes_to_one_and_back():
-    start = Train(make(), grid(), 3)
+    start = momentum_graph(make(), grid(), 3)
     start(*share(0))
-    for graph, other in ((start, Train(make(5), line(), 2)), (Train(make(6), line(), 3), Train(make(7), grid(), 1))):
+    for graph, other in (
+        (start, momentum_graph(make(5), line(), 2)),
+        (momentum_graph(make(6), line(), 3), momentum_graph(make(7), grid(), 1)),
+    ):
         if graph is not start:
             graph(*share(1))
         other.compile(*share(0))
@@ -141,7 +136,7 @@ def check_parameters_split_over_a_tensor_axis_keep_that():
     for name in ("weight", "bias"):
         split = distribute_tensor(getattr(model[0], name).detach(), place.mesh(), [Replicate(), Shard(0)])
         setattr(model[0], name, nn.Parameter(split))
-    graph, virtual = Train(model, place, 3), Train(twin, grid(("dp", "tp"), virtual=True), 3)
+    graph, virtual = momentum_graph(model, place, 3), momentum_graph(twin, grid(("dp", "tp"), virtual=True), 3)
     for step in range(2):
         torch.testing.assert_close(graph(*share(step, 2)), virtual(*batch(step)))
     assert gz.sbp.of(model[0].weight) == (S(1), S(0)) and gz.sbp.of(model[0].bias) == (B, S(0))
@@ -157,7 +152,7 @@ def check_a_grid_of_some_ranks_needs_only_these():
         made = as_dtensor(torch.arange(4.0), place, (S(0), B))
         assert made.to_local().tolist() == ([0.0, 1.0] if dist.get_rank() == 1 else [2.0, 3.0])
         assert made.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
-        graph = Train(make(), place, 2)
+        graph = momentum_graph(make(), place, 2)
         x, y = (t.chunk(2)[dist.get_rank() // 2] for t in batch(0))
         graph(x, y)
     dist.barrier()
@@ -183,7 +178,7 @@ class Local(nn.Module):
 def check_graphs_made_one_after_another_take_no_more_threads_or_files():
     taken = []
     for _ in range(5):
-        graph = Train(make(), grid(("dp", "tp")))
+        graph = momentum_graph(make(), grid(("dp", "tp")))
         graph(*share(0, 2))
         del graph
         gc.collect()
@@ -196,7 +191,7 @@ def check_local_regions_train_as_on_virtual_ranks():
         losses, params = [], []
         for virtual in (False, True):
             torch.manual_seed(7)
-            graph = Train(Local(names).double(), grid(names, virtual), stage)
+            graph = momentum_graph(Local(names).double(), grid(names, virtual), stage)
             parts = 4 if names is HYBRID else 2
             calls = [batch(seed) if virtual else share(seed, parts) for seed in range(3)]
             losses.append([graph(*call) for call in calls])
@@ -207,7 +202,7 @@ def check_local_regions_train_as_on_virtual_ranks():
 
 def check_a_batch_is_the_same_on_the_ranks_of_an_axis_that_does_not_split_it():
     model = make()
-    graph = Train(model, gz.placement("cpu", GRID, names=("dp", "tp")))
+    graph = momentum_graph(model, gz.placement("cpu", GRID, names=("dp", "tp")))
     x, y = batch(0)
     for mine in (share(0), (x.chunk(2)[dist.get_rank() // 2], share(0, 4)[1].repeat(2, 1))):  # a piece for every rank
         try:

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import TrainGraph
 from torch import nn
-
-import graphzero as gz
 
 
 class Tied(nn.Module):
@@ -34,21 +33,13 @@ def share(seed):
     return tuple(t.chunk(2)[dist.get_rank()] for t in batch(seed))
 
 
-class Train(gz.Graph):
-    def __init__(self, model, optimizer=None, stage=0, lr_sch=None):
-        super().__init__()
-        self.model = model
-        if optimizer is not None:
-            self.add_optimizer(optimizer, lr_sch=lr_sch)
-        if stage:
-            self.config.enable_zero(stage=stage)
+def output_and_loss(model, x, y):
+    out = model(x)
+    return {"out": out, "loss": nn.functional.mse_loss(out, y)}
 
-    def build(self, x, y):
-        out = self.model(x)
-        loss = nn.functional.mse_loss(out, y)
-        if self._source.optimizers:
-            loss.backward()
-        return out, loss
+
+def mse_graph(model, optimizer=None, stage=0, scheduler=None, kind=TrainGraph) -> TrainGraph:
+    return kind(model, output_and_loss, optimizer, placement=None, scheduler=scheduler, stage=stage)
 
 
 def sgd(model, lr=0.1):
@@ -74,7 +65,7 @@ def trained(stage, steps=3):
     model = make(rank)
     optimizer = sgd(model, lr=0.1 if rank == 0 else 7.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
-    graph = Train(model, optimizer, stage, scheduler)
+    graph = mse_graph(model, optimizer, stage, scheduler)
     found = [graph(*share(step)) for step in range(steps)]
     return graph, found
 

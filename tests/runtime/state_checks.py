@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from process_toys import Train, batch, eager, make, raises, same, sgd, share, trained
+from process_toys import batch, eager, make, mse_graph, raises, same, sgd, share, trained
 from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,9 +23,9 @@ def check_steps_are_eager_ones_at_every_stage():
         full = graph.full_state_dict()
         same(full["modules"]["model"], model.state_dict())
         x, _ = batch(2)
-        assert found[2][0].shape == (4, 3) and type(found[2][0]) is torch.Tensor
-        losses = [torch.zeros_like(found[2][1]) for _ in range(2)]
-        dist.all_gather(losses, found[2][1])
+        assert found[2]["out"].shape == (4, 3) and type(found[2]["out"]) is torch.Tensor
+        losses = [torch.zeros_like(found[2]["loss"]) for _ in range(2)]
+        dist.all_gather(losses, found[2]["loss"])
         assert torch.equal(*losses)
         twin = make(9)
         twin_optimizer = sgd(twin)
@@ -48,7 +48,7 @@ def check_buffers_are_taken_from_rank_0_and_see_the_global_batch():
 
     model, twin = build(), build()
     model[1].running_mean += dist.get_rank()
-    Train(model, sgd(model), 3)(*share(0))
+    mse_graph(model, sgd(model), 3)(*share(0))
     twin(batch(0)[0])
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
     torch.testing.assert_close(model[1].running_var, twin[1].running_var)
@@ -59,7 +59,7 @@ def check_stage_3_puts_dtensors_everywhere_and_stage_2_only_in_states():
         model = make(0)
         optimizer = sgd(model)
         before = list(model.parameters())
-        graph = Train(model, optimizer, stage)
+        graph = mse_graph(model, optimizer, stage)
         graph(*share(0))
         after = list(model.parameters())
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -86,11 +86,11 @@ def check_stage_3_puts_dtensors_everywhere_and_stage_2_only_in_states():
 def check_other_graphs_take_split_parameters_as_they_are():
     graph, _ = trained(3)
     model = graph.model
-    evaluate, again = Train(model), Train(model, sgd(model), 0)
+    evaluate, again = mse_graph(model), mse_graph(model, sgd(model), 0)
     with torch.no_grad():
         whole = make(0)
         whole.load_state_dict(graph.full_state_dict()["modules"]["model"])
-    out, _ = evaluate(*share(5))
+    out = evaluate(*share(5))["out"]
     torch.testing.assert_close(out, whole(batch(5)[0]).detach().chunk(2)[dist.get_rank()])
     split = list(model.parameters())
     again(*share(6))
@@ -102,7 +102,7 @@ def check_other_graphs_take_split_parameters_as_they_are():
 def check_losses_that_are_not_finite_pass_through():
     for stage in range(4):
         model, twin = make(0), make(0)
-        graph = Train(model, None, stage)
+        graph = mse_graph(model, None, stage)
         graph.add_optimizer(sgd(model), clip_grad_norm=1.0)
         x, y = batch(0)
         x[0, 0] = float("inf")
@@ -126,7 +126,9 @@ def check_checkpoints_load_at_other_stages_through_dcp():
         for called in (False, True):
             model = make(5)
             optimizer = sgd(model, lr=0.3)
-            other = Train(model, optimizer, stage, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i)))
+            other = mse_graph(
+                model, optimizer, stage, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+            )
             (other if called else other.compile)(*share(4))
             sd = other.state_dict()
             dcp.load(sd, checkpoint_id=box[0])
@@ -168,7 +170,7 @@ def check_a_first_step_makes_the_state_and_ranks_agree_on_what_there_is():
         optimizer = dampened(model)
         if dist.get_rank() == 1:  # rank 0 has none, and it decides
             optimizer.state[model.last.bias]["momentum_buffer"] = torch.ones(3, dtype=torch.float64)
-        graph = Train(model, optimizer, stage)
+        graph = mse_graph(model, optimizer, stage)
         for step in range(3):
             graph(*share(step))
         full = graph.full_state_dict()
@@ -195,7 +197,7 @@ def check_parameters_come_back_whole_when_the_stage_no_longer_splits_them():
         assert {id(p) for p in model.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
         same(graph.full_state_dict()["modules"]["model"], eager(step + 1)[0].state_dict())
     placed = gz.to_global(make(0), graph.placement, gz.sbp.B)  # the user's own DTensors stay such
-    theirs = Train(placed, sgd(placed), 3)
+    theirs = mse_graph(placed, sgd(placed), 3)
     theirs(*share(0))
     theirs.config.enable_zero(False)
     theirs(*share(1))
@@ -213,13 +215,13 @@ def check_random_sequences_are_those_of_plain_pytorch():
 
 def check_dtensor_inputs_give_dtensor_outputs():
     model = make(0)
-    graph = Train(model)
+    graph = mse_graph(model)
     mesh = graph.placement.mesh()
     x, y = (distribute_tensor(t, mesh, [Shard(0)]) for t in batch(0))
-    out, loss = graph(x, y)
+    out, loss = graph(x, y).values()
     assert isinstance(out, DTensor) and out.shape == (8, 3) and gz.sbp.of(out) == (gz.sbp.S(0),)
     assert gz.sbp.of(loss) == (gz.sbp.B,)
-    torch.testing.assert_close(out.full_tensor(), graph(*share(0))[0].new_tensor(make(0)(batch(0)[0]).tolist()))
+    torch.testing.assert_close(out.full_tensor(), graph(*share(0))["out"].new_tensor(make(0)(batch(0)[0]).tolist()))
 
 
 def check_to_global_and_back():
@@ -277,7 +279,7 @@ def check_modules_are_converted_between_calls_and_train_on_at_every_stage():
     for stage in (0, 3):
         model = make(0).float()
         optimizer = torch.optim.AdamW(model.parameters())
-        graph = Train(model, optimizer, stage)
+        graph = mse_graph(model, optimizer, stage)
         x, y = share(0)
         graph(x.float(), y.float())
         before = model.last.weight

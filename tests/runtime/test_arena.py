@@ -14,7 +14,7 @@ import graphzero as gz
 from graphzero.ir.storage import arena, dense
 
 sys.path.insert(0, str(Path(__file__).parent))
-from arena_toys import MODELS, Spoiled, Train, batch, equal, steps, stopped  # noqa: E402
+from arena_toys import MODELS, Spoiled, adamw_graph, batch, equal, steps, stopped  # noqa: E402
 
 ONE = gz.placement("cpu", range(1))
 TWO = gz.placement("cpu", range(2), virtual=True)
@@ -29,7 +29,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(name: str, stages: tuple[int, ...], used: bool = True, spoiled: bool = False) -> list[torch.Tensor]:
     """Some steps at each stage, of a Graph that is captured once."""
-    graph, found = Train(MODELS[name](), 0, TWO, used), []
+    graph, found = adamw_graph(MODELS[name](), 0, TWO, used), []
     for stage in stages:
         graph.config.enable_zero(stage > 0, stage=stage or 2)
         found += steps(name, graph, spoiled=spoiled)
@@ -120,7 +120,7 @@ def test_a_step_after_one_that_stopped_midway_is_as_ever():
 
 
 def test_what_a_call_returns_does_not_change_with_the_next(everything):
-    graph = Train(MODELS["gpt"](), 2, TWO)
+    graph = adamw_graph(MODELS["gpt"](), 2, TWO)
     first = graph(*batch("gpt", 0))
     kept = [x.clone() for x in first]
     graph(*batch("gpt", 1))
@@ -215,7 +215,7 @@ class Layouts:
 def test_values_lie_as_is_known_of_them(name, channels_last):
     if channels_last and name != "conv":
         pytest.skip("tokens have no channels")
-    graph = Train(MODELS[name](), 3, TWO, used=False)
+    graph = adamw_graph(MODELS[name](), 3, TWO, used=False)
     x, y = batch(name, 0)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     graph(x, y)

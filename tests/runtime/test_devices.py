@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph, cross_entropy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,29 +78,13 @@ def run(graph):
         return executor.run({name: made(name) for name in executor.program.inputs}, meter=only)
 
 
-class Train(gz.Graph):
-    def __init__(self, model, loss, optimizer, placement=None, **more):
-        super().__init__(placement or gz.placement("cpu", range(2), virtual=True))
-        self.model, self.loss = model, loss
-        self.add_optimizer(optimizer(model.parameters()), **more)
-
-    def build(self, *batch):
-        loss = self.loss(self.model, *batch)
-        loss.backward()
-        return loss
-
-
-def classify(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 def language(model, ids):
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def mlp():
     model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(12), nn.Linear(12, 5))
-    return model, classify, (torch.randn(4, 8), torch.randint(5, (4,)))
+    return model, cross_entropy, (torch.randn(4, 8), torch.randint(5, (4,)))
 
 
 def conv():
@@ -107,7 +92,7 @@ def conv():
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, groups=2),
         nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
     )  # fmt: skip
-    return model, classify, (torch.randn(4, 3, 12, 12), torch.randint(5, (4,)))
+    return model, cross_entropy, (torch.randn(4, 3, 12, 12), torch.randint(5, (4,)))
 
 
 def gpt2():
@@ -132,7 +117,7 @@ def adamw(params):
 @pytest.mark.parametrize("kind", [mlp, conv, gpt2, pytest.param(llama, marks=pytest.mark.slow)])
 def test_a_program_runs_without_mixing_devices_at_every_stage(kind):
     model, loss, batch = kind()
-    graph = Train(model, loss, adamw, clip_grad_norm=1.0)
+    graph = TrainGraph(model, loss, adamw(model.parameters()), clip=1.0)
     for stage in (0, 1, 2, 3):
         graph.config.enable_zero(stage > 0, stage=stage or 2)
         results = run(graph.compile(*batch).program)
@@ -143,7 +128,7 @@ def test_a_program_runs_without_mixing_devices_at_every_stage(kind):
 def test_every_optimizer_steps_on_one_device(name):
     model, loss, batch = mlp()
     more = {"momentum": 0.9} if name == "SGD" else {}
-    graph = Train(model, loss, lambda params: getattr(torch.optim, name)(params, lr=1e-2, **more))
+    graph = TrainGraph(model, loss, getattr(torch.optim, name)(model.parameters(), lr=1e-2, **more))
     graph.config.enable_zero(stage=2)
     run(graph.compile(*batch).program)
 
@@ -180,7 +165,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_run_on_one_device(name):
-    graph = Train(LAYERS[name](), classify, adamw)
+    model = LAYERS[name]()
+    graph = TrainGraph(model, cross_entropy, adamw(model.parameters()))
     graph.config.enable_zero(stage=3)
     run(graph.compile(torch.randn(4, 8), torch.randint(5, (4,))).program)
 
@@ -198,14 +184,14 @@ def test_every_op_of_a_program_has_a_kernel_for_cuda(kind):
     if kind in LAYERS:
         kind = partial(lambda name: (LAYERS[name](), *mlp()[1:]), kind)
     model, loss, batch = kind()
-    graph = Train(model, loss, adamw, clip_grad_norm=1.0).compile(*batch).program
+    graph = TrainGraph(model, loss, adamw(model.parameters()), clip=1.0).compile(*batch).program
     ops = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert not {op for op in ops if not has_kernel(op)}
 
 
 def test_a_tensor_of_another_device_is_refused():
     model, loss, batch = mlp()
-    graph = Train(model, loss, adamw).compile(*batch).program
+    graph = TrainGraph(model, loss, adamw(model.parameters())).compile(*batch).program
     node = next(node for node in graph.nodes if node.op == "call_function" and "gelu" in str(node.target))
     with graph.fx.graph.inserting_before(node):
         strayed = graph.fx.graph.call_function(torch.ops.aten.full.default, ([], 1.0), {"device": "cpu"})
@@ -217,7 +203,8 @@ def test_a_tensor_of_another_device_is_refused():
 def test_a_program_for_gpus_is_compiled_and_planned_where_there_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model, loss, batch = mlp()
-    graph = Train(model, loss, adamw, placement=gz.placement("cuda", range(2), virtual=True))
+    place = gz.placement("cuda", range(2), virtual=True)
+    graph = TrainGraph(model, loss, adamw(model.parameters()), placement=place)
     graph.config.enable_zero(stage=2)
     assert graph.compile(*batch).plan.memory.peak > 0
     with pytest.raises(gz.PlacementError, match=r"finds none; compile\(\) works without"):
@@ -251,10 +238,11 @@ def test_autocast_of_cuda_counts_on_a_placement_of_cuda(device, expected, around
 
     def loss_of(model, x, y):
         with nullcontext() if around else region():
-            return classify(model, x, y)
+            return cross_entropy(model, x, y)
 
     model, _, batch = mlp()
-    graph = Train(model, loss_of, adamw, placement=gz.placement(device, range(2), virtual=True))
+    place = gz.placement(device, range(2), virtual=True)
+    graph = TrainGraph(model, loss_of, adamw(model.parameters()), placement=place)
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", around)

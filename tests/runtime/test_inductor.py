@@ -9,6 +9,7 @@ from shutil import which
 
 import pytest
 import torch
+from graphs import TrainGraph, cross_entropy
 from processes import assert_passed, run
 from torch import Tensor, fx, nn
 
@@ -23,19 +24,11 @@ aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(which("g++") is None and "CXX" not in os.environ, reason="no C++ compiler here")
 
 
-class Train(gz.Graph):
-    def __init__(self, kind: str, model: nn.Module, placement: gz.Placement | None = None, stage: int = 0) -> None:
-        super().__init__(placement)
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        self.config.set_executor(kind)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x, y):
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        loss.backward()
-        return loss
+def momentum_graph(kind: str, model: nn.Module, placement: gz.Placement | None = None, stage: int = 0) -> TrainGraph:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    graph = TrainGraph(model, cross_entropy, optimizer, placement=placement, stage=stage)
+    graph.config.set_executor(kind)
+    return graph
 
 
 class Attends(nn.Module):
@@ -98,7 +91,7 @@ def batch(model: type[nn.Module], step: int, dtype: torch.dtype) -> tuple[Tensor
 
 def trained(kind: str, model: type[nn.Module], dtype: torch.dtype, stage: int, ranks: int) -> list[Tensor]:
     torch.manual_seed(0)
-    graph = Train(kind, model().to(dtype), gz.placement("cpu", range(ranks), virtual=True), stage)
+    graph = momentum_graph(kind, model().to(dtype), gz.placement("cpu", range(ranks), virtual=True), stage)
     graph.load_state_dict({**graph.state_dict(), "random": {"seed": 5, "step": 0}})
     losses = [graph(*batch(model, step, dtype)) for step in range(3)]
     return [*losses, *graph.full_state_dict()["modules"]["model"].values()]
@@ -232,7 +225,7 @@ def test_inductor_keeps_to_it_where_it_could_save_a_copy(fresh) -> None:
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr(_compat, "inductor_lacks", lambda device_type: "Inductor finds no C++ compiler (g++)")
-    graph = Train("inductor", nn.Linear(4, 5), gz.placement("cpu", range(1), virtual=True))
+    graph = momentum_graph("inductor", nn.Linear(4, 5), gz.placement("cpu", range(1), virtual=True))
     graph.compile(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
     with pytest.raises(gz.ConfigError, match=r'set_executor\("inductor"\): Inductor finds no C\+\+ .* Install it, or'):
         graph(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
@@ -253,7 +246,7 @@ if __name__ == "__main__":  # a process of its own, which runs one region
 
 def test_a_compiler_is_given_the_backward_of_a_cross_entropy_as_aten_has_it() -> None:
     """It fuses the two ops, and knows nothing of ours."""
-    graph = Train("eager", Sequences(), gz.placement("cpu", range(2), virtual=True))
+    graph = momentum_graph("eager", Sequences(), gz.placement("cpu", range(2), virtual=True))
     graph.compile(torch.randn(4, 3, 8), torch.randint(5, (4,)))
     regions = [item for item in form(graph.program) if isinstance(item, Region)]
     texts = [str(compiled.written(region, VirtualWorld(graph.placement), 0)[0].graph) for region in regions]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero.sbp import B, S
@@ -52,20 +53,13 @@ def test_on_virtual_ranks_every_way_from_one_layout_to_another_is_taken():
 def test_a_graph_that_has_run_takes_the_layout_that_was_said_last():
     where = gz.placement("cpu", range(4), virtual=True)
 
-    class Train(gz.Graph):
-        def __init__(self, model):
-            super().__init__(where)
-            self.model = model
-            self.add_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
-
-        def build(self, x):
-            loss = self.model(x).square().mean()
-            loss.backward()
-            return loss
+    def sgd_graph(model) -> TrainGraph:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        return TrainGraph(model, mean_square, optimizer, placement=where)
 
     x = torch.randn(8, 8, dtype=placing_checks.D)
-    plain, model = Train(placing_checks.model_of()), gz.to_global(placing_checks.model_of(), where, B)
-    graph = Train(model)
+    plain, model = sgd_graph(placing_checks.model_of()), gz.to_global(placing_checks.model_of(), where, B)
+    graph = sgd_graph(model)
     for layout in (B, S(0), {"2.weight": S(1)}):
         gz.to_global(model, where, layout)
         torch.testing.assert_close(graph(x), plain(x))

@@ -8,6 +8,7 @@ import time
 import failure_toys
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -15,18 +16,13 @@ from graphzero.runtime.transport import communicator, peer_memory, process_monit
 from graphzero.runtime.world.process import ProcessWorld
 
 
-class Train(gz.Graph):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Linear(4, 3)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x):
-        self.model(x).square().mean().backward()
+def linear_graph() -> TrainGraph:
+    model = nn.Linear(4, 3)
+    return TrainGraph(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), placement=None)
 
 
 def fewer_calls(rank):
-    graph = Train()
+    graph = linear_graph()
     try:
         for _ in range(1 + (rank == 0)):  # rank 1 makes fewer calls
             graph(torch.ones(2, 4))
@@ -45,7 +41,7 @@ def calls_late(rank):
     process_monitor.LONG = communicator.LONG = 0.5
     said = logging.handlers.QueueHandler(queue.SimpleQueue())
     logging.getLogger("graphzero").addHandler(said)
-    graph = Train()
+    graph = linear_graph()
     graph(torch.ones(2, 4))
     if rank == 1:
         time.sleep(4.0)
@@ -67,7 +63,7 @@ def test_who_waits_long_for_a_rank_that_does_not_call_says_so_once_and_for_what(
 
 
 def die_in_a_step(rank):
-    graph = Train()
+    graph = linear_graph()
     graph(torch.ones(2, 4))
     if rank == 1:
         ProcessWorld._begin = lambda *args: os._exit(1)

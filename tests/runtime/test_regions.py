@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from graphs import TrainGraph
 
 import graphzero as gz
 from graphzero import _compat
@@ -196,23 +197,23 @@ class Block(torch.nn.Module):
         return x + self.down(torch.nn.functional.dropout(self.up(self.norm(x)).relu(), 0.2))
 
 
-class Train(gz.Graph):
-    def __init__(self, kind: str, stage: int, ranks: int, **names) -> None:
-        super().__init__(gz.placement("cpu", torch.arange(ranks).reshape(names.pop("shape", (ranks,))).tolist(),
-                                      virtual=True, **names))  # fmt: skip
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(6, 3))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1), clip_grad_norm=1.0)
-        self.config.set_executor(kind)
-        self.config.bucket_bytes = 256
-        if stage:
-            self.config.enable_zero(stage=stage)
+def loss_and_output(model, x, y):
+    out = model(x)
+    loss = torch.nn.functional.cross_entropy(out, y)
+    return out, loss
 
-    def build(self, x, y):
-        out = self.model(x)
-        loss = torch.nn.functional.cross_entropy(out, y)
-        loss.backward()
-        return out, loss
+
+def blocks_graph(kind: str, stage: int, ranks: int, **names) -> TrainGraph:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    place = gz.placement(
+        "cpu", torch.arange(ranks).reshape(names.pop("shape", (ranks,))).tolist(), virtual=True, **names
+    )
+    graph = TrainGraph(model, loss_and_output, optimizer, placement=place, clip=1.0, stage=stage)
+    graph.config.set_executor(kind)
+    graph.config.bucket_bytes = 256
+    return graph
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,19 +235,19 @@ def trained(graph: gz.Graph, stages: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.same_kernels
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_joined_program_computes_the_same_to_the_bit_at_every_stage(op_by_op, ranks: int) -> None:
-    wanted, found = (trained(Train(kind, 0, ranks), (0, 1, 2, 3)) for kind in ("eager", "inductor"))
+    wanted, found = (trained(blocks_graph(kind, 0, ranks), (0, 1, 2, 3)) for kind in ("eager", "inductor"))
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.same_kernels
 def test_so_it_does_on_two_axes(op_by_op) -> None:
     axes = {"shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
-    wanted, found = (trained(Train(kind, 2, 4, **axes), (2, 3)) for kind in ("eager", "inductor"))
+    wanted, found = (trained(blocks_graph(kind, 2, 4, **axes), (2, 3)) for kind in ("eager", "inductor"))
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def test_a_joined_program_is_measured_and_timed_line_by_line(op_by_op) -> None:
-    graph = Train("inductor", 2, 2)
+    graph = blocks_graph("inductor", 2, 2)
     graph(*batch(0))
     times = gz.testing.profile_step(graph, *batch(1))
     assert {what for what, _ in times.seconds} == {"compute", "copies", "communication", "overhead"}

@@ -2,29 +2,25 @@
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
 from graphzero.testing import fake_world
 
 
-class Train(gz.Graph):
-    def __init__(self, ranks, names, stage, clip, make_optimizer=torch.optim.AdamW, shard_min_size=1):
-        super().__init__(gz.placement("cpu", ranks, names=names))
-        self.model = nn.Sequential(
-            nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4)
-        )
-        self.add_optimizer(make_optimizer(self.model.parameters(), lr=0.1), clip_grad_norm=clip)
-        if stage:
-            self.config.enable_zero(stage=stage, shard_min_size=shard_min_size)
-
-    def build(self, x):
-        self.model(x).square().mean().backward()
+def five_layer_graph(ranks, names, stage, clip, make_optimizer=torch.optim.AdamW, shard_min_size=1) -> TrainGraph:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    place = gz.placement("cpu", ranks, names=names)
+    return TrainGraph(
+        model, mean_square, optimizer, placement=place, clip=clip, stage=stage, shard_min_size=shard_min_size
+    )
 
 
 def repeated(*arguments, **keywords):
     with fake_world(4):
-        graph = Train(*arguments, **keywords).compile(torch.ones(8, 8))
+        graph = five_layer_graph(*arguments, **keywords).compile(torch.ones(8, 8))
     return graph._selection.last.repeated
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import TrainGraph
 from inside import executor_of
 from tape import Tapes
 from torch import Tensor, nn
@@ -34,23 +35,19 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     return made
 
 
-class Train(gz.Graph):
-    def __init__(
-        self, model: nn.Module, make: Callable[[Any], Any] = torch.optim.AdamW, ranks: int = 1, stage: int = 0,
-        recorded: bool = True, schedule: Any = None, placement: Any = None,
-    ):  # fmt: skip
-        super().__init__(placement or gz.placement("cpu", range(ranks), virtual=True))
-        self.model, self.optimizer = model, make(model.parameters())
-        scheduler = schedule(self.optimizer) if schedule else None
-        self.add_optimizer(self.optimizer, lr_sch=scheduler, clip_grad_norm=1.0)
-        self.config.enable_zero(stage > 0, stage=stage or 2)
-        self.config.set_cuda_graph(recorded)
+def loss_and_output(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    predicted = model(x)
+    return F.cross_entropy(predicted.float(), y), predicted
 
-    def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        predicted = self.model(x)
-        loss = F.cross_entropy(predicted.float(), y)
-        loss.backward()
-        return loss, predicted
+
+def adamw_graph(
+    model: nn.Module, make: Callable[[Any], Any] = torch.optim.AdamW, recorded: bool = True, kind: type = TrainGraph,
+    **options: Any,
+) -> TrainGraph:  # fmt: skip
+    options = {"placement": 1, "clip": 1.0, **options}
+    graph = kind(model, loss_and_output, make(model.parameters()), **options)
+    graph.config.set_cuda_graph(recorded)
+    return graph
 
 
 class Evaluate(gz.Graph):
@@ -102,7 +99,7 @@ def both(make: Callable[[bool], gz.Graph], given: list[Any], rtol: float = 0.0, 
 
 @pytest.mark.parametrize("ranks, stage", [(1, 0), (4, 2), (4, 3)])
 def test_replayed_steps_equal_steps_op_by_op(tapes: Tapes, ranks: int, stage: int) -> None:
-    graph = both(lambda recorded: Train(network(), ranks=ranks, stage=stage, recorded=recorded), batches())
+    graph = both(lambda recorded: adamw_graph(network(), placement=ranks, stage=stage, recorded=recorded), batches())
     assert (tapes.warm_ups, tapes.records, tapes.replays) == (2, 1, STEPS - 2)
     assert executor(graph).about == "CUDA graph: recorded once, replayed 6 times since"
     assert executor(graph).about in repr(graph)
@@ -110,7 +107,7 @@ def test_replayed_steps_equal_steps_op_by_op(tapes: Tapes, ranks: int, stage: in
 
 def test_dropout_draws_anew_in_each_replay_and_as_without(tapes: Tapes) -> None:
     x, y = batches(1)[0]
-    graph, plain = Train(network(dropout=0.5)), Train(network(dropout=0.5), recorded=False)
+    graph, plain = adamw_graph(network(dropout=0.5)), adamw_graph(network(dropout=0.5), recorded=False)
     for one in (graph, plain):
         one.optimizer.param_groups[0]["lr"] = 0.0
     torch.manual_seed(4)
@@ -122,7 +119,7 @@ def test_dropout_draws_anew_in_each_replay_and_as_without(tapes: Tapes) -> None:
 
 
 def test_what_a_caller_holds_does_not_change_with_the_next_replay(tapes: Tapes) -> None:
-    graph = Train(network())
+    graph = adamw_graph(network())
     held = [(graph(*given), graph.grad_norm) for given in batches()]
     kept = copy.deepcopy(held)
     for given in batches():
@@ -158,7 +155,7 @@ def test_inputs_of_any_strides_and_one_input_for_all_ranks_are_read(tapes: Tapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_recorded_has_run_before_just_so(tapes: Tapes, dtype: torch.dtype) -> None:
     """Kernels are chosen, compiled and loaded in runs before: none is left to a recording."""
-    graph = Train(network(dtype), schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    graph = adamw_graph(network(dtype), scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
     for x, y in batches(5, dtype):
         graph(x.t().contiguous().t(), y)
     assert tapes.records == 1 and "lr_0" in executor(graph).fed
@@ -183,7 +180,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name, often", [*((name, "each step") for name in OPTIMIZERS), ("AdamW", "now and then")])
 def test_a_scheduled_rate_is_read_from_memory(tapes: Tapes, name: str, often: str) -> None:
     graph = both(
-        lambda recorded: Train(network(), OPTIMIZERS[name], recorded=recorded, schedule=SCHEDULES[often]),
+        lambda recorded: adamw_graph(network(), OPTIMIZERS[name], recorded=recorded, scheduler=SCHEDULES[often]),
         batches(12), rtol=1e-5, atol=1e-6,
     )  # fmt: skip
     assert executor(graph).fed and not executor(graph).refusal
@@ -195,26 +192,26 @@ def test_in_16_bits_a_number_from_memory_keeps_its_digits(tapes: Tapes, name: st
     """1 - lr * weight_decay is 0.995 here, which bfloat16 rounds to 0.996."""
     dtype = torch.bfloat16
     graph = both(
-        lambda recorded: Train(network(dtype), OPTIMIZERS[name], recorded=recorded, schedule=SCHEDULES["each step"]),
+        lambda recorded: adamw_graph(network(dtype), OPTIMIZERS[name], recorded, scheduler=SCHEDULES["each step"]),
         batches(dtype=dtype), rtol=2e-2 if name == "SGD" else 0, atol=2e-3 if name == "SGD" else 0,
     )  # fmt: skip
     assert executor(graph).fed and tapes.replays
 
 
 def test_a_float_input_is_read_from_memory(tapes: Tapes) -> None:
-    class Weighted(Train):
+    class Weighted(TrainGraph):
         def build(self, x: Tensor, y: Tensor, weight: float) -> Tensor:  # type: ignore[override]
             loss = F.cross_entropy(self.model(x), y) * weight
             loss.backward()
             return loss
 
     given = [(*pair, 1.0 + step) for step, pair in enumerate(batches())]
-    graph = both(lambda recorded: Weighted(network(), recorded=recorded), given, rtol=1e-6, atol=1e-7)
+    graph = both(lambda recorded: adamw_graph(network(), recorded=recorded, kind=Weighted), given, rtol=1e-6, atol=1e-7)
     assert executor(graph).fed == ["weight"] and tapes.records == 1
 
 
 def test_a_constant_that_changes_once_is_recorded_anew(tapes: Tapes) -> None:
-    graph, plain = Train(network()), Train(network(), recorded=False)
+    graph, plain = adamw_graph(network()), adamw_graph(network(), recorded=False)
     for step, given in enumerate(batches(12)):
         for one in (graph, plain):
             one.optimizer.param_groups[0]["betas"] = (0.9 if step < 6 else 0.8, 0.99)
@@ -223,7 +220,7 @@ def test_a_constant_that_changes_once_is_recorded_anew(tapes: Tapes) -> None:
 
 
 def test_a_constant_that_changes_in_each_step_ends_recording_with_a_warning(tapes: Tapes) -> None:
-    graph, plain = Train(network()), Train(network(), recorded=False)
+    graph, plain = adamw_graph(network()), adamw_graph(network(), recorded=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step, given in enumerate(batches(20)):
@@ -241,7 +238,7 @@ def test_a_constant_that_changes_in_each_step_ends_recording_with_a_warning(tape
 
 def test_an_evaluation_between_steps_throws_no_recording_away(tapes: Tapes) -> None:
     model, other = network(), network()
-    graph, plain = Train(model), Train(other, recorded=False)
+    graph, plain = adamw_graph(model), adamw_graph(other, recorded=False)
     evaluate, plainly = Evaluate(model), Evaluate(other, recorded=False)
     for x, y in batches():
         torch.testing.assert_close(graph(x, y), plain(x, y), rtol=0, atol=0)
@@ -253,7 +250,9 @@ def test_an_evaluation_between_steps_throws_no_recording_away(tapes: Tapes) -> N
 def test_what_eager_code_writes_between_steps_is_read_and_throws_no_recording_away(
     tapes: Tapes, ranks: int, stage: int
 ) -> None:
-    graph, plain = (Train(network(), ranks=ranks, stage=stage, recorded=recorded) for recorded in (True, False))
+    graph, plain = (
+        adamw_graph(network(), placement=ranks, stage=stage, recorded=recorded) for recorded in (True, False)
+    )
     for given in batches():
         torch.testing.assert_close(graph(*given), plain(*given), rtol=0, atol=0)
         for one in (graph, plain):
@@ -265,13 +264,15 @@ def test_what_eager_code_writes_between_steps_is_read_and_throws_no_recording_aw
 
 def test_two_batch_shapes_have_a_recording_each(tapes: Tapes) -> None:
     given = [(x[: 8 - 4 * (i % 2)], y[: 8 - 4 * (i % 2)]) for i, (x, y) in enumerate(batches(12))]
-    both(lambda recorded: Train(network(), recorded=recorded), given)
+    both(lambda recorded: adamw_graph(network(), recorded=recorded), given)
     assert tapes.records == 2 and tapes.replays == 8
 
 
 @pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 2), (2, 3)])
 def test_a_loaded_state_is_where_the_next_step_begins(tapes: Tapes, ranks: int, stage: int) -> None:
-    graph, plain = (Train(network(), ranks=ranks, stage=stage, recorded=recorded) for recorded in (True, False))
+    graph, plain = (
+        adamw_graph(network(), placement=ranks, stage=stage, recorded=recorded) for recorded in (True, False)
+    )
     saved = {}
     for step, given in enumerate(batches(10)):
         if step == 4:
@@ -284,7 +285,7 @@ def test_a_loaded_state_is_where_the_next_step_begins(tapes: Tapes, ranks: int, 
 
 
 def test_values_written_into_a_parameter_between_calls_are_read(tapes: Tapes) -> None:
-    graph, plain = Train(network()), Train(network(), recorded=False)
+    graph, plain = adamw_graph(network()), adamw_graph(network(), recorded=False)
     for step, given in enumerate(batches()):
         if step == 5:
             for one in (graph, plain):
@@ -296,7 +297,7 @@ def test_values_written_into_a_parameter_between_calls_are_read(tapes: Tapes) ->
 
 @pytest.mark.parametrize("what", ["a parameter's data", "an optimizer state"])
 def test_a_tensor_put_in_place_of_another_is_read(tapes: Tapes, what: str) -> None:
-    graph, plain = Train(network()), Train(network(), recorded=False)
+    graph, plain = adamw_graph(network()), adamw_graph(network(), recorded=False)
     for step, given in enumerate(batches()):
         if step == 5:
             for one in (graph, plain):
@@ -310,7 +311,7 @@ def test_a_tensor_put_in_place_of_another_is_read(tapes: Tapes, what: str) -> No
 
 
 def test_a_copy_of_a_graph_replays_nothing_of_the_other(tapes: Tapes) -> None:
-    graph, given = Train(network()), batches()
+    graph, given = adamw_graph(network()), batches()
     for pair in given[:4]:
         graph(*pair)
     twin = copy.deepcopy(graph)
@@ -326,7 +327,7 @@ def test_a_copy_of_a_graph_replays_nothing_of_the_other(tapes: Tapes) -> None:
 
 
 def test_a_measured_run_is_not_replayed_and_leaves_the_recording(tapes: Tapes) -> None:
-    graph = Train(network(), ranks=2, stage=2)
+    graph = adamw_graph(network(), placement=2, stage=2)
     given = batches()
     for pair in given[:4]:
         graph(*pair)
@@ -339,7 +340,7 @@ def test_a_measured_run_is_not_replayed_and_leaves_the_recording(tapes: Tapes) -
 
 def test_a_step_that_cannot_be_recorded_runs_op_by_op_and_says_why(tapes: Tapes) -> None:
     tapes.host_reads.append(torch.ops.replay_test.halved.default)
-    graph, plain = Train(reading()), Train(reading(), recorded=False)
+    graph, plain = adamw_graph(reading()), adamw_graph(reading(), recorded=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for given in batches():
@@ -370,7 +371,7 @@ def reading() -> nn.Module:
 
 
 def test_after_a_replay_that_failed_nobody_trusts_the_state(tapes: Tapes) -> None:
-    graph = Train(network())
+    graph = adamw_graph(network())
     for given in batches(4):
         graph(*given)
     tapes.fails = True
@@ -382,7 +383,7 @@ def test_after_a_replay_that_failed_nobody_trusts_the_state(tapes: Tapes) -> Non
 
 def test_a_step_to_be_recorded_compiles_without_a_gpu_and_not_for_several_processes() -> None:
     def compiled(placement: Any) -> gz.Graph:
-        graph = Train(network(), placement=placement)
+        graph = adamw_graph(network(), placement=placement)
         return graph.compile(*(x.to("meta") for x in batches(1)[0]))
 
     assert "not recorded" not in repr(compiled(gz.placement("cuda", range(4), virtual=True)))
@@ -391,7 +392,7 @@ def test_a_step_to_be_recorded_compiles_without_a_gpu_and_not_for_several_proces
 
 
 def test_cuda_graphs_are_refused_where_there_is_no_gpu_to_record() -> None:
-    graph = Train(network())
+    graph = adamw_graph(network())
     with pytest.raises(gz.ConfigError, match="not on GPUs"):
         graph.compile(*batches(1)[0])
     with pytest.raises(gz.ConfigError, match="not on GPUs"):
@@ -403,12 +404,12 @@ def test_cuda_graphs_are_refused_where_there_is_no_gpu_to_record() -> None:
 
 
 def test_a_check_is_read_after_each_replay_and_says_that_the_update_has_been_made(tapes: Tapes) -> None:
-    class Checked(Train):
+    class Checked(TrainGraph):
         def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             assert (x < 100).all(), "x is large"
             return super().build(x, y)
 
-    graph, (x, y) = Checked(nn.Linear(4, 3)), (torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    graph, (x, y) = adamw_graph(nn.Linear(4, 3), kind=Checked), (torch.randn(8, 4), torch.randint(0, 3, (8,)))
     for _ in range(STEPS):
         graph(x, y)
     executor = executor_of(graph)

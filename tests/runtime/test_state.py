@@ -6,6 +6,7 @@ from collections import UserDict
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -260,18 +261,8 @@ def test_a_watch_of_optimizer_states_notices_what_changes_in_a_mapping_that_is_n
     assert not watch.hold()
 
 
-class Train(gz.Graph):
-    def __init__(self, model, optimizer, stage, ranks=4):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        self.model = model
-        self.add_optimizer(optimizer)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def square_graph(model, optimizer, stage, ranks=4) -> TrainGraph:
+    return TrainGraph(model, mean_square, optimizer, placement=ranks, stage=stage)
 
 
 def step(model, optimizer, x):
@@ -289,7 +280,7 @@ def wide() -> nn.Module:
 def test_columns_are_split_and_the_whole_tensors_stay_true(stage):
     model, twin = wide(), wide()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
-    graph = Train(model, optimizers[0], stage)
+    graph = square_graph(model, optimizers[0], stage)
     x = torch.randn(8, 8, dtype=torch.float64)
     for i in range(3):
         graph(x)
@@ -306,7 +297,7 @@ def beside_plain():
     """A model with a Graph and its twin without, their optimizers, the input, and a function: both take a step."""
     models = wide(), wide()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in models]
-    graph = Train(models[0], optimizers[0], 2)
+    graph = square_graph(models[0], optimizers[0], 2)
     x = torch.randn(8, 8, dtype=torch.float64)
 
     def both():
@@ -356,7 +347,7 @@ def test_step_counts_are_each_parameters_own_for_whoever_reads_writes_or_copies_
 def test_one_count_written_by_hand_is_noticed():
     model = wide()
     optimizer = torch.optim.Adam(model.parameters())
-    graph, x = Train(model, optimizer, 2), torch.randn(8, 8, dtype=torch.float64)
+    graph, x = square_graph(model, optimizer, 2), torch.randn(8, 8, dtype=torch.float64)
     graph(x)
     optimizer.state[model[2].bias]["step"].fill_(7)
     graph(x)
@@ -367,7 +358,7 @@ def test_a_weight_transposed_in_place_is_bound_anew():
     model, twin = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    graph, x = Train(model, optimizers[0], 1), torch.randn(8, 8, dtype=torch.float64)
+    graph, x = square_graph(model, optimizers[0], 1), torch.randn(8, 8, dtype=torch.float64)
     for i in range(3):
         graph(x), step(twin, optimizers[1], x)
         if i == 0:
@@ -388,7 +379,7 @@ def test_a_scalar_parameter_keeps_its_moments():
 
     model, twin = Scaled(), Scaled()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
-    graph = Train(model, optimizers[0], 3)
+    graph = square_graph(model, optimizers[0], 3)
     x = torch.randn(8, 8, dtype=torch.float64)
     for _ in range(3):
         graph(x), step(twin, optimizers[1], x)
@@ -401,7 +392,7 @@ def test_a_scalar_parameter_keeps_its_moments():
 def test_a_call_under_inference_mode_leaves_ordinary_tensors():
     model = wide()
     optimizer = torch.optim.Adam(model.parameters())
-    graph = Train(model, optimizer, 2)
+    graph = square_graph(model, optimizer, 2)
     with torch.inference_mode():
         graph(torch.randn(8, 8, dtype=torch.float64))
     x = torch.randn(8, 8, dtype=torch.float64)

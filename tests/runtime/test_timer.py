@@ -5,28 +5,20 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor, nn
+from graphs import TrainGraph, mean_square
+from torch import nn
 
 import graphzero as gz
 from graphzero.testing.timer import AROUND
 
 
-class Train(gz.Graph):
-    def __init__(self, ranks: int, stage: int):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def two_layer_graph(ranks: int, stage: int) -> TrainGraph:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    return TrainGraph(model, mean_square, torch.optim.AdamW(model.parameters()), placement=ranks, stage=stage)
 
 
 def test_the_seconds_of_a_profiled_call_add_up_to_the_time_that_the_call_took() -> None:
-    graph, x = Train(2, 2), torch.randn(8, 64)
+    graph, x = two_layer_graph(2, 2), torch.randn(8, 64)
     graph(x)
     times = None
     began = time.perf_counter()
@@ -40,7 +32,7 @@ def test_the_seconds_of_a_profiled_call_add_up_to_the_time_that_the_call_took() 
 
 
 def test_compute_is_told_apart_by_phase_and_communication_by_kind() -> None:
-    graph, x = Train(2, 3), torch.randn(8, 64)
+    graph, x = two_layer_graph(2, 3), torch.randn(8, 64)
     graph(x)
     times = gz.testing.profile_step(graph, x)
     kinds = set(times.seconds)
@@ -53,7 +45,7 @@ def test_compute_is_told_apart_by_phase_and_communication_by_kind() -> None:
 
 def test_a_profiled_call_is_a_step_like_any_other() -> None:
     torch.manual_seed(0)
-    plain, profiled = Train(2, 1), Train(2, 1)
+    plain, profiled = two_layer_graph(2, 1), two_layer_graph(2, 1)
     profiled.model.load_state_dict(plain.model.state_dict())
     x = torch.randn(8, 64)
     for graph in (plain, profiled):
@@ -65,7 +57,7 @@ def test_a_profiled_call_is_a_step_like_any_other() -> None:
 
 
 def test_a_graph_that_has_not_run_cannot_be_profiled() -> None:
-    graph = Train(1, 0)
+    graph = two_layer_graph(1, 0)
     try:
         gz.testing.profile_step(graph, torch.randn(4, 64))
     except gz.ConfigError as error:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -21,18 +22,12 @@ def batch(step):
     return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-class Train(gz.Graph):
-    def __init__(self, hierarchy, stage, out):
-        ranks = torch.arange(hierarchy[0] * hierarchy[1]).view(hierarchy).tolist()
-        super().__init__(gz.placement("cpu", ranks, names=("dp_node", "dp_gpu"), virtual=True))
-        self.model = model(out)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
-        self.config.enable_zero(stage=stage)
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def momentum_graph(hierarchy, stage, out) -> TrainGraph:
+    ranks = torch.arange(hierarchy[0] * hierarchy[1]).view(hierarchy).tolist()
+    net = model(out)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    place = gz.placement("cpu", ranks, names=("dp_node", "dp_gpu"), virtual=True)
+    return TrainGraph(net, mean_square, optimizer, placement=place, stage=stage)
 
 
 def expected(out):
@@ -57,7 +52,7 @@ def in_runs(graph):
 @pytest.mark.parametrize(("hierarchy", "stage"), [((2, 2), 2), ((2, 3), 3)])
 def test_a_step_of_large_values_is_that_of_plain_pytorch_and_sends_what_is_planned(hierarchy, stage):
     out = 2 * LONG // 8 // WIDTH * 3
-    graph = Train(hierarchy, stage, out)
+    graph = momentum_graph(hierarchy, stage, out)
     losses, state = expected(out)
     for step, loss in enumerate(losses):
         torch.testing.assert_close(graph(batch(step)), loss, rtol=1e-12, atol=1e-12)
@@ -70,5 +65,5 @@ def test_a_step_of_large_values_is_that_of_plain_pytorch_and_sends_what_is_plann
 
 
 def test_short_runs_and_uneven_ones_travel_through_a_slot():
-    assert not in_runs(Train((2, 2), 3, 64).compile(batch(0)))
-    assert not in_runs(Train((2, 2), 3, 2 * LONG // 8 // WIDTH * 3 + 1).compile(batch(0)))
+    assert not in_runs(momentum_graph((2, 2), 3, 64).compile(batch(0)))
+    assert not in_runs(momentum_graph((2, 2), 3, 2 * LONG // 8 // WIDTH * 3 + 1).compile(batch(0)))

@@ -9,7 +9,7 @@ from graphzero.ir.value import Role
 from graphzero.step.build_inputs import BuildInputReader
 
 
-class Train(gz.Graph):
+class ScaledGraph(gz.Graph):
     def __init__(self, stage: int = 3) -> None:
         super().__init__(gz.placement("cpu", range(2), virtual=True))
         torch.manual_seed(0)
@@ -35,7 +35,7 @@ def prepared(graph: gz.Graph, *args: object, alone: bool = False):
 def test_arguments_are_read_once_whether_a_call_compiles_binds_or_does_neither(monkeypatch):
     read, seen = BuildInputReader.read, []
     monkeypatch.setattr(BuildInputReader, "read", lambda *args: seen.append(args) or read(*args))
-    graph = Train()
+    graph = ScaledGraph()
     for calls in (1, 2, 3):
         graph(X, 0.5)
         assert len(seen) == calls
@@ -44,7 +44,7 @@ def test_arguments_are_read_once_whether_a_call_compiles_binds_or_does_neither(m
 
 
 def test_the_record_says_what_selects_the_program_and_what_it_is_fed():
-    graph = Train()
+    graph = ScaledGraph()
     graph(X, 0.5)
     graph.optimizer.param_groups[0]["lr"] = 0.25
     call = prepared(graph, X, 1.5).call
@@ -57,7 +57,7 @@ def test_the_record_says_what_selects_the_program_and_what_it_is_fed():
 
 
 def test_a_prepared_call_is_not_taken():
-    graph, twin = Train(), Train()
+    graph, twin = ScaledGraph(), ScaledGraph()
     for _ in range(2):
         assert torch.equal(graph(X, 0.5), twin(X, 0.5))
         before = graph.full_state_dict()
@@ -69,18 +69,18 @@ def test_a_prepared_call_is_not_taken():
 
 
 def test_what_has_never_run_is_not_recalled():
-    graph = Train()
+    graph = ScaledGraph()
     graph.compile(X, 0.5)
-    with pytest.raises(gz.ConfigError, match="Train has not run yet: call it once"):
+    with pytest.raises(gz.ConfigError, match="ScaledGraph has not run yet: call it once"):
         prepared(graph, X, 0.5, alone=True)
     graph(X, 0.5)
     assert prepared(graph, X, 0.5, alone=True).program.graph is graph.program
-    with pytest.raises(gz.ConfigError, match="Train has not run yet: call it once"):
+    with pytest.raises(gz.ConfigError, match="ScaledGraph has not run yet: call it once"):
         prepared(graph, X[:2], 0.5, alone=True)
 
 
 def test_what_is_measured_is_the_call_with_these_arguments_whichever_was_last():
-    graph = Train(stage=2)
+    graph = ScaledGraph(stage=2)
     graph(X[:2], 0.5)
     measured = gz.testing.measure_step(graph, X[:2], 0.5)
     graph(X, 0.5)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import Tensor, nn
 from torch.fx import graph_module
 
@@ -21,20 +22,13 @@ from graphzero.sbp import registry
 D = torch.float64
 
 
-class Train(gz.Graph):
-    def __init__(self, stage: int = 0, bound: int | None = 2):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.1), nn.Linear(8, 2)).to(D)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.add_optimizer(self.optimizer)
-        self.config.enable_zero(stage > 0, stage=stage or 2)
-        self.config.max_programs = bound
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def leaky_graph(stage: int = 0, bound: int | None = 2) -> TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.1), nn.Linear(8, 2)).to(D)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    graph = TrainGraph(model, mean_square, optimizer, stage=stage)
+    graph.config.max_programs = bound
+    return graph
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +47,7 @@ def programs(graph: gz.Graph) -> list[object]:
 
 
 def eager_losses(sizes: list[int], slopes: list[float] | None = None) -> list[float]:
-    plain = Train()
+    plain = leaky_graph()
     losses = []
     for i, rows in enumerate(sizes):
         if slopes:
@@ -69,7 +63,7 @@ def eager_losses(sizes: list[int], slopes: list[float] | None = None) -> list[fl
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_more_programs_than_the_bound_train_as_in_plain_pytorch(stage: int) -> None:
     sizes = [2, 4, 6, 2, 4, 6, 6, 8, 2]
-    graph = Train(stage, bound=2)
+    graph = leaky_graph(stage, bound=2)
     losses = []
     for rows in sizes:
         losses.append(graph(x_of(rows)).item())
@@ -78,7 +72,7 @@ def test_more_programs_than_the_bound_train_as_in_plain_pytorch(stage: int) -> N
 
 
 def test_those_used_longest_ago_go_first() -> None:
-    graph, used = Train(bound=2), []
+    graph, used = leaky_graph(bound=2), []
     for rows in (2, 4, 2, 6, 2, 6, 4):  # with 6, 4 goes
         graph(x_of(rows))
         used.append(graph._selection.last)
@@ -88,7 +82,7 @@ def test_those_used_longest_ago_go_first() -> None:
 
 
 def test_nothing_of_a_program_that_was_let_go_of_is_left() -> None:
-    graph = Train(bound=1)
+    graph = leaky_graph(bound=1)
     graph(x_of(2))
     (first,) = programs(graph)
     held = [weakref.ref(x) for x in (first, first.captured, first.graph, first.part._executor)]  # type: ignore[attr-defined]
@@ -102,7 +96,7 @@ def test_nothing_of_a_program_that_was_let_go_of_is_left() -> None:
 
 def test_the_same_capture_serves_other_configurations_after_the_others_have_gone() -> None:
     sizes = [2, 2, 4, 2]
-    graph, losses = Train(bound=1), []
+    graph, losses = leaky_graph(bound=1), []
     for i, rows in enumerate(sizes):
         graph.config.bucket_bytes = 1024 * (i + 1)
         losses.append(graph(x_of(rows)).item())
@@ -111,7 +105,7 @@ def test_the_same_capture_serves_other_configurations_after_the_others_have_gone
 
 def test_attributes_that_change_are_seen_by_programs_that_come_and_go() -> None:
     sizes, slopes = [2, 2, 4, 2, 4, 4, 2, 2], [0.1, 0.5, 0.5, 0.1, 0.1, 0.5, 0.5, 0.1]
-    graph, losses = Train(bound=1), []
+    graph, losses = leaky_graph(bound=1), []
     for rows, slope in zip(sizes, slopes, strict=True):
         graph.model[1].negative_slope = slope
         losses.append(graph(x_of(rows)).item())
@@ -119,7 +113,7 @@ def test_attributes_that_change_are_seen_by_programs_that_come_and_go() -> None:
 
 
 def test_there_is_a_bound_unless_none_is_asked_for() -> None:
-    graph = Train(bound=None)
+    graph = leaky_graph(bound=None)
     assert gz.GraphConfig(graph.placement).max_programs == 64
     for rows in range(2, 12, 2):
         graph(x_of(rows))
@@ -132,11 +126,11 @@ def test_there_is_a_bound_unless_none_is_asked_for() -> None:
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "all"])
 def test_a_bound_that_is_no_number_of_programs_is_refused(wrong: object) -> None:
     with pytest.raises(gz.ConfigError, match="max_programs"):
-        Train().config.max_programs = wrong  # type: ignore[assignment]
+        leaky_graph().config.max_programs = wrong  # type: ignore[assignment]
 
 
 def test_the_warning_counts_what_was_compiled_and_says_how_many_are_kept() -> None:
-    graph = Train(bound=2)
+    graph = leaky_graph(bound=2)
     with pytest.warns(
         UserWarning, match=r"compiled 9 programs; 2 are kept, .*max_programs.*changing: input x\."
     ) as seen:
@@ -153,7 +147,7 @@ def test_a_pass_of_the_users_runs_once_for_each_program(after: str) -> None:
         ran.append(found)
         return found
 
-    graph = Train(stage=3)
+    graph = leaky_graph(stage=3)
     graph.config.add_pass(count, after=after)
     graph(x_of(2))
     assert len(ran) == 1
@@ -173,9 +167,9 @@ def left_behind() -> tuple[tuple[int, ...], int]:
 
 @pytest.mark.parametrize("what", ["shape", "Graph"])
 def test_a_program_that_is_gone_leaves_nothing_behind(what: str) -> None:
-    graph, found = Train(stage=2, bound=1), []
+    graph, found = leaky_graph(stage=2, bound=1), []
     for rows in (2, 4, 6, 8, 10):
-        graph = graph if what == "shape" else Train(stage=2)
+        graph = graph if what == "shape" else leaky_graph(stage=2)
         graph(x_of(rows if what == "shape" else 2))
         if rows in (4, 10):  # what is made once is there
             found.append(left_behind())

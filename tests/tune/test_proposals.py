@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from tuned_steps import LOATH, MODELS, WILLING, Train, example
+from tuned_steps import LOATH, MODELS, WILLING, adamw_graph, example
 
 import graphzero as gz
 from graphzero.plugins.tune.captured_step import captured_step
@@ -42,7 +42,7 @@ BY_HAND = {
 @cache
 def captured(name):
     with fake_world(4):
-        return captured_step(Train(gz.placement("cpu", range(4)), name), example(name, 2))
+        return captured_step(adamw_graph(gz.placement("cpu", range(4)), name), example(name, 2))
 
 
 @cache
@@ -65,7 +65,7 @@ def test_a_step_with_the_lines_that_are_printed_is_the_one_that_was_priced_and_t
     step = captured(name)
     parts = 1 if name == "convolutions" else 2  # of which each would have its own batch norm
     one = price(step, Layout(GRID, stage=3, micro_batches=parts), proposed(name).splits, WILLING)
-    graph, batch = Train(WHERE, name), example(name, 8)
+    graph, batch = adamw_graph(WHERE, name), example(name, 8)
     first, *rest = lines_of(one, step, "cpu")
     assert eval(first.removeprefix("placement = "), {"gz": gz, "torch": torch}).hierarchy == WHERE.hierarchy
     exec("\n".join(rest), {"self": graph, "gz": gz, "placement": WHERE})  # noqa: S102
@@ -81,7 +81,7 @@ HYBRID = (("dp_replicate", 2), ("dp_shard", 2))
 def test_a_step_that_is_split_within_hosts_alone_is_the_one_that_was_priced_and_trains_as_on_one_device(stage):
     one = price(captured("mlp"), Layout(HYBRID, stage, micro_batches=2, hybrid=True), {}, WILLING)
     where = gz.placement("cpu", [[0, 1], [2, 3]], names=("dp_replicate", "dp_shard"), virtual=True)
-    graph, batch = Train(where, "mlp"), example("mlp", 8)
+    graph, batch = adamw_graph(where, "mlp"), example("mlp", 8)
     lines = lines_of(one, captured("mlp"), "cpu")
     assert f'self.config.enable_zero(stage={stage}, axis="dp_shard")' in lines
     exec("\n".join(lines[1:]), {"self": graph})  # noqa: S102
@@ -93,7 +93,7 @@ def test_a_step_that_is_split_within_hosts_alone_is_the_one_that_was_priced_and_
 @pytest.mark.parametrize("layout", [Layout((("dp", 4),)), Layout((("dp", 4),), 2, micro_batches=2)], ids=str)
 def test_lines_take_back_what_the_user_has_set_otherwise_and_keep_what_no_layout_is_made_of(layout):
     def step(where):
-        graph = Train(where, "mlp")
+        graph = adamw_graph(where, "mlp")
         graph.config.enable_zero(stage=3, shard_min_size=10, keep_gathered=True)
         graph.config.set_gradient_accumulation_steps(4)
         graph.config.set_activation_memory("checkpoint")
@@ -112,7 +112,7 @@ def test_lines_take_back_what_the_user_has_set_otherwise_and_keep_what_no_layout
 
 
 def losses_of_one_device(name, batch):
-    graph = Train(gz.placement("cpu", [0], virtual=True), name)  # whose model plain PyTorch trains
+    graph = adamw_graph(gz.placement("cpu", [0], virtual=True), name)  # whose model plain PyTorch trains
     optimizer, found = torch.optim.AdamW(graph.model.parameters()), []
     for _ in range(2):
         optimizer.zero_grad()

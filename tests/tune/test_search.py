@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tuned_steps import LOATH, WILLING, Train, example
+from tuned_steps import LOATH, WILLING, adamw_graph, example
 
 import graphzero as gz
 from graphzero.cli import main
@@ -36,16 +36,16 @@ import graphzero as gz
 from tuned_steps import Train, example
 
 def make(placement, stage):
-    return Train(placement, "mlp"), example("mlp", 2)
+    return adamw_graph(placement, "mlp"), example("mlp", 2)
 
 def sized(placement, stage, batch=8):
-    return Train(placement, "mlp"), example("mlp", batch // placement.size)
+    return adamw_graph(placement, "mlp"), example("mlp", batch // placement.size)
 
 def unsized(placement, stage, batch=8):
-    return Train(placement, "mlp"), example("mlp", 2)
+    return adamw_graph(placement, "mlp"), example("mlp", 2)
 
 def split(placement, stage):
-    graph = Train(placement, "mlp")
+    graph = adamw_graph(placement, "mlp")
     gz.to_global(graph.model, placement, {{"layers.0.*": (gz.sbp.B, gz.sbp.S(0))}})
     return graph, example("mlp", 2)
 
@@ -57,7 +57,7 @@ def raises(placement, stage):
 @cache
 def captured(name, rows=4):
     with fake_world(4):
-        return captured_step(Train(gz.placement("cpu", range(4)), name), example(name, rows))
+        return captured_step(adamw_graph(gz.placement("cpu", range(4)), name), example(name, rows))
 
 
 def searched(room, grids=(DATA,), device=WILLING, **options):

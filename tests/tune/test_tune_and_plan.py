@@ -17,10 +17,10 @@ HERE = Path(__file__).parent
 FACTORY = """
 import sys
 sys.path.insert(0, {here!r})
-from tuned_steps import Train, example
+from tuned_steps import adamw_graph, example
 
 def make(placement, stage):
-    graph = Train(placement, "gpt2")
+    graph = adamw_graph(placement, "gpt2")
     graph.model.float()
     graph.config.enable_amp()
     if stage:

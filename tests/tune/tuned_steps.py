@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from graphs import TrainGraph, loss_of_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -130,14 +131,7 @@ def example(name, n):
     return MODELS[name][1](n)
 
 
-class Train(gz.Graph):
-    def __init__(self, placement, name):
-        super().__init__(placement)
-        torch.manual_seed(0)
-        self.model = MODELS[name][0]().double()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-
-    def build(self, x, y):
-        loss = self.model(x, y)
-        loss.backward()
-        return loss
+def adamw_graph(placement, name) -> TrainGraph:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().double()
+    return TrainGraph(model, loss_of_model, torch.optim.AdamW(model.parameters()), placement=placement)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import nn
 
 import graphzero as gz
@@ -14,19 +15,10 @@ from graphzero.passes import Fuse, Pipeline
 from graphzero.testing import assert_same_step
 
 
-class Train(gz.Graph):
-    def __init__(self, make: Any, stage: int = 0, ranks: int = 2):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3))
-        self.add_optimizer(make(self.model.parameters()))
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def tanh_graph(make: Any, stage: int = 0, ranks: int = 2) -> TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3))
+    return TrainGraph(model, mean_square, make(model.parameters()), placement=ranks, stage=stage)
 
 
 class Own(torch.optim.Optimizer):
@@ -66,7 +58,7 @@ def fuses(graph: gz.Graph) -> int:
     ],
 )
 def test_each_parameter_of_adam_steps_in_one_op(make: Any, stage: int) -> None:
-    graph = Train(make, stage)
+    graph = tanh_graph(make, stage)
     graph.compile(torch.randn(4, 6))
     assert fuses(graph) == 4
     assert all(node.target is not torch.ops.aten.addcdiv.default for node in graph.program.nodes)
@@ -83,7 +75,7 @@ def test_each_parameter_of_adam_steps_in_one_op(make: Any, stage: int) -> None:
     ],
 )
 def test_what_steps_otherwise_stays_as_it_is(make: Any) -> None:
-    graph = Train(make)
+    graph = tanh_graph(make)
     graph.compile(torch.randn(4, 6))
     assert fuses(graph) == 0
 
@@ -94,7 +86,7 @@ def test_stages_and_ranks_agree_to_the_bit_for_pieces_of_any_size(dtype: torch.d
     states = {}
     for ranks in (1, 2, 4):
         for stage in range(4):
-            graph = Train(torch.optim.AdamW, stage, ranks)
+            graph = tanh_graph(torch.optim.AdamW, stage, ranks)
             graph.model.to(dtype)
             generator = torch.Generator().manual_seed(1)
             for _ in range(3):
@@ -106,7 +98,7 @@ def test_stages_and_ranks_agree_to_the_bit_for_pieces_of_any_size(dtype: torch.d
 
 
 def test_the_pass_keeps_the_step() -> None:
-    graph = Train(torch.optim.AdamW, 2)
+    graph = tanh_graph(torch.optim.AdamW, 2)
     graph.compile(torch.randn(4, 6))
     record = next(record for record in graph.history if record.name == "fuse_adam")
     assert_same_step(record.before, record.after)
@@ -114,7 +106,7 @@ def test_the_pass_keeps_the_step() -> None:
 
 
 def test_a_moment_that_is_needed_before_the_parameter_is_made_keeps_the_chain() -> None:
-    graph = Train(torch.optim.AdamW)
+    graph = tanh_graph(torch.optim.AdamW)
     graph.compile(torch.randn(4, 6))
     before = next(record for record in graph.history if record.name == "fuse_adam").before.clone()
     lerp = next(node for node in before.nodes if str(node.target) == "aten.lerp.Scalar")

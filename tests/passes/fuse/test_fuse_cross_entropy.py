@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph, on_output
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import lines, lower, run
@@ -45,19 +46,10 @@ def _twice(logs: Tensor, y: Tensor) -> Tensor:
     return F.nll_loss(logs, y) + logs.square().mean()
 
 
-class Train(gz.Graph):
-    def __init__(self, loss: Loss, ranks: int = 2, stage: int = 0, dtype: torch.dtype = torch.float32):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        torch.manual_seed(0)
-        self.head, self.loss = nn.Linear(5, CLASSES).to(dtype), loss
-        self.add_optimizer(torch.optim.SGD(self.head.parameters(), lr=0.1))
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss(self.head(x), y)
-        loss.backward()
-        return loss
+def head_graph(loss: Loss, ranks: int = 2, stage: int = 0, dtype: torch.dtype = torch.float32) -> TrainGraph:
+    torch.manual_seed(0)
+    head = nn.Linear(5, CLASSES).to(dtype)
+    return TrainGraph(head, on_output(loss), torch.optim.SGD(head.parameters(), lr=0.1), placement=ranks, stage=stage)
 
 
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -66,7 +58,7 @@ def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def compiled(loss: Loss) -> gz.Graph:
-    return Train(loss).compile(*data())
+    return head_graph(loss).compile(*data())
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -95,15 +87,13 @@ def test_it_is_written_over_the_log_probabilities() -> None:
 
 
 def test_log_probabilities_that_the_step_returns_are_not_written_over() -> None:
-    class Both(Train):
-        def build(self, x: Tensor, y: Tensor) -> Any:
-            logs = F.log_softmax(self.head(x), -1)
-            F.nll_loss(logs, y).backward()
-            return logs
+    def loss_and_logs(z: Tensor, y: Tensor) -> Any:
+        logs = F.log_softmax(z, -1)
+        return F.nll_loss(logs, y), logs
 
-    graph, (x, y) = Both(F.cross_entropy), data()
-    wanted = F.log_softmax(graph.head(x), -1).detach()
-    torch.testing.assert_close(graph(x, y), wanted)
+    graph, (x, y) = head_graph(loss_and_logs), data()
+    wanted = F.log_softmax(graph.model(x), -1).detach()
+    torch.testing.assert_close(graph(x, y)[1], wanted)
     assert all("out=_log_softmax" not in line for line in lines(graph.program, "cross_entropy_backward("))
 
 
@@ -150,10 +140,10 @@ def test_at_the_peak_there_is_one_tensor_of_the_logits_size() -> None:
 def test_stages_agree_to_the_bit_and_with_one_rank(name: str) -> None:
     found = {}
     for ranks, stage in ((1, 0), (4, 0), (4, 1), (4, 2), (4, 3)):
-        graph = Train(FUSED[name], ranks, stage)
+        graph = head_graph(FUSED[name], ranks, stage)
         for _ in range(3):
             graph(*data())
-        found[ranks, stage] = graph.full_state_dict()["modules"]["head"]["weight"]
+        found[ranks, stage] = graph.full_state_dict()["modules"]["model"]["weight"]
     assert all(torch.equal(found[4, stage], found[4, 0]) for stage in (1, 2, 3))
     torch.testing.assert_close(found[4, 0], found[1, 0])
 

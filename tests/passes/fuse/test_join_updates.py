@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import fx, nn
 from toys import history, lower, measured
 
@@ -18,22 +19,15 @@ from graphzero.plan import plan_of
 from graphzero.testing import assert_same_step
 
 
-class Train(gz.Graph):
-    def __init__(self, stage: int = 0, ranks: int = 1, groups: bool = False, early: bool = False):
-        super().__init__(gz.placement("cpu", range(ranks), virtual=True))
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 11), nn.Tanh(), nn.Linear(11, 3))
-        weights, biases = [[p for p in self.model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
-        split = [{"params": weights, "lr": 1e-2}, {"params": biases, "lr": 2e-2}]
-        self.add_optimizer(torch.optim.AdamW(split if groups else [*self.model.parameters()], lr=1e-2))
-        self.config.set_optimizer_in_backward(early)
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def three_layer_graph(stage: int = 0, ranks: int = 1, groups: bool = False, early: bool = False) -> TrainGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 11), nn.Tanh(), nn.Linear(11, 3))
+    weights, biases = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
+    split = [{"params": weights, "lr": 1e-2}, {"params": biases, "lr": 2e-2}]
+    optimizer = torch.optim.AdamW(split if groups else [*model.parameters()], lr=1e-2)
+    graph = TrainGraph(model, mean_square, optimizer, placement=ranks, stage=stage)
+    graph.config.set_optimizer_in_backward(early)
+    return graph
 
 
 def calls(program: StepGraph) -> list[set[str]]:
@@ -53,18 +47,18 @@ BIASES = {f"model_{i}_bias" for i in (0, 2, 4)}
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_that_step_alike_are_one_call(stage: int) -> None:
-    program = Train(stage, 2 if stage else 1).compile(torch.randn(4, 6)).program
+    program = three_layer_graph(stage, 2 if stage else 1).compile(torch.randn(4, 6)).program
     assert calls(program) == [WEIGHTS | BIASES]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_of_two_groups_are_two_calls(stage: int) -> None:
-    program = Train(stage, 2 if stage else 1, groups=True).compile(torch.randn(4, 6)).program
+    program = three_layer_graph(stage, 2 if stage else 1, groups=True).compile(torch.randn(4, 6)).program
     assert calls(program) == [WEIGHTS, BIASES]
 
 
 def test_a_bucket_of_new_parameters_waits_for_one_call() -> None:
-    graph = Train(2, 2)
+    graph = three_layer_graph(2, 2)
     graph.config.bucket_bytes = 400
     program = graph.compile(torch.randn(4, 6)).program
     sent = [
@@ -77,7 +71,7 @@ def test_a_bucket_of_new_parameters_waits_for_one_call() -> None:
 
 def test_an_update_in_backward_waits_for_no_later_gradient() -> None:
     """Without transfers each gradient is there alone, and is gone before the next is made."""
-    program = Train(early=True).compile(torch.randn(4, 6)).program
+    program = three_layer_graph(early=True).compile(torch.randn(4, 6)).program
     assert len(calls(program)) == 6
     held = 0
     for node in program.nodes:
@@ -93,7 +87,7 @@ def test_joined_or_not_the_states_are_the_same_to_the_bit(
     stage: int, groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained() -> tuple[int, dict[str, Any]]:
-        graph, generator = Train(stage, 2, groups), torch.Generator().manual_seed(1)
+        graph, generator = three_layer_graph(stage, 2, groups), torch.Generator().manual_seed(1)
         for _ in range(3):
             graph(torch.randn(4, 6, generator=generator))
         return len(calls(graph.program)), graph.full_state_dict()["modules"]["model"]
@@ -108,8 +102,8 @@ def test_joined_or_not_the_states_are_the_same_to_the_bit(
 
 def test_what_ranks_hold_between_them_is_stepped_once() -> None:
     """Virtual ranks share what is not split, and have pieces of their own of the rest."""
-    graph, twin = Train(0, 2), Train(0, 1)
-    mixed = Train(3, 2)
+    graph, twin = three_layer_graph(0, 2), three_layer_graph(0, 1)
+    mixed = three_layer_graph(3, 2)
     mixed.config.enable_zero(stage=3, shard_min_size=20)
     for _ in range(2):
         wanted = twin(torch.ones(4, 6))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from graphs import TrainGraph, mean_square
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -27,17 +28,10 @@ TAILS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Train(gz.Graph):
-    def __init__(self, model: nn.Module, where: gz.Placement, stage: int):
-        super().__init__(where)
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        self.config.enable_zero(stage > 0 and bool(where.data_axes), stage=stage or 2)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def momentum_graph(model: nn.Module, where: gz.Placement, stage: int) -> TrainGraph:
+    graph = TrainGraph(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), placement=where)
+    graph.config.enable_zero(stage > 0 and bool(where.data_axes), stage=stage or 2)
+    return graph
 
 
 def model_of(tail: str) -> nn.Module:
@@ -54,7 +48,7 @@ def trained(tail: str, place: str, stage: int) -> tuple[list[Tensor], dict[str, 
         gz.to_global(model.get_parameter(name), placement=where, sbp=nd)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no axis of")
-        graph = Train(model, where, stage)
+        graph = momentum_graph(model, where, stage)
     losses = [graph(x) for x in batches()]
     return losses, graph.full_state_dict()["modules"]["model"], graph.plan
 

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from graphs import TrainGraph, loss_of_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -77,18 +78,10 @@ def split_weights(model: nn.Module, where: gz.Placement) -> None:
             gz.to_global(module.weight, placement=where, sbp=(*data, S(1)))
 
 
-class Train(gz.Graph):
-    def __init__(self, where: gz.Placement, model: nn.Module, stage: int = 0):
-        super().__init__(where)
-        self.model = model
-        split_weights(model, where)
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        self.config.enable_zero(stage > 0, stage=stage or 2)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x)
-        loss.backward()
-        return loss
+def tensor_parallel_graph(where: gz.Placement, model: nn.Module, stage: int = 0) -> TrainGraph:
+    split_weights(model, where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return TrainGraph(model, loss_of_model, optimizer, placement=where, stage=stage)
 
 
 def place(*shape: int) -> gz.Placement:
@@ -96,11 +89,11 @@ def place(*shape: int) -> gz.Placement:
     return gz.placement("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape).tolist(), names, virtual=True)
 
 
-def made(where: gz.Placement, stage: int = 0, pins: object = None, **options: object) -> Train:
+def made(where: gz.Placement, stage: int = 0, pins: object = None, **options: object) -> TrainGraph:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no axis of")  # tp alone: every rank takes the whole batch
-        return Train(where, Model(pins, **options).to(D), stage)  # type: ignore[arg-type]
+        return tensor_parallel_graph(where, Model(pins, **options).to(D), stage)  # type: ignore[arg-type]
 
 
 def batch() -> Tensor:
@@ -123,7 +116,7 @@ OPTIONS = {"heads": {}, "grouped_heads": {"kv": 2}, "fused_qkv": {"fused": True}
 
 
 @cache
-def compiled(kind: str, *shape: int) -> Train:
+def compiled(kind: str, *shape: int) -> TrainGraph:
     """A Graph that is only looked at."""
     graph = made(place(*shape), **OPTIONS[kind])
     graph.compile(batch())

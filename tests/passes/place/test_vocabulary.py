@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import TrainGraph, on_output
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import history, lines, lower
@@ -64,24 +65,15 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class Train(gz.Graph):
-    def __init__(self, axes: str, loss: Loss, tied: bool = False, stage: int = 0):
-        names, shape = GRIDS[axes]
-        grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
-        place = gz.placement("cpu", grid, names=names, virtual=True)
-        super().__init__(place)
-        torch.manual_seed(0)
-        self.lm, self.loss = LM(tied).to(D), loss
-        for weight in dict.fromkeys((self.lm.embedding.weight, self.lm.head.weight)):
-            gz.to_global(weight, placement=place, sbp=tuple(S(0) if name == "tp" else B for name in names))
-        self.add_optimizer(torch.optim.SGD(self.lm.parameters(), lr=0.1))
-        if stage:
-            self.config.enable_zero(stage=stage)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss(self.lm(x), y)
-        loss.backward()
-        return loss
+def vocabulary_graph(axes: str, loss: Loss, tied: bool = False, stage: int = 0) -> TrainGraph:
+    names, shape = GRIDS[axes]
+    grid = torch.arange(math.prod(shape)).reshape(shape).tolist()
+    place = gz.placement("cpu", grid, names=names, virtual=True)
+    torch.manual_seed(0)
+    lm = LM(tied).to(D)
+    for weight in dict.fromkeys((lm.embedding.weight, lm.head.weight)):
+        gz.to_global(weight, placement=place, sbp=tuple(S(0) if name == "tp" else B for name in names))
+    return TrainGraph(lm, on_output(loss), torch.optim.SGD(lm.parameters(), lr=0.1), placement=place, stage=stage)
 
 
 @pytest.fixture(autouse=True)
@@ -298,7 +290,7 @@ def test_a_program_with_offset_forms_is_read_back_and_runs_the_same() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_no_rank_makes_or_moves_whole_logits(loss: str, tied: bool) -> None:
-    graph = Train("dp=2, tp=2", LOSSES[loss], tied).compile(*batch())
+    graph = vocabulary_graph("dp=2, tp=2", LOSSES[loss], tied).compile(*batch())
     first, *rest = moved(graph)
     assert first == ("all_reduce", (4, 3, WIDTH))
     rows = [(12, 1), (12,), (4, 3), (4, 3, 1), (4, 1, 3), ()]
@@ -313,7 +305,7 @@ def test_no_rank_makes_or_moves_whole_logits(loss: str, tied: bool) -> None:
 
 
 def test_the_backward_of_a_plain_cross_entropy_sums_no_rows_over_ranks() -> None:
-    graph = Train("tp=2", LOSSES["ignored"]).compile(*batch())
+    graph = vocabulary_graph("tp=2", LOSSES["ignored"]).compile(*batch())
     assert moved(graph, phase="backward") == [("all_reduce", (12, WIDTH))]
 
 
@@ -332,10 +324,10 @@ def eager(loss: Loss, tied: bool, steps: int) -> tuple[LM, list[Tensor]]:
 
 def check(axes: str, loss: Loss, tied: bool, stage: int = 0) -> None:
     model, losses = eager(loss, tied, 2)
-    graph = Train(axes, loss, tied, stage)
+    graph = vocabulary_graph(axes, loss, tied, stage)
     for wanted in losses:
         torch.testing.assert_close(graph(*batch()), wanted, rtol=1e-12, atol=1e-12)
-    found = graph.full_state_dict()["modules"]["lm"]
+    found = graph.full_state_dict()["modules"]["model"]
     for name, wanted in model.state_dict().items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
 
@@ -354,17 +346,17 @@ def test_zero_splits_the_rest_over_the_data_axis(loss: str, tied: bool) -> None:
 
 
 def test_a_batch_of_ignored_targets_has_no_loss_and_no_gradient() -> None:
-    graph = Train("tp=3", flat(ignore_index=3, reduction="sum"))
-    before = {name: x.clone() for name, x in graph.lm.state_dict().items()}
+    graph = vocabulary_graph("tp=3", flat(ignore_index=3, reduction="sum"))
+    before = {name: x.clone() for name, x in graph.model.state_dict().items()}
     x, y = batch()
     assert graph(x, torch.full_like(y, 3)) == 0
-    assert all(torch.equal(x, before[name]) for name, x in graph.lm.state_dict().items())
-    assert Train("tp=3", flat(ignore_index=3))(x, torch.full_like(y, 3)).isnan()  # 0 / 0, as torch has it
+    assert all(torch.equal(x, before[name]) for name, x in graph.model.state_dict().items())
+    assert vocabulary_graph("tp=3", flat(ignore_index=3))(x, torch.full_like(y, 3)).isnan()  # 0 / 0, as torch has it
 
 
 def test_a_target_outside_of_the_vocabulary_fails_as_in_pytorch() -> None:
     x, y = batch()
-    graph = Train("tp=2", LOSSES["mean"])
+    graph = vocabulary_graph("tp=2", LOSSES["mean"])
     with pytest.raises(Exception, match="out of bounds"):
         graph(x, y + VOCABULARY)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import TrainGraph
 from toys import lines
 
-import graphzero as gz
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
@@ -82,27 +82,23 @@ def test_casts_that_others_read_and_of_what_the_step_computes_stay(name: str) ->
     assert lines(Pipeline([GatherCasts()])(parse(text)), "_to_copy(")
 
 
-class Train(gz.Graph):
-    def __init__(self, stage: int, micro_batches: int = 1):
-        super().__init__(gz.placement("cpu", range(2), virtual=True))
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1))
-        self.config.enable_amp()
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.set_gradient_accumulation_steps(micro_batches)
+def float_mean_square(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
 
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).float().square().mean()
-        loss.backward()
-        return loss
+
+def mixed_precision_graph(stage: int, micro_batches: int = 1) -> TrainGraph:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    layout = {"stage": stage, "micro_batches": micro_batches, "dtype": torch.bfloat16}
+    return TrainGraph(model, float_mean_square, optimizer, **layout)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_in_mixed_precision_casts_in_its_gathers(stage: int, micro_batches: int) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    step, whole = Train(stage, micro_batches), Train(0, micro_batches)
+    step, whole = mixed_precision_graph(stage, micro_batches), mixed_precision_graph(0, micro_batches)
     compiled = step.compile(x)
     record = next(record for record in compiled.history if record.name == "gather_casts")
     assert_same_step(record.before, record.after, rtol=0, atol=0)
