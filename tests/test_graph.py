@@ -244,8 +244,15 @@ def test_inputs_that_cannot_be_split_are_refused_with_sizes():
         graph(x.requires_grad_(), y)
     with pytest.raises(gz.CaptureError, match="ndarray.*as_tensor"):
         graph(x.detach().numpy(), y)
+
+
+def test_a_missing_argument_of_build_is_a_type_error():
+    class TwoInputs(gz.Graph):
+        def build(self, x, y):
+            return x + y
+
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):
-        graph(x.detach())
+        TwoInputs(virtual())(torch.ones(4))
 
 
 def test_set_input_says_how_one_input_lies():
