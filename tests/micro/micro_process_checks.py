@@ -18,7 +18,7 @@ def trained_here(parts, stage, **settings):
     graph = micro_batch_graph(Words, tokens, parts, stage, real=True)
     for name, given in settings.items():
         getattr(graph.config, f"set_{name}")(given)
-    losses = [graph(*batch)[1] for batch in shares()]
+    losses = [graph(*batch)[0] for batch in shares()]
     return graph, losses, graph.full_state_dict()["modules"]["model"]
 
 
@@ -49,5 +49,5 @@ def are_those_of_plain_torch(*jobs):
 def check_outputs_are_this_ranks_share_in_order():
     graph = micro_batch_graph(Words, tokens, 4, 2, real=True)
     whole = plain(Words, tokens, sentences(1))["scores 0"]
-    scores, _ = graph(*shares(1)[0])
+    _, scores = graph(*shares(1)[0])
     torch.testing.assert_close(scores, whole.chunk(2)[dist.get_rank()])

@@ -45,7 +45,7 @@ def test_a_model_that_is_16_bit_already_has_no_masters():
         graph(*batch_of(graph.model, 0))
     text = str(told.value)
     assert "all 6 trainable parameters of Train are 16-bit already" in text
-    assert "precision_toys.py" in text and "model.body.0.weight: bfloat16[64, 16]" in text
+    assert "graphs.py" in text and "model.body.0.weight: bfloat16[64, 16]" in text
     assert "model.float()" in text
 
 
