@@ -200,7 +200,7 @@ class Block(torch.nn.Module):
 def loss_and_output(model, x, y):
     out = model(x)
     loss = torch.nn.functional.cross_entropy(out, y)
-    return out, loss
+    return loss, out
 
 
 def blocks_graph(kind: str, stage: int, ranks: int, **names) -> TrainGraph:
