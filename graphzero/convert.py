@@ -173,20 +173,20 @@ def _global_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
     ranks = Ranks(placement, type(x).__name__)
     with ranks.together(f"to_global of a {type(x).__name__}"):
         ranks.agree(PLACE, digest(str(x.dtype), _text(nd)), lambda: {"tensor": f"{x.dtype} to {_text(nd)}"})
-        told = dict(zip(ranks.ids, ranks.collect(tuple(x.shape)), strict=True))
+        shapes = dict(zip(ranks.ids, ranks.collect(tuple(x.shape)), strict=True))
         try:
-            return _shape_of([told[rank] for rank in placement.ranks.ravel().tolist()], placement.hierarchy, nd)
+            return _shape_of([shapes[rank] for rank in placement.ranks.ravel().tolist()], placement.hierarchy, nd)
         except SbpError as error:  # on all ranks, which know the same
             raise ranks.by_all(error) from None
 
 
 def _shape_of(pieces: Sequence[tuple[int, ...]], hierarchy: Sequence[int], nd: Nd) -> tuple[int, ...]:
     """The global shape of pieces of these shapes, innermost axis first.  Raises SbpError for what chunk cuts not."""
-    found = list(pieces)
+    shapes = list(pieces)
     for sbp, ranks in reversed(list(zip(nd, hierarchy, strict=True))):
-        lines = [found[i : i + ranks] for i in range(0, len(found), ranks)]
-        found = [_joined(line, sbp) for line in lines]
-    return found[0]
+        lines = [shapes[i : i + ranks] for i in range(0, len(shapes), ranks)]
+        shapes = [_joined(line, sbp) for line in lines]
+    return shapes[0]
 
 
 def _joined(line: Sequence[tuple[int, ...]], sbp: Sbp) -> tuple[int, ...]:
@@ -212,21 +212,21 @@ def _joined(line: Sequence[tuple[int, ...]], sbp: Sbp) -> tuple[int, ...]:
 
 
 def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> nn.Module:
-    held = list(tree.tensors({"": module}).values())
+    entries = list(tree.tensors({"": module}).values())
     name = type(module).__name__
     ranks = Ranks(placement, name)
     with ranks.together(f"to_global of {name}"):
         nds = ranks.agree_on(
-            PLACE, lambda: _checked_nds(module, held, placement, sbp), lambda nds: _facts(held, nds, placement)
+            PLACE, lambda: _checked_nds(module, entries, placement, sbp), lambda nds: _facts(entries, nds, placement)
         )
         news = [
-            _placed(found.tensor, placement, nd if found.tensor.dim() else (B,) * len(nd))  # a count is not split
-            for found, nd in zip(held, nds, strict=True)
+            _placed(entry.tensor, placement, nd if entry.tensor.dim() else (B,) * len(nd))  # a count is not split
+            for entry, nd in zip(entries, nds, strict=True)
         ]
         ranks.agree(PLACE)  # from here on nobody can stop the others: the module is placed on all ranks, or on none
-        for found, new in zip(held, news, strict=True):
+        for entry, new in zip(entries, news, strict=True):
             if new is not None:
-                tree.replace(found, new)
+                tree.replace(entry, new)
     return module
 
 
@@ -240,13 +240,13 @@ def _checked_nds(
         nds = [_nd(sbp, placement, module)] * len(held)
         check_kept(nds[0] if nds else (), f"a module, {type(module).__name__},")
     check_trained_apart(held)
-    for found, nd in zip(held, nds, strict=True):
-        check_kept(nd, f"the module's {found.path}")
-        if found.tensor.dim():
-            _check_dims(found.tensor.shape, nd, f"to_global of the module's {found.path}")
-            _check_even(found.tensor.shape, nd, placement, f"to_global of the module's {found.path}")
-        if isinstance(found.tensor, DTensor):
-            check_ranks(found.tensor, placement, f"the module's {found.path}")
+    for entry, nd in zip(held, nds, strict=True):
+        check_kept(nd, f"the module's {entry.path}")
+        if entry.tensor.dim():
+            _check_dims(entry.tensor.shape, nd, f"to_global of the module's {entry.path}")
+            _check_even(entry.tensor.shape, nd, placement, f"to_global of the module's {entry.path}")
+        if isinstance(entry.tensor, DTensor):
+            check_ranks(entry.tensor, placement, f"the module's {entry.path}")
     return nds
 
 
@@ -281,7 +281,7 @@ def _by_name(
         )
     whole = (B,) * len(placement.names)
     return [
-        next((nd for p, nd in known.items() if fnmatch.filter(names[id(found.tensor)], p)), whole) for found in tensors
+        next((nd for p, nd in known.items() if fnmatch.filter(names[id(entry.tensor)], p)), whole) for entry in tensors
     ]
 
 

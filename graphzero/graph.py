@@ -134,8 +134,8 @@ class Graph:
         Raises ConfigError for what is no AveragedModel, for modules that are no attributes, and for one that is there
         already.
         """
-        held = vars(self)
-        argument_checks.check_average(averaged, of, held, [spec.averaged for spec in self._source.averages])
+        attributes = vars(self)
+        argument_checks.check_average(averaged, of, attributes, [spec.averaged for spec in self._source.averages])
         self._source.averages.append(AverageSpec(averaged, of))
 
     # ---- running
@@ -321,8 +321,8 @@ class Graph:
 
     @_compat.cpu_by_default
     def __repr__(self) -> str:
-        found, state, last = modules.tensors(self._source.modules), self._source.state(), self._selection.last
-        nds = {path: state.nd_of(entry.tensor) for path, entry in found.items()}
+        entries, state, last = modules.tensors(self._source.modules), self._source.state(), self._selection.last
+        nds = {path: state.nd_of(entry.tensor) for path, entry in entries.items()}
         body = str(last.graph) if last else "  (not compiled: call it, or graph.compile(...))"
         lines = [
             f"{self.name}({self.placement!r})",
@@ -330,7 +330,7 @@ class Graph:
             *(last.decisions if last else ()),
             *(f"along {axis} {way}" for axis, way in self._source.ways.items()),
             "parameters:",
-            *_parameter_lines(found, nds),
+            *_parameter_lines(entries, nds),
         ]
         return "\n".join([*lines, body.rstrip()])
 
@@ -370,8 +370,8 @@ class Graph:
         return self._copied(object.__new__(type(self)), copy.copy(self.config), lambda held: held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        made = memo[id(self)] = object.__new__(type(self))
-        return self._copied(made, copy.deepcopy(self.config, memo), lambda held: copy.deepcopy(held, memo))
+        copied = memo[id(self)] = object.__new__(type(self))
+        return self._copied(copied, copy.deepcopy(self.config, memo), lambda held: copy.deepcopy(held, memo))
 
     def _copied(self, made: Graph, config: GraphConfig, copied: Callable[[Any], Any]) -> Graph:
         """``made`` with settings of its own and ``copied`` attributes.  It compiles programs of its own."""
@@ -379,7 +379,7 @@ class Graph:
         made.name, made.placement, made.config = self.name, self.placement, config
         made._begin()
         made._source.take_settings(self._source, copied)
-        vars(made).update((name, copied(held)) for name, held in vars(self).items() if name not in vars(made))
+        vars(made).update((name, copied(attribute)) for name, attribute in vars(self).items() if name not in vars(made))
         made._source.take_state(self._source)
         return made
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 
 def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What calling ``op`` calls, without the Python frame around it."""
-    found: Callable[..., Any] = getattr(op, "_op", op)
-    return found
+    function: Callable[..., Any] = getattr(op, "_op", op)
+    return function
 
 
 def has_own_kernel(op: torch._ops.OpOverload) -> bool:

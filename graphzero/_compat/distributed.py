@@ -27,9 +27,9 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError):
             options = getattr(group._get_backend(torch.device(device)), "options", None)
-            found: timedelta | None = getattr(options, "_timeout", None)
-            if found is not None:
-                return found.total_seconds()
+            timeout: timedelta | None = getattr(options, "_timeout", None)
+            if timeout is not None:
+                return timeout.total_seconds()
     return default_pg_timeout.total_seconds()
 
 
@@ -85,14 +85,14 @@ def break_gloo(group: Any) -> None:
 
 def lost_by_gloo(group: Any) -> list[int]:
     """Of which processes the connections of ``gloo`` are closed, by their numbers in it."""
-    found = []
+    lost = []
     for other in range(group.size()):
         if other != group.rank():
             try:
                 group.send([torch.empty(1)], other, _NO_TAG)  # is only announced, and never taken
             except RuntimeError:
-                found.append(other)
-    return found
+                lost.append(other)
+    return lost
 
 
 _NO_TAG = 2**31 - 1  # of messages that nobody waits for

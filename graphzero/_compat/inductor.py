@@ -84,18 +84,18 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: list[Any], settings: 
     from torch._functorch import config as functorch
     from torch._inductor.compile_fx import compile_fx_inner
 
-    made: list[Any] = []
+    compiled_graphs: list[Any] = []
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        made.append(compile_fx_inner(*args, **kwargs))
-        return made[-1]
+        compiled_graphs.append(compile_fx_inner(*args, **kwargs))
+        return compiled_graphs[-1]
 
     options = {"inner_compile": inner, "config_patches": settings}
     with without_modes(), functorch.patch(enable_autograd_cache=False), _compiled_for_this_cpu():
         torch._inductor.standalone_compile(module, inputs, dynamic_shapes="from_example_inputs", options=options)
-    (compiled,) = made
-    found: Callable[..., Any] = compiled.current_callable
-    return found
+    (compiled,) = compiled_graphs
+    function: Callable[..., Any] = compiled.current_callable
+    return function
 
 
 def clear_workspaces() -> None:

@@ -74,10 +74,10 @@ def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, _Change[T]
     """
 
     @wraps(function)
-    def made(*args: P.args, **kwargs: P.kwargs) -> _Change[T]:
+    def change(*args: P.args, **kwargs: P.kwargs) -> _Change[T]:
         return _Change(function, args, kwargs)  # type: ignore[arg-type]
 
-    return made
+    return change
 
 
 @contextmanager
@@ -128,8 +128,8 @@ class ThreadState:
         _restore(_function_modes, self._function_modes, torch._C._pop_torch_function_stack,
                  torch._C._push_on_torch_function_stack)  # fmt: skip
         _restore(_dispatch_modes, self._dispatch_modes, _pop_dispatch_mode, torch._C._push_on_torch_dispatch_stack)
-        if self._autocast != (found := _autocast()):
-            for kind, (is_on, dtype), now in zip(_AUTOCASTS, self._autocast, found, strict=True):
+        if self._autocast != (present := _autocast()):
+            for kind, (is_on, dtype), now in zip(_AUTOCASTS, self._autocast, present, strict=True):
                 if now != (is_on, dtype):
                     torch.set_autocast_enabled(kind, is_on)
                     torch.set_autocast_dtype(kind, dtype)

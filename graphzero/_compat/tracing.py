@@ -106,15 +106,15 @@ def last_traced() -> Any:
 def is_traced_after(x: Tensor, node: Any) -> bool:
     """Whether the graph that is being written makes ``x``, behind ``node``."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
-    return made is not None and (node is None or made > node)
+    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    return producer is not None and (node is None or producer > node)
 
 
 def traced_call(x: Tensor) -> Any:
     """What makes ``x`` in the graph that is being written, equal where it is made alike; else something of its own."""
     mode: Any = proxy_tensor.get_proxy_mode()
-    made: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda held: held.proxy.node)
-    return object() if made is None else (made.target, str(made.args), str(made.kwargs))
+    producer: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda held: held.proxy.node)
+    return object() if producer is None else (producer.target, str(producer.args), str(producer.kwargs))
 
 
 def functional_value(x: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def functional_value(x: Tensor) -> Tensor:
 def traced_from(x: Tensor) -> set[int] | None:
     """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    made: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
-    if made is None:
+    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    if producer is None:
         return None
-    seen, todo = {made}, [made]
+    seen, todo = {producer}, [producer]
     while todo:
         new = [node for node in todo.pop().all_input_nodes if node not in seen]
         seen.update(new)
@@ -151,7 +151,7 @@ def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]
 
     before = {name: getattr(SymNode, name) for name in ("guard_int", "guard_float")}
 
-    def asked(name: str) -> Callable[..., Any]:
+    def stand_in(name: str) -> Callable[..., Any]:
         def guard(self: Any, *args: Any) -> Any:
             if not names().isdisjoint(map(str, self.expr.free_symbols)):
                 raise refuse()
@@ -164,7 +164,7 @@ def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]
             setattr(SymNode, name, function)
 
     with undoing(lambda: put(before)):
-        put({name: asked(name) for name in before})
+        put({name: stand_in(name) for name in before})
         yield
 
 
@@ -181,16 +181,16 @@ def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], s
     from torch.utils._sympy.printers import PythonPrinter
 
     printer = PythonPrinter()
-    found: dict[str, set[str]] = {}
+    conditions: dict[str, set[str]] = {}
     for guard in env.guards:
         expression: Any = guard.expr
         names = {str(symbol) for symbol in expression.free_symbols}
         if names:
-            found.setdefault(printer.doprint(expression), names)
-    if not found:
+            conditions.setdefault(printer.doprint(expression), names)
+    if not conditions:
         return (lambda values: True), set()
-    code = compile(" and ".join(f"({text})" for text in found), "<guards>", "eval")
-    return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*found.values())
+    code = compile(" and ".join(f"({text})" for text in conditions), "<guards>", "eval")
+    return (lambda values: bool(eval(code, dict(SYMPY_INTERP), values))), set().union(*conditions.values())
 
 
 @contextmanager
@@ -218,13 +218,13 @@ def constant_of(x: Any) -> Tensor | None:
 @contextmanager
 def unknown(tensors: Sequence[Any]) -> Iterator[None]:
     """The values of these fakes are not known; nothing may write to them meanwhile."""
-    held = [x.constant for x in tensors]
+    constants = [x.constant for x in tensors]
     try:
         for x in tensors:
             x.constant = None
         yield
     finally:
-        for x, constant in zip(tensors, held, strict=True):
+        for x, constant in zip(tensors, constants, strict=True):
             x.constant = constant
 
 

@@ -91,13 +91,13 @@ class _Capture:
         stepped = {path for path, grad in final if grad is not None}  # build may drop a gradient: p.grad = None
         members = [self._members(i, stepped) for i in range(len(self.step.optimizers))]
         with phase("optimizers"):
-            updates = [self._trace(i, found) for i, found in enumerate(members)]
+            updates = [self._trace(i, group) for i, group in enumerate(members)]
         self._add_placeholders(traced, members)
         copies = self._add_build(traced)
         grads = self.update.gradients(traced, copies)
-        self.update.begin_scale([member.path for found in members for member in found])
-        for i, (found, update) in enumerate(zip(members, updates, strict=True)):
-            self.update.add(i, found, update, grads)
+        self.update.begin_scale([member.path for group in members for member in group])
+        for i, (group, update) in enumerate(zip(members, updates, strict=True)):
+            self.update.add(i, group, update, grads)
         self.update.end_scale()
         for average in self.step.averages if updates else ():
             self.update.add_average(average)
@@ -152,16 +152,16 @@ class _Capture:
 
     def _members(self, index: int, with_grad: set[str]) -> list[Member]:
         optimizer = self.step.optimizers[index].optimizer
-        found = [
+        members = [
             Member(self.paths[id(p)], g, p, rounded=self.step.rounds(p))
             for g, group in enumerate(optimizer.param_groups)
             for p in group["params"]
             if self.paths[id(p)] in with_grad
         ]
-        if found:
-            updates_of.state_kinds(self.steppings[index], found)
-            self.state_guard |= mark_first_steps(index, found, self.fills[index])
-        return found
+        if members:
+            updates_of.state_kinds(self.steppings[index], members)
+            self.state_guard |= mark_first_steps(index, members, self.fills[index])
+        return members
 
     def _trace(self, index: int, members: list[Member]) -> Update | None:
         if not members:
@@ -203,8 +203,8 @@ class _Capture:
         for role, fake in zip(self._build_roles(), fakes, strict=True):
             if role.kind != "seed":
                 add(role, role.of, fake)
-        for i, found in enumerate(members):
-            self._add_states(i, found)
+        for i, group in enumerate(members):
+            self._add_states(i, group)
             optimizer = self.step.optimizers[i].optimizer
             for g in range(len(optimizer.param_groups)):
                 for hyper in hypers_of_group(i, optimizer, g):
@@ -262,9 +262,9 @@ class _Capture:
         insert_uses(graph)
         finish(graph)
         mark(graph, traced.pins)
-        kept = {node.name for node in graph.find_nodes(op="placeholder")}
-        states = [spec for spec in self.states if spec.placeholder in kept]
-        constants = {name: tensor for name, tensor in self.join.constants.items() if name in kept}
+        placeholders = {node.name for node in graph.find_nodes(op="placeholder")}
+        states = [spec for spec in self.states if spec.placeholder in placeholders]
+        constants = {name: tensor for name, tensor in self.join.constants.items() if name in placeholders}
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.trains and bool(self.step.optimizers)
         return Captured(

@@ -72,30 +72,30 @@ class Join:
         return copies
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        made = self.graph.node_copy(node, lambda x: copies[x])
+        copied = self.graph.node_copy(node, lambda x: copies[x])
         custom = node.meta.get("custom", {})
         fake = node.meta.get("val")
-        made.meta = {"type": () if fake is None else type_of_fake(fake), "val": fake, "sbp": None}
-        _statistics_in_float32(made)
-        made.meta.update(phase=custom.get("phase", "forward"), source=custom.get("source", ""))
+        copied.meta = {"type": () if fake is None else type_of_fake(fake), "val": fake, "sbp": None}
+        _statistics_in_float32(copied)
+        copied.meta.update(phase=custom.get("phase", "forward"), source=custom.get("source", ""))
         if custom.get("module"):
-            made.meta["module"] = custom["module"]
-        return made
+            copied.meta["module"] = custom["module"]
+        return copied
 
     def add_constants(self, module: fx.GraphModule) -> None:
         """Placeholders for the tensors that build closes over."""
         for node in module.graph.find_nodes(op="get_attr"):
             tensor = _attribute(module, str(node.target))
-            if _uniform(tensor) is None and not any(tensor is held for held in self.constants.values()):
+            if _uniform(tensor) is None and not any(tensor is constant for constant in self.constants.values()):
                 name = f"constant_{len(self.constants)}"
-                made = self.placeholder(Role("constant", str(len(self.constants))), name, tensor)
-                self.constants[made.name] = tensor
+                placeholder = self.placeholder(Role("constant", str(len(self.constants))), name, tensor)
+                self.constants[placeholder.name] = tensor
 
     def _constant(self, module: fx.GraphModule, node: fx.Node) -> fx.Node:
         tensor = _attribute(module, str(node.target))
         number = _uniform(tensor)
         if number is None:
-            name = next(name for name, held in self.constants.items() if held is tensor)
+            name = next(name for name, constant in self.constants.items() if constant is tensor)
             return next(p for p in self.placeholders.values() if p.name == name)
         fill = torch.ops.aten.full.default
         return self.emit(fill, (list(tensor.shape), number), type_of_fake(tensor), kwargs={"dtype": tensor.dtype},
@@ -189,8 +189,8 @@ def _statistics_in_float32(node: fx.Node) -> None:
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Tensor:
-    found: Tensor = operator.attrgetter(name)(module)
-    return found
+    tensor: Tensor = operator.attrgetter(name)(module)
+    return tensor
 
 
 def _uniform(tensor: Tensor) -> Any:

@@ -35,11 +35,11 @@ def check_masters(step: Step, params: Mapping[str, Tensor]) -> None:
 
 
 def _check_rounded(step: Step, trained: Mapping[str, Tensor]) -> None:
-    told, other = "stochastic_rounding=True", {path: p for path, p in trained.items() if p.dtype is torch.float16}
+    setting, other = "stochastic_rounding=True", {path: p for path, p in trained.items() if p.dtype is torch.float16}
     if other:
         raise _refusal(
             step,
-            told,
+            setting,
             f"{len(other)} trainable parameters of {step.name} are float16, which has too few exponents for an update",
             other,
             "Convert the model before the first call: model.to(torch.bfloat16)",
@@ -47,7 +47,7 @@ def _check_rounded(step: Step, trained: Mapping[str, Tensor]) -> None:
     if not any(p.dtype is torch.bfloat16 for p in trained.values()):
         raise _refusal(
             step,
-            told,
+            setting,
             f"none of the {len(trained)} trainable parameters of {step.name} is bfloat16, so there is nothing to round",
             trained,
             "Convert the model before the first call, model.to(torch.bfloat16), or those of its parameters that are to "

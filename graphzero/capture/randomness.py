@@ -101,10 +101,10 @@ class Draws:
                 kw.get("dtype") or x.dtype
             ),
         }
-        for op, made in list(table.items()):  # the same with generator=None; one that is given is refused before
+        for op, draw in list(table.items()):  # the same with generator=None; one that is given is refused before
             name = op._overloadname.replace("low", "low_generator").replace("default", "generator")
             if "generator" in name and name in op.overloadpacket.overloads():
-                table[getattr(op.overloadpacket, name)] = made
+                table[getattr(op.overloadpacket, name)] = draw
         table.update(dict.fromkeys(_refused(), self._refuse))
         return table
 
@@ -181,11 +181,11 @@ _REFUSED = """
 def _refused() -> list[Any]:
     """Every way to draw that the table does not write down, of those that this torch has."""
     known = {getattr(aten.random_, "from")}
-    found = []
+    ops = []
     for name in _REFUSED.split():
         name, _, overload = name.partition(".")
         packet = getattr(aten, name, None)
         for which in () if packet is None else packet.overloads():
             if overload in ("", which) and not which.endswith("out"):
-                found.append(getattr(packet, which))
-    return [op for op in found if op not in known]
+                ops.append(getattr(packet, which))
+    return [op for op in ops if op not in known]

@@ -45,7 +45,7 @@ class UpdateWriter:
 
     def gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
         """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
-        found: dict[str, fx.Node] = {}
+        grads: dict[str, fx.Node] = {}
         wide = dict(zip(traced.with_wide, traced.results["wide"], strict=True))
         for path, old, new in zip(traced.with_grad, traced.results["ended"], traced.results["final"], strict=True):
             self.ended[path] = copies[old]
@@ -55,30 +55,30 @@ class UpdateWriter:
                 continue
             if path in wide and origin(new) is origin(wide[path]):  # as build left it: the update does it once more
                 self.narrow.add(path)
-                found[path] = self._kept(path, copies[old])
+                grads[path] = self._kept(path, copies[old])
                 continue
-            found[path] = copies[new]
+            grads[path] = copies[new]
             if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
-                found[path] = self._kept(path, copies[old])
-        return found
+                grads[path] = self._kept(path, copies[old])
+        return grads
 
     def _kept(self, path: str, grad: fx.Node) -> fx.Node:
         type_ = grad.meta["type"]
-        made = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
-        made.meta["keep"] = True
-        self.ended[path] = made
-        return made
+        alias = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
+        alias.meta["keep"] = True
+        self.ended[path] = alias
+        return alias
 
     def begin_scale(self, paths: list[str]) -> None:
         """Unless no loss is scaled: how many elements of gradients are not finite, of parameters that are stepped."""
-        precision, held = self.step.precision, self.join.placeholders
+        precision, nodes = self.step.precision, self.join.placeholders
         if precision is None or precision.scaling is None or not paths:
             return
         check_born(self.step, self.states)
         roles = {
             name: Role("buffer", f"{LOSS_SCALE}.{name}") for name, _ in self.step.modules[LOSS_SCALE].named_buffers()
         }
-        self.scale = Scale(self.join.emit, precision.scaling, {name: held[role] for name, role in roles.items()})
+        self.scale = Scale(self.join.emit, precision.scaling, {name: nodes[role] for name, role in roles.items()})
         self.non_finite = self.scale.count([self.ended[path] for path in paths])
 
     @property
@@ -192,12 +192,12 @@ class UpdateWriter:
 
     def add_average(self, spec: AverageSpec) -> None:
         """The average follows the parameters and buffers with which the step ends."""
-        traced, held = trace_average(spec, self.step.precision), self.join.placeholders
+        traced, nodes = trace_average(spec, self.step.precision), self.join.placeholders
         roles = {id(x): Role("param", path) for path, x in self.params.items()}
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)
-        ours = [held[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
-        model = [self._held(held[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
+        ours = [nodes[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
+        model = [self._held(nodes[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
         entering = [
             self._cast(node, input_.meta["val"].dtype)
             for input_, node in zip(traced.inputs, (*ours, *model), strict=True)

@@ -97,7 +97,7 @@ class _Check:
     def run(self) -> Report:
         stages = [self._against_eager()]
         where = "" if stages[0].agrees else "captured"
-        found = ""
+        changed_by = ""
         if where:
             self._note_capture(stages[0])
         for i, record in enumerate(self.history):
@@ -108,11 +108,11 @@ class _Check:
             stages.append(self._compared(record.name, after))
             if not where and not stages[-1].agrees:
                 where = record.name
-                found = self._note_pass(i, stages[-1])
+                changed_by = self._note_pass(i, stages[-1])
         nonfinite = self._note_nonfinite()
         numbers = "float64" if self.start.is_wide else "its own dtypes"
         return Report(
-            self.start.step.name, numbers, self.rtol, tuple(stages), where, found, nonfinite, tuple(self.notes)
+            self.start.step.name, numbers, self.rtol, tuple(stages), where, changed_by, nonfinite, tuple(self.notes)
         )
 
     def _run(self, graph: Any, watch: bool = False) -> Ran:
@@ -139,8 +139,8 @@ class _Check:
         return Stage(name, ranks, False, by_kind, {n: gap for n, gap in gaps.items() if not gap <= self.rtol})
 
     def _against_eager(self) -> Stage:
-        found = {name: self._given(name, held.whole()) for name, held in self.captured.results.items()}
-        return self._stage("captured", self.captured.ranks, self._gaps(eager_step(self.start), found))
+        results = {name: self._given(name, value.whole()) for name, value in self.captured.results.items()}
+        return self._stage("captured", self.captured.ranks, self._gaps(eager_step(self.start), results))
 
     def _given(self, name: str, whole: Any) -> Any:
         """A result without what is padding."""

@@ -43,34 +43,36 @@ def eager_step(start: Start) -> dict[str, Any]:
     reals = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     params = {path: _parameter(reals[path], x) for path, x in start.params.items()}
     buffers = {path: x.clone() for path, x in start.buffers.items()}
-    held: dict[str, Any] = {**params, **buffers}
-    stand_ins = {id(real): held[path] for path, real in reals.items()}
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {**params, **buffers}
+    stand_ins = {id(real): state[path] for path, real in reals.items()}
+    results: dict[str, Any] = {}
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="build sets")  # capture has said so
         stack.enter_context(one_at_a_time)
         stack.enter_context(untouched(start.step, root, lambda holder, name: ""))
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
-        with others_wait(root), _compat.reparametrize(root, dict(held)), torch.enable_grad(), _precise(start):
+        with others_wait(root), _compat.reparametrize(root, dict(state)), torch.enable_grad(), _precise(start):
             with _StandIns(stand_ins, _casts(start, params)) as mode, _compat.autograd_under(mode):
                 result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
         for i, leaf in enumerate(pytree.tree_leaves(result)):
-            found[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+            results[f"output {i}"] = leaf.detach() if isinstance(leaf, Tensor) else leaf
         grads = {path: p.grad for path, p in params.items() if p.grad is not None}
         scaled = _scale_after(start, grads, now) if grads else 1.0
-        found |= {f"gradient {path}": grad.detach() * scaled for path, grad in grads.items()}
+        results |= {f"gradient {path}": grad.detach() * scaled for path, grad in grads.items()}
         _widen(start, params.values())
         if grads and all(grad.isfinite().all() for grad in grads.values() if scaled != 1):
-            found |= _update(start, {id(real): params[path] for path, real in reals.items() if path in params}, params)
+            results |= _update(
+                start, {id(real): params[path] for path, real in reals.items() if path in params}, params
+            )
         if grads and start.step.averages:
-            with _compat.reparametrize(root, {**held, **now}):
+            with _compat.reparametrize(root, {**state, **now}):
                 for average in start.step.averages:
                     average.averaged.update_parameters(average.of)
-    found |= {f"new {path}": p.detach() for path, p in params.items()}
-    found |= {f"new {path}": now.get(path, x).detach() for path, x in buffers.items()}
-    return found
+    results |= {f"new {path}": p.detach() for path, p in params.items()}
+    results |= {f"new {path}": now.get(path, x).detach() for path, x in buffers.items()}
+    return results
 
 
 def _casts(start: Start, params: dict[str, nn.Parameter]) -> Casts:
@@ -95,28 +97,28 @@ def _scale_after(start: Start, grads: dict[str, Tensor], buffers: dict[str, Tens
     if precision is None or precision.scaling is None:
         return 1.0
     scale = LossScale(precision.scaling)
-    held = {name: buffers[f"{LOSS_SCALE}.{name}"] for name, _ in scale.named_buffers()}
-    found = float(held["scale"])
-    scale.load_state_dict(held)
+    state = {name: buffers[f"{LOSS_SCALE}.{name}"] for name, _ in scale.named_buffers()}
+    before = float(state["scale"])
+    scale.load_state_dict(state)
     with torch.no_grad():
         scale.step(precision.scaling, not all(bool(grad.isfinite().all()) for grad in grads.values()))
         for name, now in scale.named_buffers():
-            held[name].copy_(now)
-    return found
+            state[name].copy_(now)
+    return before
 
 
 def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
-    made = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
-    made.__dict__.update(vars(real))
-    _compat.take_class(made, real)
+    param = nn.Parameter(whole.clone(), requires_grad=real.requires_grad)
+    param.__dict__.update(vars(real))
+    _compat.take_class(param, real)
     for hook in (_compat.gradient_hooks(real) if real.requires_grad else {}).values():
-        made.register_hook(hook)
-    return made
+        param.register_hook(hook)
+    return param
 
 
 def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:
     """Clip and step every optimizer on the copies; the norms and the new states."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     paths = {id(param): path for path, param in params.items()}
     for i, spec in enumerate(start.optimizers):
         optimizer = spec.optimizer
@@ -132,15 +134,15 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
         with stepping.on(groups, state, {key: copy_of[key] for key in stepping.owned}, strict=False):
             if spec.clip_grad_norm is not None:
                 norm = nn.utils.clip_grad_norm_(owned, spec.clip_grad_norm, spec.norm_type)
-                found[f"grad_norm.{i}"] = norm.detach()
+                results[f"grad_norm.{i}"] = norm.detach()
             if spec.clip_grad_value is not None:
                 nn.utils.clip_grad_value_(owned, spec.clip_grad_value)
             stepping.step()
         for param in owned:
             for key, x in state.get(param, {}).items():
                 if isinstance(x, Tensor):
-                    found[f"new {paths[id(param)]}/{key}"] = x.detach()
-    return found
+                    results[f"new {paths[id(param)]}/{key}"] = x.detach()
+    return results
 
 
 def _widen(start: Start, params: Iterable[nn.Parameter]) -> None:
@@ -195,5 +197,5 @@ class _SameDraws(TorchDispatchMode):
         self.table = table
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = self.table.get(func, lambda *_, **__: NotImplemented)(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if made is NotImplemented else made
+        result = self.table.get(func, lambda *_, **__: NotImplemented)(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result

@@ -53,7 +53,7 @@ class Choice:
 
     def lines(self) -> list[str]:
         """As text."""
-        found = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
+        shown_lines = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
         shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.order))
         for option in shown[:_MOST]:
             mark = ">" if option.signature == self.first else " "
@@ -61,14 +61,16 @@ class Choice:
             moves = ", ".join(f"{o.name} {have} -> {want}" for o, have, want in option.moves)
             note = option.barred or (f"boxes {moves}" if moves else "boxes nothing")
             note += ", and so gathers a weight that is split" if option.gathers and not option.barred else ""
-            found.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
+            shown_lines.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
         if len(shown) > _MOST:
-            found.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
+            shown_lines.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
         if self.made is not None and self.made != self.first:
-            found.append(f"  then {self.made}: {self.later}")
-        found += [f"  {line}" for line in self.lost]
-        found += [f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes]
-        return found
+            shown_lines.append(f"  then {self.made}: {self.later}")
+        shown_lines += [f"  {line}" for line in self.lost]
+        shown_lines += [
+            f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes
+        ]
+        return shown_lines
 
 
 @dataclass
@@ -97,9 +99,9 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     """
     given = _given(graph)
     links = graph.plan.links if isinstance(graph, Graph) else ()
-    found, axes = propagation(Expand(links)(given), links, notes=True)
+    expanded, axes = propagation(Expand(links)(given), links, notes=True)
     name = value_ if isinstance(value_, str) else value_.name
-    node = _find(found, name, graph.program if isinstance(graph, Graph) else None)
+    node = _find(expanded, name, graph.program if isinstance(graph, Graph) else None)
     return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])
 
 
@@ -136,8 +138,8 @@ def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
 
 def _made_from(node: fx.Node) -> fx.Node:
     """What a value stands for that a pass put in: the member of a bucket that a pick is, else the first operand."""
-    found = delivered(node)
-    return found[0].members[found[1]] if found is not None else node.all_input_nodes[0]
+    delivery = delivered(node)
+    return delivery[0].members[delivery[1]] if delivery is not None else node.all_input_nodes[0]
 
 
 def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
@@ -166,14 +168,14 @@ def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sb
     if value.is_multi(node):
         return []
     nbytes = axis.nbytes(node)
-    found = []
+    boxes = []
     for user in node.users:
         for want in axis.wants(user, node):
             if want is not sbp:
                 kinds = " and ".join(step.kind for step in boxing.move(sbp, want).steps)
                 reader = "the step's end" if user.op == "output" else user.name
-                found.append((reader, want, kinds, axis.costs.box(sbp, want, nbytes, axis.axis)))
-    return found
+                boxes.append((reader, want, kinds, axis.costs.box(sbp, want, nbytes, axis.axis)))
+    return boxes
 
 
 def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signature) -> str:
@@ -190,7 +192,7 @@ def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signatu
 
 def _completed(axis: AxisPropagation, node: fx.Node) -> list[fx.Node]:
     """The partial values above ``node`` that are completed so that it is whole."""
-    found: dict[fx.Node, None] = {}
+    completed: dict[fx.Node, None] = {}
     todo, seen = [node], {node}
     while todo:
         for operand in value.tensor_operands(todo.pop()):
@@ -199,10 +201,10 @@ def _completed(axis: AxisPropagation, node: fx.Node) -> list[fx.Node]:
             seen.add(operand)
             options = axis.seen.get(operand)
             if axis.sbp(operand).is_partial:
-                found[operand] = None
+                completed[operand] = None
             elif options is not None and any(sbp.is_partial for sbp in options[1].outputs):
                 todo.append(operand)
-    return list(found)
+    return list(completed)
 
 
 def _completion(axis: AxisPropagation, node: fx.Node) -> float:

@@ -21,10 +21,10 @@ _SHOWN = 6
 def first_difference(before: Ran, after: Ran, rtol: float) -> tuple[str, str]:
     """Name of the first value of ``after`` that is not what it was ``before``, and a paragraph about it."""
     for node in after.program.nodes:
-        wanted, found = _wanted(node, before), after.values.get(node.name)
-        if wanted is None or found is None:
+        wanted, actual = _wanted(node, before), after.values.get(node.name)
+        if wanted is None or actual is None:
             continue
-        gap = held_difference(wanted, found)
+        gap = held_difference(wanted, actual)
         if not gap <= rtol:
             return node.name, "\n".join([*_value_lines(node, gap, before, after, rtol), _advice(node, before, after)])
     return _result_of_another(before, after)
@@ -42,14 +42,14 @@ def _value_lines(node: fx.Node, gap: float, before: Ran, after: Ran, rtol: float
     todo, shown = [arg for arg in node.all_input_nodes if value.is_tensor(arg)], 0
     while todo and shown < _SHOWN:
         operand, shown = todo.pop(0), shown + 1
-        wanted, found = _wanted(operand, before), after.values.get(operand.name)
+        wanted, actual = _wanted(operand, before), after.values.get(operand.name)
         if operand.op == "placeholder":
             state = "given"
-        elif wanted is None or found is None:
+        elif wanted is None or actual is None:
             state = "new in this pass"
             todo += [arg for arg in operand.all_input_nodes if value.is_tensor(arg) and arg not in todo]
         else:
-            state = "agrees" if held_difference(wanted, found) <= rtol else "differs"
+            state = "agrees" if held_difference(wanted, actual) <= rtol else "differs"
         lines.append(f"    {print_line(operand)}    {state}")
     was = _was(node, before)
     both_captured = before.program.level == after.program.level == "captured"
@@ -115,8 +115,8 @@ def _result_of_another(before: Ran, after: Ran) -> tuple[str, str]:
 
 def _results(ran: Ran) -> dict[str, fx.Node]:
     program = ran.program
-    found = {f"output {i}": x for i, x in enumerate(program.outputs) if isinstance(x, fx.Node)}
-    return found | program.aux | {f"new {name}": x for name, x in program.updates.items()}
+    results = {f"output {i}": x for i, x in enumerate(program.outputs) if isinstance(x, fx.Node)}
+    return results | program.aux | {f"new {name}": x for name, x in program.updates.items()}
 
 
 def _origin(node: fx.Node) -> str:
@@ -126,15 +126,15 @@ def _origin(node: fx.Node) -> str:
 
 def first_nonfinite(captured: Ran) -> tuple[str, str]:
     """Name of the first value that is inf or nan out of finite operands, and a paragraph; "" where results are fine."""
-    bad = [name for name, held in captured.results.items() if not is_finite(held.whole())]
+    bad = [name for name, actual in captured.results.items() if not is_finite(actual.whole())]
     if not bad:
         return "", ""
     values = captured.values
     lines = [f"These results are not finite: {', '.join(bad[:6])}{' ...' if len(bad) > 6 else ''}."]
     wanted = _nan if any(_nan(captured.results[name].whole()) for name in bad) else _inf
     for node in captured.program.nodes:
-        held = values.get(node.name)
-        if held is None or is_name(node.target) or not wanted(held.whole()):
+        actual = values.get(node.name)
+        if actual is None or is_name(node.target) or not wanted(actual.whole()):
             continue
         source = value.source_of(node)
         kind = "input" if node.op == "placeholder" else "value"

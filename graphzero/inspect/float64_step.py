@@ -45,8 +45,8 @@ def widened(graph: StepGraph) -> StepGraph:
         if node.op == "output" or node.target is UNIFORM_LIKE:
             continue
         if node.target is ADAM_ROUNDED:
-            kept = {key: x for key, x in node.kwargs.items() if key not in ("numbers", "start", "total")}
-            node.target, node.args, node.kwargs = ADAM, node.args[:-1], kept
+            kwargs = {key: x for key, x in node.kwargs.items() if key not in ("numbers", "start", "total")}
+            node.target, node.args, node.kwargs = ADAM, node.args[:-1], kwargs
         if node.target is STOCHASTIC_ROUND:
             node.target, node.args, node.kwargs = _TO, node.args[:1], {"dtype": torch.float64}
         node.meta["type"] = wide(value.type_of(node))

@@ -56,14 +56,14 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> Start:
     state, inputs = call.state, call.inputs
     copied = _Copies(source.placement, source.world.device, is_wide)
     leaves = {leaf.name: copied.of_batch(leaf) for leaf in inputs.leaves}
-    found = state.tensors()
-    params = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "param"}
-    buffers = {path: copied.of(entry.tensor) for path, entry in found.items() if entry.kind == "buffer"}
-    paths = names(found)
+    entries = state.tensors()
+    params = {path: copied.of(entry.tensor) for path, entry in entries.items() if entry.kind == "param"}
+    buffers = {path: copied.of(entry.tensor) for path, entry in entries.items() if entry.kind == "buffer"}
+    paths = names(entries)
     states = {
-        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.of(x) for key, x in held.items()}
+        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.of(x) for key, x in state_of.items()}
         for i, optimizer in enumerate(state.optimizers)
-        for param, held in optimizer.state.items()
+        for param, state_of in optimizer.state.items()
         if id(param) in paths
     }
     stream = state.random
@@ -114,8 +114,8 @@ def _values(start: Start, prepared: PreparedCall, leaves: dict[str, Any], copied
         assert role is not None
         if role.kind == "state":
             spec = owners[node.name]
-            held = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
-            here = held if isinstance(held, Tensor) else torch.full(spec.shape, spec.fill)
+            state = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
+            here = state if isinstance(state, Tensor) else torch.full(spec.shape, spec.fill)
             values[node.name] = copied.of(here.to(spec.dtype))
         elif role.kind in ("param", "buffer"):
             values[node.name] = copied.of((start.params | start.buffers)[role.of])

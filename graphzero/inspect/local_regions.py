@@ -28,16 +28,16 @@ class EagerRegions:
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
         ends = Ends(nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement)
-        made: list[list[Any]] = []
+        per_rank: list[list[Any]] = []
         start = self.draws.count if self.draws is not None else 0
         for position in range(self.placement.size):
             nds = iter(ends.ins)
             local = [piece(x, next(nds), hierarchy, position) if isinstance(x, Tensor) else x for x in flat]
             given_args, given_kwargs = pytree.tree_unflatten(local, spec)
             results, out_spec = checked_results(self._on_rank(fn, given_args, given_kwargs, ends, position, start))
-            made.append(results)
-        outs = iter(ends.outs_of(sum(isinstance(y, Tensor) for y in made[0])))
-        columns = zip(*made, strict=True)
+            per_rank.append(results)
+        outs = iter(ends.outs_of(sum(isinstance(y, Tensor) for y in per_rank[0])))
+        columns = zip(*per_rank, strict=True)
         whole = [join(ys, next(outs), hierarchy) if isinstance(ys[0], Tensor) else ys[0] for ys in columns]
         return pytree.tree_unflatten(whole, out_spec)
 

@@ -92,13 +92,13 @@ def run(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Held]:
     persistent = {node.name for node in program.placeholders(*PERSISTENT)}
     executor.bind({name: x for name, x in values.items() if name in persistent})
     results = executor.run({name: x for name, x in values.items() if name not in persistent})
-    made: dict[str, tuple[Any, Any]] = {
+    results_of: dict[str, tuple[Any, Any]] = {
         f"output {i}": (out, results.outputs[i]) for i, out in enumerate(program.outputs)
     }
-    made |= {name: (node, results.aux[name]) for name, node in program.aux.items()}
+    results_of |= {name: (node, results.aux[name]) for name, node in program.aux.items()}
     placeholders = {node.name: node for node in program.placeholders()}
-    made |= {f"new {name}": (placeholders[name], values[name]) for name in program.updates}
-    return {name: _held(node, held, place.hierarchy) for name, (node, held) in made.items()}
+    results_of |= {f"new {name}": (placeholders[name], values[name]) for name in program.updates}
+    return {name: _held(node, parts, place.hierarchy) for name, (node, parts) in results_of.items()}
 
 
 def _held(node: Any, held: Any, hierarchy: tuple[int, ...]) -> Held:

@@ -34,11 +34,11 @@ class Snapshot:
 def snapshots(history: Sequence[Record]) -> list[Snapshot]:
     """The program as captured, then behind each pass."""
     first = history[0].before
-    found = [Snapshot(CAPTURED, first, _text(first))]
+    taken = [Snapshot(CAPTURED, first, _text(first))]
     for record in history:
         graph = record.after
-        found.append(Snapshot(record.name, graph, _text(graph), record))
-    return found
+        taken.append(Snapshot(record.name, graph, _text(graph), record))
+    return taken
 
 
 def _text(graph: StepGraph) -> list[str]:
@@ -91,14 +91,14 @@ class Which:
     def check(self, graphs: Iterable[StepGraph]) -> None:
         """Raise ConfigError where none of the graphs has such a module, or such a value."""
         nodes = [node for graph in graphs for node in graph.nodes if node.op != "output"]
-        for what, asked, known in (
+        for what, wanted, known in (
             ("module", self.module, {value.module_of(node) for node in nodes} - {""}),
             ("value", self.name, {node.name for node in nodes}),
         ):
-            one = Which(module=asked) if what == "module" else Which(name=asked)
-            if asked and not any(map(one, nodes)):
-                near = difflib.get_close_matches(asked, known, n=4) or sorted(known)[:4]
-                raise ConfigError(f"no {what} of this program is called {asked!r}; there is {', '.join(near)}")
+            one = Which(module=wanted) if what == "module" else Which(name=wanted)
+            if wanted and not any(map(one, nodes)):
+                near = difflib.get_close_matches(wanted, known, n=4) or sorted(known)[:4]
+                raise ConfigError(f"no {what} of this program is called {wanted!r}; there is {', '.join(near)}")
 
 
 def _phase(node: fx.Node) -> str:

@@ -53,13 +53,13 @@ def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], d
     Raises whatever an op raises, with a note that shows its line.
     """
     if _is_global(graph):
-        made = walk(graph, values, torch.device(device))
-        found = {node.name: Held([x], (), ()) for node, x in made.items() if isinstance(x, Tensor)}
+        computed = walk(graph, values, torch.device(device))
+        tensors = {node.name: Held([x], (), ()) for node, x in computed.items() if isinstance(x, Tensor)}
         results = {f"output {i}": x for i, x in enumerate(graph.outputs)} | graph.aux
         results |= {names[name]: x for name, x in graph.updates.items()}
         results |= {f"gradient {path}": x for path, x in graph.gradients().items()}
-        held = {name: Held([made[x] if isinstance(x, fx.Node) else x], (), ()) for name, x in results.items()}
-        return Ran(graph, held, found)
+        outputs = {name: Held([computed[x] if isinstance(x, fx.Node) else x], (), ()) for name, x in results.items()}
+        return Ran(graph, outputs, tensors)
     program = lowered(graph, device_type=device)
     watched = _watched(program) if watch else program
     everything = run(watched, {node.name: values[node.name] for node in watched.placeholders()})
@@ -124,9 +124,9 @@ def moved_from(node: fx.Node) -> fx.Node:
     """The value whose elements ``node`` holds too, only elsewhere: a collective's operand, a box's."""
     while node.op == "call_function":
         source: Any = node.args[0] if node.args else None
-        found = delivered(node)
-        if found is not None:
-            node = found[0].members[found[1]]
+        delivery = delivered(node)
+        if delivery is not None:
+            node = delivery[0].members[delivery[1]]
         elif node.target in (*ops.MOVES, ops.box) or is_name(node.target):
             node = source
         else:

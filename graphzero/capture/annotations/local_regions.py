@@ -145,14 +145,14 @@ class _Outer(TorchFunctionMode):
         return self.read[id(x)][1]
 
     def _enter(self, x: Tensor, nd: Nd, shape: list[int], what: str) -> Tensor:
-        made: Tensor = AS_LOCAL(x, self.ends.words(nd), shape)
-        self.given.append((what, made, made._version))
-        return made
+        local: Tensor = AS_LOCAL(x, self.ends.words(nd), shape)
+        self.given.append((what, local, local._version))
+        return local
 
     def check(self, build: CodeType | None) -> None:
         """Refuse a function that has written into what it was given."""
-        for what, made, version in self.given:
-            if made._version != version:
+        for what, local, version in self.given:
+            if local._version != version:
                 hint = _OUTER if what.endswith("outside") else _WRITES
                 raise problem_here(f"the function of a local_region writes in place to {what}", hint, build)
 

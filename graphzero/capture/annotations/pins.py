@@ -26,9 +26,9 @@ def is_capturing() -> bool:
 
 def placement_of_capture() -> Placement:
     """The placement of the step that is being traced."""
-    found = _placement.get()
-    assert found is not None
-    return found
+    placement = _placement.get()
+    assert placement is not None
+    return placement
 
 
 def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:

@@ -96,8 +96,8 @@ class ReferencedNames:
             self._classes.add((base, is_made))
             if not is_project(base.__module__):
                 continue
-            for name, held in vars(base).items():
-                functions = list(_functions(held))
+            for name, value in vars(base).items():
+                functions = list(_functions(value))
                 self._methods.setdefault(name, []).extend(functions)
                 implied = name[:2] == name[-2:] == "__" and (is_made or name not in _MAKING)
                 if implied or name in self._asked:
@@ -127,19 +127,19 @@ class ReferencedNames:
 
     def _read(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        space, held, name = function.__globals__, None, ""  # held: what the step before has loaded
+        space, value, name = function.__globals__, None, ""  # value: what the instruction before has loaded
         for step in steps:
             if step.opname == "EXTENDED_ARG":
                 continue
             self.has_exact_float |= step.opname == "IS_OP" and name == "float"
-            name, owner, held = str(step.argval), held, None
+            name, owner, value = str(step.argval), value, None
             if step.opname in _OF_GLOBALS and name in space:
-                held = self._note(self._space(f"global {space['__name__']}", id(space), GlobalNamespace(space)), name)
+                value = self._note(self._space(f"global {space['__name__']}", id(space), GlobalNamespace(space)), name)
             elif step.opname in _OF_FUNCTIONS and name in cells:
                 label = self._space(f"variable {function.__qualname__}", id(function), ClosureNamespace(cells))
-                held = self._note(label, name)
+                value = self._note(label, name)
             elif step.opname in _OF_ATTRIBUTES:
-                held = self._attribute(owner, name)
+                value = self._attribute(owner, name)
 
     def _attribute(self, owner: Any, name: str) -> Any:
         """What stands in ``owner`` under a name, if it is a module or a class of the project's."""
@@ -162,10 +162,10 @@ class ReferencedNames:
         return self._labels[identity]
 
     def _note(self, label: str, name: str) -> Any:
-        held = getattr(self.namespaces[label], name, None)
+        value = getattr(self.namespaces[label], name, None)
         self.names.setdefault(label, {})[name] = None
-        self._todo.append(held)
-        return held
+        self._todo.append(value)
+        return value
 
 
 def _functions(held: Any) -> Iterator[FunctionType]:

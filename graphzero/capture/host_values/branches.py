@@ -83,12 +83,12 @@ def _check_at(code: CodeType, at: int) -> Raised | Part | None:
     if sides is None:
         return None
     raising = {truth: flow.only_raises(start) for truth, start in sides.items()}
-    found = [(truth, raises) for truth, raises in raising.items() if raises is not None]
-    if not found:
+    raising_sides = [(truth, raises) for truth, raises in raising.items() if raises is not None]
+    if not raising_sides:
         return flow.part_of_a_check(sides)
-    if len(found) != 1 or flow.is_caught(found[0][1]):
+    if len(raising_sides) != 1 or flow.is_caught(raising_sides[0][1]):
         return None
-    (when, offset), lines = found[0], _lines(code)
+    (when, offset), lines = raising_sides[0], _lines(code)
     message = message_of(code, next(line for begin, end, line in lines if begin <= offset < end))
     return Raised(when, message, flow.all[flow.goes_on(sides[not when])].offset)
 
@@ -242,8 +242,10 @@ def message_of(code: CodeType, line: int) -> str:
     except (OSError, SyntaxError, TypeError, ValueError):
         return "a check"
     inside = line - code.co_firstlineno + 1
-    found = [node for node in ast.walk(tree) if isinstance(node, (ast.Raise, ast.Assert)) and _covers(node, inside)]
-    return " ".join(_said(found[-1]).split())[:_LONGEST] if found else "a check"
+    statements = [
+        node for node in ast.walk(tree) if isinstance(node, (ast.Raise, ast.Assert)) and _covers(node, inside)
+    ]
+    return " ".join(_said(statements[-1]).split())[:_LONGEST] if statements else "a check"
 
 
 def _covers(node: ast.stmt, line: int) -> bool:

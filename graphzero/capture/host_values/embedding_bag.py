@@ -28,5 +28,5 @@ def embedding_bag(
         )  # fmt: skip
     rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx % rows
-    found: Tensor = BAG(weight, input, per_sample_weights, MODES[mode], padding)[0]
-    return found
+    bags: Tensor = BAG(weight, input, per_sample_weights, MODES[mode], padding)[0]
+    return bags

@@ -47,9 +47,9 @@ class FloatInput(float, metaclass=_FloatType):
     symbol: Any
 
     def __new__(cls, symbol: Any) -> FloatInput:
-        made = float.__new__(cls, math.nan)
-        made.symbol = symbol
-        return made
+        number = float.__new__(cls, math.nan)
+        number.symbol = symbol
+        return number
 
     def number(self) -> float:
         """The value, on which the capture depends from now on."""
@@ -133,8 +133,8 @@ def symbols_of(tree: Any) -> Any:
 def tensor_of(symbol: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """``torch.tensor`` of a number that is a symbol."""
     full: Any = torch.full
-    made: Tensor = full((), symbol, dtype=dtype or torch.get_default_dtype(), **options)
-    return made
+    tensor: Tensor = full((), symbol, dtype=dtype or torch.get_default_dtype(), **options)
+    return tensor
 
 
 def holds_nan(module: fx.GraphModule) -> bool:

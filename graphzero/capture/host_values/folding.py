@@ -38,23 +38,23 @@ def _known(x: Tensor) -> bool:
 def _made(func: Any, args: Any, kwargs: Any) -> Any:
     known_args, known_kwargs = pytree.tree_map_only(Tensor, _compat.constant_of, (args, kwargs))
     with _compat.no_modes():
-        found = func(*known_args, **known_kwargs)
-    return pytree.tree_map_only(Tensor, aten.lift_fresh_copy.default, found)
+        result = func(*known_args, **known_kwargs)
+    return pytree.tree_map_only(Tensor, aten.lift_fresh_copy.default, result)
 
 
 def _places(indices: Any) -> list[Tensor | None]:
     """``indices`` with the places of a mask's ones in its stead."""
-    made: list[Tensor | None] = []
+    positions: list[Tensor | None] = []
     for index in indices:
         if not _is_mask(index):
-            made.append(index)
+            positions.append(index)
             continue
         known = _compat.constant_of(index)
         assert known is not None
         with _compat.no_modes():
             places = [x.contiguous() for x in known.nonzero().unbind(1)]
-        made += map(aten.lift_fresh_copy.default, places)
-    return made
+        positions += map(aten.lift_fresh_copy.default, places)
+    return positions
 
 
 def _is_mask(index: Any) -> bool:

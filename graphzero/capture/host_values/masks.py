@@ -55,8 +55,8 @@ class Selected(Tensor):
                 return shape[args[1] if len(args) > 1 else kwargs["dim"]] if len(args) > 1 or kwargs else shape
             if func is Tensor.dim or func is Tensor.ndimension:
                 return len(shape)
-        found = pytree.arg_tree_leaves(*args, **(kwargs or {}))
-        raise stand(next(x.problem for x in found if isinstance(x, Selected)))
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        raise stand(next(x.problem for x in leaves if isinstance(x, Selected)))
 
 
 def selected(looks: Looks, x: Tensor, index: Any) -> Selected | None:
@@ -69,9 +69,9 @@ def selected(looks: Looks, x: Tensor, index: Any) -> Selected | None:
     problem = sized_by("indexing by a boolean mask", looks.build)
     withdraw(problem)
     with _compat.without_modes():
-        made: Selected = torch.empty(0).as_subclass(Selected)
-        made.rows, made.rest, made.problem = rows, tuple(x.shape[mask.dim() :]), problem
-    return made
+        selection: Selected = torch.empty(0).as_subclass(Selected)
+        selection.rows, selection.rest, selection.problem = rows, tuple(x.shape[mask.dim() :]), problem
+    return selection
 
 
 def written(x: Tensor, index: Any, value: Any) -> bool:

@@ -93,8 +93,8 @@ class Number(UnknownNumber):
             return function(other, mine) if turned else function(mine, other)
         if not isinstance(other, (Number, *_PLAIN)):
             return NotImplemented
-        mine, found = _alike(_arithmetic(self), _arithmetic(other))
-        return Number(_as_python(function(found, mine) if turned else function(mine, found)), self.looks)
+        mine, its = _alike(_arithmetic(self), _arithmetic(other))
+        return Number(_as_python(function(its, mine) if turned else function(mine, its)), self.looks)
 
     def __round__(self, digits: int | None = None) -> Number:
         rounded = torch.round(_arithmetic(self), decimals=digits or 0)

@@ -41,10 +41,10 @@ def gaussian_nll_loss(
             var = var.unsqueeze(-1)
         elif var.dim() != input.dim() or sum(differing) != 1:
             raise ValueError("var is of incorrect size")
-    kept = var.clone()
+    clamped = var.clone()
     with torch.no_grad():
-        kept.clamp_(min=eps)
-    loss: Tensor = 0.5 * (torch.log(kept) + (input - target) ** 2 / kept)
+        clamped.clamp_(min=eps)
+    loss: Tensor = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
@@ -57,19 +57,19 @@ def cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: A
     real = input if input.is_floating_point() else input.to(torch.get_default_dtype())
     rows = real if real.dim() == 2 else real.view(1, -1)
     apart = rows - rows.mean(1, keepdim=True)
-    found = apart @ apart.T / max(rows.shape[1] - correction, 0)
-    return found if rows.shape[0] > 1 else found.view(())
+    covariance = apart @ apart.T / max(rows.shape[1] - correction, 0)
+    return covariance if rows.shape[0] > 1 else covariance.view(())
 
 
 def corrcoef(input: Tensor) -> Tensor:
     """``torch.corrcoef`` of real numbers."""
     if input.is_complex() or input.dim() != 2:
         return torch.corrcoef(input)
-    found = cov(input)
-    if found.dim() == 0:
-        return found / found
-    deviation = found.diagonal().sqrt()
-    return (found / deviation[:, None] / deviation[None]).clamp(-1, 1)
+    covariance = cov(input)
+    if covariance.dim() == 0:
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation[:, None] / deviation[None]).clamp(-1, 1)
 
 
 STAND_INS = {

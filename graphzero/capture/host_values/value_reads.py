@@ -72,8 +72,8 @@ def _filled(message: str, variables: Mapping[str, Any]) -> str:
     """What a check says, with the words and integers that it names, as ``{param}``."""
 
     def word(found: re.Match[str]) -> str:
-        held = variables.get(found[1])
-        return str(held) if type(held) in (str, int, bool) else found[0]
+        value = variables.get(found[1])
+        return str(value) if type(value) in (str, int, bool) else found[0]
 
     return re.sub(r"\{(\w+)\}", word, message)
 
@@ -142,8 +142,8 @@ class Looks:
 
     def problem(self, what: str, x: Tensor) -> CaptureError:
         """build needs the value of ``x``."""
-        found = _compat.traced_from(x)
-        kinds = {"state"} if found is None else {self.sources[i] for i in found}
+        sources = _compat.traced_from(x)
+        kinds = {"state"} if sources is None else {self.sources[i] for i in sources}
         hint = _OF_DRAWS if "seed" in kinds else _OF_INPUTS if kinds == {"input"} else _HINT
         return read_problem(what, build=self.build, hint=hint)
 
@@ -163,10 +163,10 @@ class Looks:
         known = [_compat.constant_of(x) if isinstance(x, Tensor) else x for x in args]
         if all(x is not None for x in known):
             with _compat.no_modes():
-                found = func(*known, **kwargs)
+                result = func(*known, **kwargs)
             if func in _AS_NUMPY:
-                found.setflags(write=False)
-            return found
+                result.setflags(write=False)
+            return result
         return self.handlers[func](*args, **kwargs)
 
     # ---- values
@@ -230,20 +230,20 @@ class Looks:
     def truth(self, x: Tensor) -> bool:
         """The truth of a condition with which the step goes on, if it is a check, or a part of one."""
         frame = caller()
-        found = check_at(frame) if frame is not None and x.numel() == 1 else None
-        if frame is None or found is None:
+        branch = check_at(frame) if frame is not None and x.numel() == 1 else None
+        if frame is None or branch is None:
             raise self.problem(_TRUTH, x)
         with torch.no_grad():
             x = x.detach().reshape(()).bool()
-            if isinstance(found, Part):
-                holds = x if found.on else x.logical_not()
-                self.begun = Begun(frame, found, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
-                return found.on
-            self.check(x.logical_not() if found.when else x, _filled(found.message, frame.f_locals))
-        while self.begun is not None and self.begun.ends(frame, found.behind):
+            if isinstance(branch, Part):
+                holds = x if branch.on else x.logical_not()
+                self.begun = Begun(frame, branch, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
+                return branch.on
+            self.check(x.logical_not() if branch.when else x, _filled(branch.message, frame.f_locals))
+        while self.begun is not None and self.begun.ends(frame, branch.behind):
             withdraw(self.begun.problem)
             self.begun = self.begun.outer
-        return not found.when
+        return not branch.when
 
     def _so_far(self, holds: Tensor) -> Tensor:
         """Where what runs here runs in plain PyTorch, too, if it does where ``holds``."""

@@ -241,10 +241,10 @@ def contents_of(thing: Any, owner: tuple[Any, str]) -> Iterator[Contents]:
 
 def _attributes(thing: Any) -> dict[str, Any] | None:
     try:
-        found = object.__getattribute__(thing, "__dict__")
+        attributes = object.__getattribute__(thing, "__dict__")
     except AttributeError:
         return None
-    return found if type(found) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
 class UnknownNumber:

@@ -35,10 +35,10 @@ def _children_with_keys(node: _Fields) -> tuple[list[tuple[Any, Any]], tuple[typ
 
 def _made(children: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     kind, names = context
-    made: Any = object.__new__(kind)  # a frozen one too; what __init__ and __post_init__ do has been done
+    record: Any = object.__new__(kind)  # a frozen one too; what __init__ and __post_init__ do has been done
     for name, child in zip(names, children, strict=True):
-        object.__setattr__(made, name, child)
-    return made
+        object.__setattr__(record, name, child)
+    return record
 
 
 pytree.register_pytree_node(_Fields, _children, _made, flatten_with_keys_fn=_children_with_keys)

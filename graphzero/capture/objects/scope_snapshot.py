@@ -62,13 +62,13 @@ class Reached:
 
     def of_class(self, kind: type) -> list[Any]:
         """The attributes of a class and its bases, to be looked into."""
-        found: list[Any] = []
+        values: list[Any] = []
         for base in kind.__mro__:
             if id(base) not in self._seen and is_project(base.__module__):
                 self._seen.add(id(base))
                 self.kept.append(ClassContents(base))
-                found += vars(base).values()
-        return found
+                values += vars(base).values()
+        return values
 
     def of(self, x: Any) -> list[Any]:
         """What a function names, to be looked into: globals, and variables of functions around it."""

@@ -55,35 +55,37 @@ _MANY = 100_000  # entries of a container which are looked into; a larger one is
 
 def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
     """The contents of ``roots`` and of all that is reached from them through containers, attributes and functions."""
-    found: list[Contents] = []
+    snapshots: list[Contents] = []
     seen: set[int] = set()
     todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
     while todo:
-        thing, owner = todo.popleft()
-        if type(thing) in _ATOMS or id(thing) in seen or not _is_open(type(thing)):
+        obj, owner = todo.popleft()
+        if type(obj) in _ATOMS or id(obj) in seen or not _is_open(type(obj)):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, FUNCTIONS):
-            todo.extend((x, (None, "")) for x in reached.of(thing))
-        if isinstance(thing, METHODS):
-            todo.append((thing.__func__, owner))
-            todo.append((getattr(thing, "__self__", None), (None, "")))
+        seen.add(id(obj))
+        if isinstance(obj, FUNCTIONS):
+            todo.extend((x, (None, "")) for x in reached.of(obj))
+        if isinstance(obj, METHODS):
+            todo.append((obj.__func__, owner))
+            todo.append((getattr(obj, "__self__", None), (None, "")))
             continue
-        if isinstance(thing, functools.partial):
-            todo.extend((x, owner) for x in (thing.func, thing.args, thing.keywords))
-        if isinstance(thing, (tuple, frozenset)):
-            todo.extend((x, owner) for x in thing)
+        if isinstance(obj, functools.partial):
+            todo.extend((x, owner) for x in (obj.func, obj.args, obj.keywords))
+        if isinstance(obj, (tuple, frozenset)):
+            todo.extend((x, owner) for x in obj)
             continue
-        held = list(contents_of(thing, owner))
-        if not isinstance(thing, nn.Module) and any(_is_of_threads(x) for kept in held for x in kept.content[:_MANY]):
+        of_object = list(contents_of(obj, owner))
+        if not isinstance(obj, nn.Module) and any(
+            _is_of_threads(x) for snapshot in of_object for x in snapshot.content[:_MANY]
+        ):
             continue
-        for kept in held:
-            found.append(kept)
-            if isinstance(kept, DictContents) and kept.holder is not thing:
-                todo.extend((x, (thing, name)) for name, x in kept.items())
-            elif len(kept.content) <= _MANY:
-                todo.extend((x, owner) for x in kept.children())
-    return found
+        for snapshot in of_object:
+            snapshots.append(snapshot)
+            if isinstance(snapshot, DictContents) and snapshot.holder is not obj:
+                todo.extend((x, (obj, name)) for name, x in snapshot.items())
+            elif len(snapshot.content) <= _MANY:
+                todo.extend((x, owner) for x in snapshot.children())
+    return snapshots
 
 
 def _is_open(kind: type) -> bool:
@@ -120,11 +122,11 @@ def untouched(step: Step, root: nn.Module, line: Callable[[Any, str], str]) -> I
 
     line: the user's line that has bound an attribute of an object, "" if that is not known.
     """
-    kept = contents_behind([*root.modules(), getattr(step.build, "__self__", None)], step.build)
-    with same_settings() as streams, _compat.undoing(lambda: put_all_back(kept)):
-        yield kept
-        _warn_of_writes(kept, line)
-        _warn_of_modes(kept)
+    snapshots = contents_behind([*root.modules(), getattr(step.build, "__self__", None)], step.build)
+    with same_settings() as streams, _compat.undoing(lambda: put_all_back(snapshots)):
+        yield snapshots
+        _warn_of_writes(snapshots, line)
+        _warn_of_modes(snapshots)
         _warn_of_draws(streams)
 
 

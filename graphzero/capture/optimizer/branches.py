@@ -85,9 +85,9 @@ class Outcomes(TorchFunctionMode):
             raise BranchMetError
         owner, condition = self.owner_of(x), _compat.traced_call(_compat.functional_value(x))
         if condition not in self.known:
-            held = self.asked.setdefault(owner, [])
-            held.append(x.reshape(()) != 0)
-            self.known[condition] = self.way[len(held) - 1] if len(held) <= len(self.way) else True
+            conditions = self.asked.setdefault(owner, [])
+            conditions.append(x.reshape(()) != 0)
+            self.known[condition] = self.way[len(conditions) - 1] if len(conditions) <= len(self.way) else True
         return self.known[condition]
 
     def text(self, x: Any) -> str:
@@ -111,21 +111,21 @@ def written(program: Callable[..., list[Any]], values: list[Any], paths: list[st
     """
 
     def owner_of(x: Tensor) -> str:
-        found = {paths[i] for i in _compat.traced_from(_compat.functional_value(x)) or ()}
-        if len(found - {None}) != 1:
+        owners = {paths[i] for i in _compat.traced_from(_compat.functional_value(x)) or ()}
+        if len(owners - {None}) != 1:
             raise SharedConditionError
-        (owner,) = found - {None}
+        (owner,) = owners - {None}
         return str(owner)
 
     def once(given: Sequence[Any], step: Any) -> dict[Label, Any]:
-        made: dict[Label, Any] = step(given, Outcomes(None, lambda x: ALL))
-        return made
+        results: dict[Label, Any] = step(given, Outcomes(None, lambda x: ALL))
+        return results
 
     def by(owner: Callable[[Tensor], str]) -> Ways:
         def each(given: Sequence[Any], step: Any) -> dict[Label, Any]:
             def anew(outcomes: Outcomes) -> dict[Label, Any]:
-                made: dict[Label, Any] = step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
-                return made
+                results: dict[Label, Any] = step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
+                return results
 
             return merged(anew, owner, name)
 
@@ -199,9 +199,9 @@ def _chosen(label: Label, runs: Mapping[Way, _Run], way: Way) -> Tensor:
     while key and key[-1]:
         key = key[:-1]
     run = runs[key]
-    asked = [*run.asked.get(ALL, ()), *run.asked.get(label[1], ())]
-    made: Tensor = run.results[label]
-    if len(asked) == len(way):
-        return made
+    conditions = [*run.asked.get(ALL, ()), *run.asked.get(label[1], ())]
+    result: Tensor = run.results[label]
+    if len(conditions) == len(way):
+        return result
     met, otherwise = (_chosen(label, runs, (*way, outcome)) for outcome in (True, False))
-    return met if met is otherwise else torch.where(asked[len(way)], met, otherwise.to(met.dtype))
+    return met if met is otherwise else torch.where(conditions[len(way)], met, otherwise.to(met.dtype))

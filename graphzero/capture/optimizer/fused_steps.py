@@ -36,8 +36,8 @@ class FusedSteps(TorchFunctionMode):
         modes |= {"maximize": True} if kwargs["maximize"] else {}
         for *tensors, step in zip_longest(*args):
             given = [[] if x is None else [x] for x in tensors]
-            made = ADAM(*given, [step], *numbers, **modes)
+            results = ADAM(*given, [step], *numbers, **modes)
             written: list[Tensor] = [x for x in (tensors[0], *tensors[2:]) if x is not None]
-            for x, new in zip(written, made, strict=True):
+            for x, new in zip(written, results, strict=True):
                 x.copy_(new)
         return None

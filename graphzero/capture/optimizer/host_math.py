@@ -48,10 +48,10 @@ def _of_tensors(name: str, args: tuple[Any, ...]) -> Any:
     looks = next((x.looks for x in given if isinstance(x, Number)), None)
     if looks is None:  # no step is being traced: they are plain
         return getattr(math, name)(*given)
-    held = [x.tensor.double() if isinstance(x, Number) else x for x in given]
-    if name == "log" and len(held) == 2:
+    operands = [x.tensor.double() if isinstance(x, Number) else x for x in given]
+    if name == "log" and len(operands) == 2:
         return FUNCTIONS["log"](given[0]) / FUNCTIONS["log"](given[1])
-    return Number(getattr(torch, {"fabs": "abs"}.get(name, name))(*held), looks)
+    return Number(getattr(torch, {"fabs": "abs"}.get(name, name))(*operands), looks)
 
 
 def _either(name: str) -> Callable[..., Any]:

@@ -114,32 +114,32 @@ def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried
 def baked_of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> tuple[Any, ...]:
     """All of a parameter group that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
     numbers = list(of_group(optimizer, index, group, carried))
-    found: list[Any] = [(optimizer, index, x.key, type(x.value).__name__) for x in numbers if x.carried]
+    constants: list[Any] = [(optimizer, index, x.key, type(x.value).__name__) for x in numbers if x.carried]
     running = {hyper.key for hyper in numbers}
     for key, entry in group.items():
         if key == "params" or key in FLAGS or key in running:
             continue
         items = entry if isinstance(entry, (tuple, list)) else [entry]
         fixed = tuple(repr(x) for j, x in enumerate(items) if f"{key}.{j}" not in running)
-        found.append((optimizer, index, key, fixed))
-    found.sort(key=lambda fixed: str(fixed[2]))  # a number that is carried may come to the group later
+        constants.append((optimizer, index, key, fixed))
+    constants.sort(key=lambda fixed: str(fixed[2]))  # a number that is carried may come to the group later
     if group.get("fused") is True:  # its kernel is what steps in a graph too, see ``fused_steps``
-        found.append((optimizer, index, "fused", ("True",)))
-    return tuple(found)
+        constants.append((optimizer, index, "fused", ("True",)))
+    return tuple(constants)
 
 
 def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``group`` with the hyperparameters in ``numbers`` in place and torch's flags set for tracing."""
     lacked = {key: x for key, x in numbers.items() if key.partition(".")[0] not in group}
-    made: dict[str, Any] = {key: x for key, x in lacked.items() if not key.startswith(OF_STATE)}
+    settings: dict[str, Any] = {key: x for key, x in lacked.items() if not key.startswith(OF_STATE)}
     for key, entry in group.items():
         if key in FLAGS:
-            made[key] = FLAGS[key]
+            settings[key] = FLAGS[key]
         elif isinstance(entry, (tuple, list)):
-            made[key] = type(entry)(numbers.get(f"{key}.{i}", x) for i, x in enumerate(entry))
+            settings[key] = type(entry)(numbers.get(f"{key}.{i}", x) for i, x in enumerate(entry))
         else:
-            made[key] = numbers.get(key, entry)
-    return made
+            settings[key] = numbers.get(key, entry)
+    return settings
 
 
 def hyper_name(hyper: Hyper) -> str:

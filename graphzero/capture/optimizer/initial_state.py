@@ -51,10 +51,10 @@ def initial_fill(stepping: Stepping, group: int, ndim: int) -> dict[str, float] 
     None where no numbers give torch's first step, or the twin cannot step.
     """
     try:
-        found = _fill_of_twin(stepping, group, ndim)
+        fill = _fill_of_twin(stepping, group, ndim)
     except Exception:  # noqa: BLE001 - whatever a tiny parameter alone breaks; the step itself is traced elsewhere
         return None
-    return None if found is None else found[0]
+    return None if fill is None else fill[0]
 
 
 def _fill_of_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, float], dict[str, Any]] | None:
@@ -102,12 +102,12 @@ def _run(
     numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
     generator = torch.Generator().manual_seed(seed)
     groups, stand_ins, params = _twin_groups(stepping, group, ndim, generator)
-    param, held = params[0], _Recorder({**groups[group], **(numbers or {})})
-    groups[group] = held
+    param, settings = params[0], _Recorder({**groups[group], **(numbers or {})})
+    groups[group] = settings
     for _ in range(more):
-        held["params"].append(torch.nn.Parameter(param.detach().clone()))
-        held["params"][-1].grad = None if param.grad is None else param.grad.clone()
-    recorders = {x: _Recorder(start_of(stepping.optimizer, held, x)) for x in params}
+        settings["params"].append(torch.nn.Parameter(param.detach().clone()))
+        settings["params"][-1].grad = None if param.grad is None else param.grad.clone()
+    recorders = {x: _Recorder(start_of(stepping.optimizer, settings, x)) for x in params}
     if fills is not None and like is not None:
         recorders[param] = _Recorder(
             {
@@ -119,7 +119,7 @@ def _run(
         )
     with stepping.on(groups, defaultdict(dict, recorders), stand_ins):
         stepping.take_real()
-    return _Outcome(param.detach(), recorders[param], held)
+    return _Outcome(param.detach(), recorders[param], settings)
 
 
 def _twin_groups(
@@ -143,11 +143,11 @@ def _twin_groups(
 
 def tiny_groups(stepping: Stepping, tiny: Mapping[int, Tensor]) -> list[dict[str, Any]]:
     """The optimizer's groups with twins of parameters, by id, and numbers as numbers."""
-    made = []
-    for held in stepping.groups:
-        settings = with_numbers({**held, "params": [tiny[id(p)] for p in held["params"] if id(p) in tiny]}, {})
-        made.append({key: x if key == "params" else _number_of(x) for key, x in settings.items()})
-    return made
+    groups = []
+    for group in stepping.groups:
+        settings = with_numbers({**group, "params": [tiny[id(p)] for p in group["params"] if id(p) in tiny]}, {})
+        groups.append({key: x if key == "params" else _number_of(x) for key, x in settings.items()})
+    return groups
 
 
 def tiny_parameter(ndim: int, generator: torch.Generator) -> Tensor:
@@ -164,7 +164,7 @@ def changed_numbers(
     And whether these are sure to be the same for any number of parameters.
     ndims: those of the group's parameters, each of which a twin steps alone; one that cannot says nothing.
     """
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     sure = True
     try:
         stepping = Stepping(optimizer)
@@ -173,24 +173,24 @@ def changed_numbers(
     for ndim in ndims:
         try:
             with torch.random.fork_rng(devices=[]):
-                made, alike = _changed_by_twin(stepping, group, ndim)
+                changed, alike = _changed_by_twin(stepping, group, ndim)
         except Exception:  # noqa: BLE001 - as in ``initial_fill``
             sure = False
             continue
         sure &= alike
-        found = {**made, **{key: x if made.get(key, x) == x else None for key, x in found.items()}}
-    return found, sure
+        numbers = {**changed, **{key: x if changed.get(key, x) == x else None for key, x in numbers.items()}}
+    return numbers, sure
 
 
 def _changed_by_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
     first = _run(stepping, group, ndim, seed=0)
-    held = stepping.groups[group]
-    changed = {key: x for key, x in first.began.items() if key not in held or first.group[key] != x}
+    settings = stepping.groups[group]
+    changed = {key: x for key, x in first.began.items() if key not in settings or first.group[key] != x}
     begin = dict.fromkeys(changed)
     if any(key.startswith(OF_STATE) for key in changed):
-        found = _fill_of_twin(stepping, group, ndim)
-        begin |= {OF_STATE + key: x for key, x in (found or ((), {}))[1].items()}
-    lacked = {key: x for key, x in changed.items() if key not in held and not key.startswith(OF_STATE)}
+        fill = _fill_of_twin(stepping, group, ndim)
+        begin |= {OF_STATE + key: x for key, x in (fill or ((), {}))[1].items()}
+    lacked = {key: x for key, x in changed.items() if key not in settings and not key.startswith(OF_STATE)}
     for numbers in _candidates(lacked) if lacked else ():
         if not first.differs(_run(stepping, group, ndim, seed=0, numbers=numbers)):
             begin |= numbers
@@ -203,8 +203,8 @@ def start_of(optimizer: torch.optim.Optimizer, settings: dict[str, Any], param: 
     """The state that an optimizer makes for a parameter when it is constructed."""
     if not optimizer.state:  # else it is loaded, stepped, or made by __init__ as Adagrad does
         return {}
-    made = _constructed(optimizer, settings, param)
-    return dict(made.state.get(param, {})) if made is not None else {}
+    twin = _constructed(optimizer, settings, param)
+    return dict(twin.state.get(param, {})) if twin is not None else {}
 
 
 def _constructed(

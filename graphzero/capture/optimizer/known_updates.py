@@ -44,8 +44,8 @@ def known(key: Hashable | None, make: Callable[[], Made]) -> Made:
     _known.move_to_end(key)
     if len(_known) > MOST:
         _known.popitem(last=False)
-    found: Made = _known[key]
-    return found
+    update: Made = _known[key]
+    return update
 
 
 def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Hashable | None:
@@ -60,8 +60,8 @@ def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Seq
     numbers = tuple(hyper for g in range(len(groups)) for hyper in hypers_of_group(index, optimizer, g))
     fixed = tuple((*fixed_of_group(index, optimizer, g), is_fused(optimizer, group)) for g, group in enumerate(groups))
     own = tuple((k, repr(v)) for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float, str)))
-    held = tuple(map(_described, members))
-    return what, code, numbers, fixed, own, repr(optimizer.defaults), held, _surroundings()
+    parameters = tuple(map(_described, members))
+    return what, code, numbers, fixed, own, repr(optimizer.defaults), parameters, _surroundings()
 
 
 def _code_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...] | None:

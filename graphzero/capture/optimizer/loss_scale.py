@@ -88,7 +88,7 @@ class Scale:
 
     def after(self, overflow: fx.Node) -> dict[str, fx.Node]:
         """The three buffers as they leave the step."""
-        emit, told, scale = self.emit, self.scaling, self.held["scale"]
+        emit, scaling, scale = self.emit, self.scaling, self.held["scale"]
 
         def both(kind: TensorType, met: Any, otherwise: Any) -> fx.Node:
             return emit(aten.where.self, (overflow, met, otherwise), kind)
@@ -96,15 +96,15 @@ class Scale:
         def full(number: int) -> fx.Node:
             return emit(aten.full.default, ([], number), _INT, kwargs={"dtype": torch.int32})
 
-        grown = emit(aten.mul.Scalar, (scale, told.growth), _FLOAT)
+        grown = emit(aten.mul.Scalar, (scale, scaling.growth), _FLOAT)
         size = emit(aten.abs.default, (grown,), _FLOAT)
         grown = emit(aten.where.self, (emit(aten.lt.Scalar, (size, float("inf")), _BOOL), grown, scale), _FLOAT)
         counted = emit(aten.add.Scalar, (self.held["growth_tracker"], 1), _INT)
-        is_due = emit(aten.ge.Scalar, (counted, told.interval), _BOOL)
+        is_due = emit(aten.ge.Scalar, (counted, scaling.interval), _BOOL)
         left = emit(aten.sub.Scalar, (self.held["hysteresis"], 1), _INT)
         left = emit(aten.clamp.default, (left, 0), _INT)
-        less = emit(aten.mul.Scalar, (scale, told.backoff), _FLOAT)
-        less = emit(aten.clamp.default, (less, told.least), _FLOAT)
+        less = emit(aten.mul.Scalar, (scale, scaling.backoff), _FLOAT)
+        less = emit(aten.clamp.default, (less, scaling.least), _FLOAT)
         falls = emit(aten.le.Scalar, (left, 0), _BOOL)
         return {
             "scale": both(
@@ -116,8 +116,8 @@ class Scale:
             "hysteresis": both(
                 _INT,
                 left,
-                full(told.hysteresis)
-                if told.consecutive
-                else emit(aten.where.self, (is_due, full(told.hysteresis), self.held["hysteresis"]), _INT),
+                full(scaling.hysteresis)
+                if scaling.consecutive
+                else emit(aten.where.self, (is_due, full(scaling.hysteresis), self.held["hysteresis"]), _INT),
             ),
         }

@@ -114,14 +114,14 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
     two = [member for kin in examples.values() for member in kin[:2]]  # which may share a state
     if not stepping.mixes and not steps_alike(stepping, members, [kin[0] for kin in examples.values()]):
         stepping.mixes = True
-    found = _states_by_step(stepping, members if stepping.mixes else two)
+    created = _states_by_step(stepping, members if stepping.mixes else two)
     for member in members:
         real = optimizer.state.get(member.param, {})
         known = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
-        made = found.get(member.kind)
-        if made is None and not known:
+        by_step = created.get(member.kind)
+        if by_step is None and not known:
             raise cannot_step(optimizer, KeyError("it reads state that no first step makes"))
-        states = {**known, **(made or {})}
+        states = {**known, **(by_step or {})}
         member.numbers = frozenset(key for key, entry in states.items() if entry == _NUMBER)
         member.states = {key: entry for key, entry in states.items() if entry != _NUMBER}
         like = member.states if member.param.dim() else _states_of_a_vector(stepping, member, members)
@@ -218,21 +218,21 @@ def _check_apart(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], s
 def _groups(
     stepping: Stepping, stand_ins: Mapping[int, Any], numbers: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:  # fmt: skip
-    made = []
+    groups = []
     for g, group in enumerate(stepping.groups):
         params = [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]
         fused = {"fused": True} if is_fused(stepping.optimizer, group) else {}
-        made.append({**with_numbers({**group, "params": params}, numbers[g]), **fused})
-    return made
+        groups.append({**with_numbers({**group, "params": params}, numbers[g]), **fused})
+    return groups
 
 
 def trace_update(index: int, stepping: Stepping, members: list[Member]) -> Update:
     """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
-    made = known(
+    update = known(
         key_of("update", index, stepping.optimizer, members),
         lambda: replace(_traced(index, stepping, members), members=[]),  # a kept one holds on to nobody's parameters
     )
-    return replace(made, members=members)
+    return replace(update, members=members)
 
 
 def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
@@ -265,10 +265,10 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
         for label, number in zip(labels, given, strict=True):
             if label[0] == "hyper":
                 numbers[label[1].group][label[1].key] = number
-        made = step(given, lambda tensors, outcomes: _step(
+        outcome = step(given, lambda tensors, outcomes: _step(
             stepping, members, numbers, dict(zip(labels, tensors, strict=True)), outcomes, mode))  # fmt: skip
-        results[:] = made
-        return list(made.values())
+        results[:] = outcome
+        return list(outcome.values())
 
     paths = [None if label[0] == "hyper" else label[1] for label in labels]
     try:
@@ -282,9 +282,9 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
         raise cannot_step(stepping.optimizer, error) from error
     update = _read(module, labels, results, members, symbols, env)
     flat: Any = module.graph.output_node().args[0]
-    for (kind, group, key), made in zip(results, flat, strict=True):
+    for (kind, group, key), outcome in zip(results, flat, strict=True):
         if kind == "number":
-            update.carries.append(carry_of(stepping.optimizer, index, group, key, made, update.inputs))
+            update.carries.append(carry_of(stepping.optimizer, index, group, key, outcome, update.inputs))
     return update
 
 
@@ -310,24 +310,24 @@ def _step(
     before = [dict(group) for group in groups]
     with stepping.on(groups, state, stand_ins, mode):
         stepping.take(outcomes)
-    made: dict[tuple[Any, ...], Any] = {}
+    outcome: dict[tuple[Any, ...], Any] = {}
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
         for key in changed_of_group(stepping.optimizer, old, new):
-            made["number", g, key] = new[key]
+            outcome["number", g, key] = new[key]
     for g, key in sorted({(member.group, key) for member in members for key in member.numbers}):
-        held = [state[p][key] for m, p in zip(members, params, strict=True) if m.group == g and key in m.numbers]
-        made["number", g, OF_STATE + key] = number_of_states(stepping.optimizer, key, held)
+        counts = [state[p][key] for m, p in zip(members, params, strict=True) if m.group == g and key in m.numbers]
+        outcome["number", g, OF_STATE + key] = number_of_states(stepping.optimizer, key, counts)
     for member, param in zip(members, params, strict=True):
         if extra := ", ".join(sorted(set(state[param]) - set(member.states) - member.numbers)):
             raise problem(
                 f"{stepping.name} makes more state after its first step: {extra}",
                 "make all state in the first step",
             )
-        made["param", member.path, ""] = param
+        outcome["param", member.path, ""] = param
         for key, entry in state[param].items():
             if isinstance(entry, Tensor):
-                made["state", member.path, key] = entry.to(member.stepped(member.states[key][0]))  # type: ignore[index]
-    return made
+                outcome["state", member.path, key] = entry.to(member.stepped(member.states[key][0]))  # type: ignore[index]
+    return outcome
 
 
 def _read(

@@ -28,17 +28,17 @@ def plain_module(module: fx.GraphModule) -> fx.GraphModule:
 
 def _write_out(module: fx.GraphModule, node: fx.Node) -> None:
     """A tensor that step makes of Python numbers, as torch.tensor(0.0), becomes an op that makes it."""
-    made: Any = getattr(module, str(node.target))
-    tensor = made.constant if isinstance(made, _compat.FakeTensor) else made
+    attribute: Any = getattr(module, str(node.target))
+    tensor = attribute.constant if isinstance(attribute, _compat.FakeTensor) else attribute
     if tensor is None or tensor.numel() != 1:
         raise problem(
-            f"an optimizer's step reads a tensor of shape {list(made.shape)} that is neither its state nor a parameter",
+            f"an optimizer's step reads a tensor of shape {list(attribute.shape)} that is neither state nor parameter",
             "keep it in optimizer.state, or write it as numbers",
         )
     with module.graph.inserting_before(node):
         full = module.graph.call_function(
-            torch.ops.aten.full.default, (list(made.shape), tensor.item()), {"dtype": made.dtype}
+            torch.ops.aten.full.default, (list(attribute.shape), tensor.item()), {"dtype": attribute.dtype}
         )
-    full.meta = dict(node.meta, val=made)
+    full.meta = dict(node.meta, val=attribute)
     node.replace_all_uses_with(full)
     module.graph.erase_node(node)

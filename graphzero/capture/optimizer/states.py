@@ -60,10 +60,10 @@ class Fills:
         """The present value of a 0-d state; None if the step makes it."""
         if member.first:
             return None
-        held: Any = self.real(member, key)
-        if held is None:
+        entry: Any = self.real(member, key)
+        if entry is None:
             return self.of(member, key)
-        return float(held.to_local() if hasattr(held, "to_local") else held)
+        return float(entry.to_local() if hasattr(entry, "to_local") else entry)
 
 
 def mark_first_steps(index: int, members: list[Member], fills: Fills) -> OptimizerStateGuard:
@@ -103,4 +103,4 @@ def equal_states(members: list[Member], fills: Fills) -> set[tuple[int, str]]:
                 place = (member.group, key)
                 counts[place] = counts.get(place, 0) + 1
                 values.setdefault(place, set()).add((entry[0], fills.number(member, key)))
-    return {place for place, found in values.items() if len(found) == 1 and counts[place] == sizes[place[0]]}
+    return {place for place, distinct in values.items() if len(distinct) == 1 and counts[place] == sizes[place[0]]}

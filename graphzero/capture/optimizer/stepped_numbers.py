@@ -40,11 +40,11 @@ def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
     """The numbers of a group that ``step`` changes.  torch's own optimizers count in tensors."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
-    held = optimizer.param_groups[group]
-    ndims = tuple(sorted({p.dim() for p in held["params"]}))
+    settings = optimizer.param_groups[group]
+    ndims = tuple(sorted({p.dim() for p in settings["params"]}))
     known = _known.setdefault(optimizer, {})
-    if group not in known or not _holds(known[group], held, ndims):
-        known[group] = _signature(held, ndims), *changed_numbers(optimizer, group, ndims)
+    if group not in known or not _holds(known[group], settings, ndims):
+        known[group] = _signature(settings, ndims), *changed_numbers(optimizer, group, ndims)
     return known[group][1]
 
 
@@ -65,43 +65,43 @@ def _signature(group: Mapping[str, Any], ndims: tuple[int, ...]) -> Any:
 
 def _holds(known: tuple[Any, Carried, bool], group: Mapping[str, Any], ndims: tuple[int, ...]) -> bool:
     """While the group lacks a number, what stands for it may follow from the others."""
-    (of, numbers), found, _ = known
-    has_all = all(key in group or key.startswith(OF_STATE) for key in found)
+    (of, numbers), changed, _ = known
+    has_all = all(key in group or key.startswith(OF_STATE) for key in changed)
     return of == ndims and (has_all or _signature(group, ndims)[1] == numbers)
 
 
 def hypers_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> list[Hyper]:
     """The run-time numbers of one parameter group of the optimizer that is number ``index``."""
     known = carried(optimizer, group)
-    found = list(of_group(index, group, optimizer.param_groups[group], known))
-    if known and (held := numbers_of_states(optimizer, group)):
-        found = [h for h in found if h.key not in held]
-        found += [Hyper(index, group, key, x, carried=True) for key, x in held.items()]
-    return found
+    hypers = list(of_group(index, group, optimizer.param_groups[group], known))
+    if known and (of_states := numbers_of_states(optimizer, group)):
+        hypers = [h for h in hypers if h.key not in of_states]
+        hypers += [Hyper(index, group, key, x, carried=True) for key, x in of_states.items()]
+    return hypers
 
 
 def numbers_of_states(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
     """The Python numbers that the states of a group's parameters hold.  Raises CaptureError where they differ."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     keys = [key for key in carried(optimizer, group) if key.startswith(OF_STATE)]
     for param in optimizer.param_groups[group]["params"] if keys else ():
-        held = optimizer.state.get(param) or {}
+        state = optimizer.state.get(param) or {}
         for key in keys:
-            x = held.get(key[len(OF_STATE) :])
-            if is_number(x) and found.setdefault(key, x) != x:
+            x = state.get(key[len(OF_STATE) :])
+            if is_number(x) and numbers.setdefault(key, x) != x:
                 raise problem(
                     f"state[{key[len(OF_STATE) :]!r}] of {type(optimizer).__name__} is a Python number that differs "
-                    f"among the parameters of group {group}: {found[key]} and {x}",
+                    f"among the parameters of group {group}: {numbers[key]} and {x}",
                     "give parameters with other counts a parameter group of their own, or count in 0-d tensors",
                 )
-    return found
+    return numbers
 
 
 def fixed_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> tuple[Any, ...]:
     """See ``baked_of_group``."""
     known = carried(optimizer, group)
-    if known and (held := numbers_of_states(optimizer, group)):
-        known = {**known, **held}
+    if known and (of_states := numbers_of_states(optimizer, group)):
+        known = {**known, **of_states}
     return baked_of_group(index, group, optimizer.param_groups[group], known)
 
 
@@ -109,16 +109,16 @@ def changed_of_group(
     optimizer: torch.optim.Optimizer, before: Mapping[str, Any], after: dict[str, Any]
 ) -> list[str]:  # fmt: skip
     """The keys of the numbers and words of a group that a traced step has changed.  Raises CaptureError for others."""
-    found = []
+    keys = []
     for key in [key for key in {**before, **after} if before.get(key) is not after.get(key) or key not in before]:
         if isinstance(after.get(key), torch.SymBool):
             after[key] = bool(after[key])  # decided by a guard, as any branch is
         old, new = before.get(key), after.get(key)
         if isinstance(new, (torch.SymInt, torch.SymFloat)):
-            found.append(key)
+            keys.append(key)
         elif isinstance(new, (bool, int, float, str, type(None))) and key in after:
             if isinstance(old, (torch.SymInt, torch.SymFloat)) or key not in before or old != new:
-                found.append(key)
+                keys.append(key)
         elif not _is_same(old, new):
             if isinstance(new, Number):
                 raise _from_values(optimizer, key)
@@ -128,7 +128,7 @@ def changed_of_group(
                 "fixed",
                 "keep it in optimizer.state as a tensor and change it in place, or keep a number there",
             )
-    return found
+    return keys
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -85,12 +85,12 @@ class Stepping:
     def _reached(self) -> list[Contents]:
         roots: list[Any] = [self.optimizer]
         while True:
-            kept = contents_behind(roots, self.step)
-            owners = (x.owner[0] for x in kept if isinstance(x, DictContents) and not x.owner[1])
-            found = {id(x): x for x in owners if isinstance(x, Optimizer) and x is not self.optimizer}
-            self.inner = list(found.values())
-            if len(roots) == 1 + len(found):
-                return kept
+            snapshots = contents_behind(roots, self.step)
+            owners = (x.owner[0] for x in snapshots if isinstance(x, DictContents) and not x.owner[1])
+            inner = {id(x): x for x in owners if isinstance(x, Optimizer) and x is not self.optimizer}
+            self.inner = list(inner.values())
+            if len(roots) == 1 + len(inner):
+                return snapshots
             roots = [self.optimizer, *self.inner]  # what their classes name counts too
 
     def _holds_params(self, kept: Contents) -> bool:
@@ -147,7 +147,7 @@ class Stepping:
         put |= stand_ins
         inner_states = [(inner, inner.state) for inner in self.inner if inner.state is not self.state]
         with _compat.undoing(lambda: put_all_back(self.kept)):
-            started = [self._put(kept, put) for kept in self.kept]
+            started = [self._put(snapshot, put) for snapshot in self.kept]
             for key, x in stand_ins.items():
                 _compat.take_class(x, self.owned[key])
             self._check_held(groups, state)
@@ -155,8 +155,8 @@ class Stepping:
             started += [] if self.guards is None else [DictContents(vars(x), (x, "")) for x in stand_ins.values()]
             with self._watching(stand_ins, mode):
                 yield
-            for inner, held in inner_states:
-                if held:
+            for inner, states in inner_states:
+                if states:
                     raise self._inner_problem(inner, "states")
             if strict:
                 self._check_changes(started)
@@ -173,8 +173,8 @@ class Stepping:
         return started
 
     def _check_held(self, groups: list[dict[str, Any]], state: Any) -> None:
-        held = self.optimizer.param_groups
-        is_held = len(held) == len(groups) and all(x is y for x, y in zip(held, groups, strict=True))
+        current = self.optimizer.param_groups
+        is_held = len(current) == len(groups) and all(x is y for x, y in zip(current, groups, strict=True))
         if not is_held or self.optimizer.state is not state:
             raise problem(
                 f"{self.name} makes its {'state' if is_held else 'param_groups'} anew whenever somebody asks for it, "
@@ -221,7 +221,7 @@ class Stepping:
             )
 
     def _check_changes(self, started: list[Contents]) -> None:
-        changed = next((name for kept in started if kept.differs() for name in changes_of(kept)), None)
+        changed = next((name for snapshot in started if snapshot.differs() for name in changes_of(snapshot)), None)
         if changed is not None:
             named = changed.replace(f"{self.name}.", "self.", 1) if changed.startswith(f"{self.name}.") else changed
             raise problem(
@@ -250,7 +250,7 @@ class Stepping:
 
     @cached_property
     def _storages(self) -> set[int]:
-        reached = [kept.holder for kept in self.kept if isinstance(kept, TensorContents)]
+        reached = [snapshot.holder for snapshot in self.kept if isinstance(snapshot, TensorContents)]
         return {_compat.storage_id(_compat.local_tensor(x)) for x in reached if x.layout is torch.strided}
 
     def past_stand_in(self, x: Tensor) -> CaptureError:

@@ -61,10 +61,10 @@ def canonicalise(graph: fx.Graph) -> None:
 
 def _is_apart(node: fx.Node, same: fx.Node) -> bool:
     """Whether views of ``node`` lie in memory, as their fakes tell, otherwise than such views of ``same`` would."""
-    fake, found = node.meta.get("val"), same.meta.get("val")
-    if not isinstance(fake, Tensor) or not isinstance(found, Tensor):
+    fake, other = node.meta.get("val"), same.meta.get("val")
+    if not isinstance(fake, Tensor) or not isinstance(other, Tensor):
         return "apart" in node.meta
-    return "apart" in node.meta or not _same_layout(fake, found)
+    return "apart" in node.meta or not _same_layout(fake, other)
 
 
 def _impure(node: fx.Node) -> bool:
@@ -87,8 +87,8 @@ def _fold_number(node: fx.Node) -> None:
     if op in _FACTORIES or node.all_input_nodes or not isinstance(fake, Tensor) or fake.dim():
         return
     if node.args and isinstance(node.args[0], (bool, int, float, complex)) and callable(op):
-        made: Tensor = op(torch.scalar_tensor(node.args[0], dtype=fake.dtype), *node.args[1:], **node.kwargs)
-        node.target, node.args, node.kwargs = aten.scalar_tensor.default, (made.item(),), {"dtype": made.dtype}
+        folded: Tensor = op(torch.scalar_tensor(node.args[0], dtype=fake.dtype), *node.args[1:], **node.kwargs)
+        node.target, node.args, node.kwargs = aten.scalar_tensor.default, (folded.item(),), {"dtype": folded.dtype}
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
@@ -127,17 +127,17 @@ def _widened(node: fx.Node) -> fx.Node | None:
 def _copied(node: fx.Node) -> fx.Node | None:
     """``copy(old, new)`` is ``new`` in the shape and dtype of ``old``."""
     new = value.operand(node, 1)
-    fake, found = node.meta["val"], new.meta["val"]
-    if found.dtype != fake.dtype:
+    fake, new_value = node.meta["val"], new.meta["val"]
+    if new_value.dtype != fake.dtype:
         node.target, node.args, node.kwargs = aten._to_copy.default, (new,), {"dtype": fake.dtype}
-        if found.shape == fake.shape:
+        if new_value.shape == fake.shape:
             return None
         with node.graph.inserting_before(node):
             wide = node.graph.call_function(aten.expand.default, (new, list(fake.shape)))
-            wide.meta.update(node.meta, val=found.expand(fake.shape))
+            wide.meta.update(node.meta, val=new_value.expand(fake.shape))
         node.args = (wide,)
         return None
-    if found.shape == fake.shape:
+    if new_value.shape == fake.shape:
         return new
     node.target, node.args, node.kwargs = aten.expand.default, (new, list(fake.shape)), {}
     node.meta["apart"] = True

@@ -43,8 +43,8 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
 
 
 def _sum(x: Tensor, dims: list[int], keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    found: Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
-    return found
+    total: Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
+    return total
 
 
 TABLE[aten._is_all_true.default] = aten.all.default
@@ -213,18 +213,18 @@ def vector_norm(
     result = x.dtype
     x = x.to(_WIDE.get(result, result))
     if order == float("inf"):
-        found = x.abs().amax(dims, keepdim)
+        norm = x.abs().amax(dims, keepdim)
     elif order == float("-inf"):
-        found = x.abs().amin(dims, keepdim)
+        norm = x.abs().amin(dims, keepdim)
     elif order == 0:
-        found = _sum((x != 0).to(x.dtype), dims, keepdim)
+        norm = _sum((x != 0).to(x.dtype), dims, keepdim)
     elif order == 1:
-        found = _sum(x.abs(), dims, keepdim)
+        norm = _sum(x.abs(), dims, keepdim)
     elif order == 2:
-        found = _sum(x * x, dims, keepdim).sqrt()
+        norm = _sum(x * x, dims, keepdim).sqrt()
     else:
-        found = _sum(x.abs().pow(order), dims, keepdim).pow(1.0 / order)
-    return found.to(result)
+        norm = _sum(x.abs().pow(order), dims, keepdim).pow(1.0 / order)
+    return norm.to(result)
 
 
 @rule(aten.norm.Scalar)
@@ -301,8 +301,8 @@ def batch_norm_backward(
     if training:
         grad_x = scale * (grad - _channel(grad_bias / count, x) - normal * _channel(grad_weight / count, x))
     kind = dtype if weight is None else weight.dtype
-    found = (grad_x.to(dtype), grad_weight.to(kind), grad_bias.to(kind))
-    return tuple(g if wanted else None for g, wanted in zip(found, mask, strict=True))  # type: ignore[return-value]
+    grads = (grad_x.to(dtype), grad_weight.to(kind), grad_bias.to(kind))
+    return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))  # type: ignore[return-value]
 
 
 # ---- functions of matrices

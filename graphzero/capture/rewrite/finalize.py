@@ -73,7 +73,7 @@ def _is_held(node: fx.Node) -> bool:
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_before(graph.output_node()):
-        made = graph.create_node("call_function", aten.clone.default, (node,), name="clone")
-    made.meta = {key: x for key, x in node.meta.items() if key not in ("role", "pins")}
-    made.meta["phase"] = "forward" if node.op == "placeholder" else node.meta["phase"]
-    return made
+        clone = graph.create_node("call_function", aten.clone.default, (node,), name="clone")
+    clone.meta = {key: x for key, x in node.meta.items() if key not in ("role", "pins")}
+    clone.meta["phase"] = "forward" if node.op == "placeholder" else node.meta["phase"]
+    return clone

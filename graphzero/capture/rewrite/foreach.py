@@ -52,10 +52,10 @@ def _singly(op: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         columns = [arg if apart else repeat(arg) for arg, apart in zip(args, in_step, strict=False)]
-        made = [single(*row, **kwargs) for row in zip(*columns, strict=False)]
+        results = [single(*row, **kwargs) for row in zip(*columns, strict=False)]
         if name == base:
-            return made
-        for x, new in zip(args[0], made, strict=True):
+            return results
+        for x, new in zip(args[0], results, strict=True):
             x.copy_(new)
         return None
 

@@ -33,36 +33,36 @@ def functional(
     fakes = [_fake_of(tensor, mode) for tensor in constants.values()]
     with torch.no_grad():  # the backward is in the graph already
         pure = torch.func.functionalize(again, remove="mutations")
-        found = _compat.make_fx(pure, table)(*inputs, *fakes)
-    for node in list(found.graph.nodes):
+        traced = _compat.make_fx(pure, table)(*inputs, *fakes)
+    for node in list(traced.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
-            found.graph.erase_node(node)
-    _inputs_as_constants(found, constants)
-    for node in found.graph.nodes:
+            traced.graph.erase_node(node)
+    _inputs_as_constants(traced, constants)
+    for node in traced.graph.nodes:
         if _writes(node):
             source = node.meta.get("custom", {}).get("source", "")
             raise problem(f"{node.target} writes in place to what a graph cannot follow", _WRITE_HINT, [source])
-    return found
+    return traced
 
 
 def _constants_as_inputs(module: fx.GraphModule) -> dict[str, Tensor]:
     """Tensors that the graph closes over become its last inputs; else functionalize would not see what is made of them
     alone, and leave writes to that as they are."""
-    graph, found = module.graph, {}
+    graph, constants = module.graph, {}
     placeholders = {}
     last = graph.find_nodes(op="placeholder")[-1]
     for node in list(graph.find_nodes(op="get_attr")):
-        name, held = str(node.target), getattr(module, str(node.target))
-        if not isinstance(held, Tensor):
+        name, constant = str(node.target), getattr(module, str(node.target))
+        if not isinstance(constant, Tensor):
             continue
-        if name not in found:
-            found[name] = held
+        if name not in constants:
+            constants[name] = constant
             with graph.inserting_after(last):
                 last = placeholders[name] = graph.placeholder(name)
         node.replace_all_uses_with(placeholders[name])
         graph.erase_node(node)
     module.recompile()
-    return found
+    return constants
 
 
 def _inputs_as_constants(module: fx.GraphModule, constants: dict[str, Tensor]) -> None:
@@ -72,16 +72,16 @@ def _inputs_as_constants(module: fx.GraphModule, constants: dict[str, Tensor]) -
     ):
         setattr(module, f"given{name}", tensor)
         with graph.inserting_before(node):
-            held = graph.create_node("get_attr", f"given{name}")
-        node.replace_all_uses_with(held)
+            constant = graph.create_node("get_attr", f"given{name}")
+        node.replace_all_uses_with(constant)
         graph.erase_node(node)
 
 
 def _fake_of(tensor: Tensor, mode: _compat.FakeTensorMode) -> Tensor:
-    made: Tensor = tensor
+    fake: Tensor = tensor
     if not isinstance(tensor, _compat.FakeTensor):
-        made = mode.fake_tensor_converter.from_real_tensor(mode, tensor)
-    return made
+        fake = mode.fake_tensor_converter.from_real_tensor(mode, tensor)
+    return fake
 
 
 def _writes(node: fx.Node) -> bool:

@@ -28,10 +28,10 @@ def rewritten(
     for node, op in zip(writes, pure, strict=True):
         target: Any = node.args[0]
         with graph.inserting_before(node):
-            made = graph.call_function(op, node.args, node.kwargs)
-        made.meta, place[made] = node.meta, place[node]
-        node.replace_all_uses_with(made)
-        target.replace_all_uses_with(made, lambda user, at=place[node]: place[user] > at)
+            result = graph.call_function(op, node.args, node.kwargs)
+        result.meta, place[result] = node.meta, place[node]
+        node.replace_all_uses_with(result)
+        target.replace_all_uses_with(result, lambda user, at=place[node]: place[user] > at)
         graph.erase_node(node)
     return True
 
@@ -39,16 +39,16 @@ def rewritten(
 def _storages(graph: fx.Graph, writes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """For each storage that is written to: the nodes of tensors that lie in it, up to the last write, in order."""
     last = {storage: node for node in writes for storage in _lie_in(node)}
-    held: dict[int, list[fx.Node]] = {storage: [] for storage in last}
+    nodes_of: dict[int, list[fx.Node]] = {storage: [] for storage in last}
     for node in graph.nodes:
         for storage in _lie_in(node) & last.keys():
-            held[storage].append(node)
-    return [nodes[: nodes.index(last[storage]) + 1] for storage, nodes in held.items()]
+            nodes_of[storage].append(node)
+    return [nodes[: nodes.index(last[storage]) + 1] for storage, nodes in nodes_of.items()]
 
 
 def _lie_in(node: fx.Node) -> set[int]:
-    made = node.meta.get("val")
-    return {_compat.storage_id(x) for x in (made if isinstance(made, (list, tuple)) else [made]) if _is_tensor(x)}
+    values = node.meta.get("val")
+    return {_compat.storage_id(x) for x in (values if isinstance(values, (list, tuple)) else [values]) if _is_tensor(x)}
 
 
 def _is_tensor(x: Any) -> TypeGuard[Tensor]:
@@ -59,7 +59,7 @@ def _is_alone(nodes: list[fx.Node], writes: Sequence[fx.Node]) -> bool:
     """Of tensors in one storage: whether the first was given or made new, and each other one is a write to the last."""
     first, *others = nodes
     schema = getattr(first.target, "_schema", None)
-    is_new = schema is not None and all(made.alias_info is None for made in schema.returns)
+    is_new = schema is not None and all(returned.alias_info is None for returned in schema.returns)
     chained = all(node in writes and node.args[0] is last for last, node in zip(nodes, others, strict=False))
     return (first.op == "placeholder" or is_new) and chained
 
@@ -74,9 +74,9 @@ def _pure(node: fx.Node, decomposed: Container[Any]) -> Any:
     before, after = (_val(x) if isinstance(x, fx.Node) else None for x in (target, node))
     if not _is_tensor(before) or not _is_tensor(after):
         return None
-    made = pure(*fx.map_arg(node.args, _val), **fx.map_arg(node.kwargs, _val))
+    result = pure(*fx.map_arg(node.args, _val), **fx.map_arg(node.kwargs, _val))
     dense = torch.empty_like(before)
-    return pure if _form(before) == _form(after) == _form(made) == _form(dense) else None
+    return pure if _form(before) == _form(after) == _form(result) == _form(dense) else None
 
 
 @cache
@@ -87,8 +87,8 @@ def _that_makes(op: Any) -> Any:
     if not name.endswith("_") or written != op._schema.arguments[:1] or torch.Tag.nondeterministic_seeded in op.tags:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
-    found = [getattr(packet, overload) for overload in (packet.overloads() if packet is not None else [])]
-    return next((one for one in found if _takes(one) == _takes(op) and not one._schema.is_mutable), None)
+    overloads = [getattr(packet, overload) for overload in (packet.overloads() if packet is not None else [])]
+    return next((one for one in overloads if _takes(one) == _takes(op) and not one._schema.is_mutable), None)
 
 
 def _takes(op: Any) -> list[tuple[str, str]]:

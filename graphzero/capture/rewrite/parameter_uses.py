@@ -66,9 +66,9 @@ class _Uses:
 
     def _again(self, node: fx.Node, operand: fx.Node, phase: str, before: fx.Node) -> fx.Node:
         with self.graph.inserting_before(before):
-            made = self.graph.node_copy(node, lambda x: operand)
-        made.meta = {**node.meta, "phase": phase}
-        return made
+            copied = self.graph.node_copy(node, lambda x: operand)
+        copied.meta = {**node.meta, "phase": phase}
+        return copied
 
     def _outputs(self) -> None:
         """What is a parameter itself: an output is a copy of how forward reads it, a state of how the update does."""

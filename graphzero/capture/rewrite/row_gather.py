@@ -24,8 +24,8 @@ def pick_rows(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and _picks(node):
             with graph.inserting_before(node):
-                made = _Writer(graph, node).write()
-            node.replace_all_uses_with(made)
+                gathered = _Writer(graph, node).write()
+            node.replace_all_uses_with(gathered)
             graph.erase_node(node)
 
 
@@ -59,8 +59,8 @@ def _counts(node: fx.Node, rows: int) -> bool:
 
 
 def _fake(node: Any) -> Tensor:
-    found: Tensor = node.meta["val"]
-    return found
+    fake: Tensor = node.meta["val"]
+    return fake
 
 
 class _Writer:
@@ -80,17 +80,17 @@ class _Writer:
         index = self._call(aten.view.default, positive, [shape[0], count, *ones])
         index = self._call(aten.expand.default, index, [shape[0], count, *shape[2:]])
         if self.node.target is aten.index.Tensor:
-            found = self._call(aten.gather.default, x, 1, index)
-            return self._call(aten.view.default, found, [*picked, *shape[2:]])
+            gathered = self._call(aten.gather.default, x, 1, index)
+            return self._call(aten.view.default, gathered, [*picked, *shape[2:]])
         values = self._call(aten.expand.default, rest[0], [*picked, *shape[2:]])
         values = self._call(aten.reshape.default, values, [shape[0], count, *shape[2:]])
         scatter = aten.scatter_add.default if _is_accumulated(self.node) else aten.scatter.src
         return self._call(scatter, x, 1, index, values)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
-        made = self.graph.call_function(target, args)
+        call = self.graph.call_function(target, args)
         fakes = fx.node.map_arg(args, _fake)
         with _fake(self.node).fake_mode, torch.no_grad():  # type: ignore[attr-defined]
             fake = target(*fakes)
-        made.meta.update(self.node.meta, val=fake, type=TensorType(fake.dtype, tuple(fake.shape)))
-        return made
+        call.meta.update(self.node.meta, val=fake, type=TensorType(fake.dtype, tuple(fake.shape)))
+        return call

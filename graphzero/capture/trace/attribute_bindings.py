@@ -110,12 +110,12 @@ class Bindings:
             before, after = self._before.get(place), now.get(place)
             if before is not after and (reason := self._reason(place, before, after, now)) is not None:
                 raise self._problem(self.modules[place[0]], place[2], *reason)
-        found = {}
+        by_path = {}
         for place, x in self._before.items():
             if place[1] == "_buffers" and isinstance(x, Tensor):
                 after = now[place]
-                found[f"{place[0]}.{place[2]}"] = after if _form(after) == _form(x) else x
-        return found
+                by_path[f"{place[0]}.{place[2]}"] = after if _form(after) == _form(x) else x
+        return by_path
 
     def _bound(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self.modules.items():
@@ -133,10 +133,10 @@ class Bindings:
         if after is None:
             return f"build takes out {what}", _GONE
         if before is None:
-            made = f"build gives a first value to {what}, which had none"
+            reason = f"build gives a first value to {what}, which had none"
             final = {id(after): after._version}
             is_final = self._bound_to.get((id(self.modules[path]), name), final) == final
-            return None if is_final and self._is_cache(after, now) else (made, _FIRST)
+            return None if is_final and self._is_cache(after, now) else (reason, _FIRST)
         others = [_path(p) for p, x in self._before.items() if x is before and now.get(p) is not after]
         if others:
             return f"build binds {what} anew, which is {', '.join(others)} as well", _SHARED

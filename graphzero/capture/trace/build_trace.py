@@ -145,8 +145,8 @@ class BuildTrace:
 
         place = self.step.placement
         around, inside = surroundings(place), regions(TracedRegions(place, draws, self.code))
-        kept = untouched(self.step, self.root, self.bindings.line)
-        with kept as self.kept, draws.as_generator(), around, inside, collecting(place) as pins:
+        snapshots = untouched(self.step, self.root, self.bindings.line)
+        with snapshots as self.kept, draws.as_generator(), around, inside, collecting(place) as pins:
             try:
                 with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
                     recorded = record_attribute_guards(self.step.build, self.root)
@@ -178,20 +178,20 @@ class BuildTrace:
         )
         named_params = dict(zip(self.params, params, strict=True))
         named_buffers = dict(zip(self.buffers, buffers, strict=True))
-        held = {**named_params, **named_buffers}
+        state = {**named_params, **named_buffers}
         reals = {**self.params, **self.buffers}
-        stand_ins = {id(reals[name]): fake for name, fake in held.items()}
-        attributes = {name: frozenset(vars(fake)) for name, fake in held.items()}
-        self.reals.update({id(fake): (reals[name], name) for name, fake in held.items()})
+        stand_ins = {id(reals[name]): fake for name, fake in state.items()}
+        attributes = {name: frozenset(vars(fake)) for name, fake in state.items()}
+        self.reals.update({id(fake): (reals[name], name) for name, fake in state.items()})
         versions = [fake._version for fake in batch]
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
-        self.watch.given = {id(fake): name for name, fake in (*fed, *held.items())}
+        self.watch.given = {id(fake): name for name, fake in (*fed, *state.items())}
         precision = self.step.precision
         self.casts = Casts(precision.dtype if precision is not None else None, params)
         self.gradients.begin(self.casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
         user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
         user_code.has_floats = bool(self.inputs.floats) and not self.fixed
-        with others_wait(self.root), _compat.reparametrize(self.root, dict(held)), self.watch, user_code:
+        with others_wait(self.root), _compat.reparametrize(self.root, dict(state)), self.watch, user_code:
             with (
                 self.gradients.watching(named_params),
                 _compat.autograd_under(user_code),
@@ -208,7 +208,7 @@ class BuildTrace:
                 result = self.step.build(*args, **kwargs)
             now = self.bindings.buffers()
             self.bindings.refuse_state(self.kept, self.free, self.guards)
-        warn_of_new_attributes(held, attributes)
+        warn_of_new_attributes(state, attributes)
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():
             return self._results(result, named_params, {name: now[name] for name in named_buffers})

@@ -130,11 +130,11 @@ class FreeTensors:
             raise self._write(x, ".grad = ...")
         if func in _FLAGS and x.is_leaf:
             self.flags.setdefault(id(x), TensorContents(x))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func in _AS_NUMPY:
-            found.setflags(write=False)
+            result.setflags(write=False)
             self._shown = True
-        return found
+        return result
 
     def problem_of(self, error: Exception, where: list[str]) -> CaptureError | None:
         """What to say of an error that a write to the memory of a free tensor has raised in numpy."""
@@ -151,8 +151,8 @@ class FreeTensors:
         return [(x, tensor_identity(x)) for x in self._known.values()]
 
     def put_back(self) -> None:
-        for kept in self.flags.values():
-            kept.put_back()
+        for snapshot in self.flags.values():
+            snapshot.put_back()
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -111,7 +111,7 @@ def _is_eligible(x: Any) -> bool:
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     lists = [x if isinstance(x, (list, tuple)) else [x] for x in (*args, *kwargs.values())]
-    dtypes = {x.dtype for held in lists for x in held if _is_eligible(x)}
+    dtypes = {x.dtype for tensors in lists for x in tensors if _is_eligible(x)}
     return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
 
 

@@ -128,25 +128,25 @@ class Gradients:
         assert grad is not None
         if precision is None:
             return grad.clone()
-        made = grad.to(precision.reduce_dtype) if is_master(p) or precision.rounds(p) else grad.clone()
-        wide = made.to(torch.float32) if self._scale is not None else made
+        reduced = grad.to(precision.reduce_dtype) if is_master(p) or precision.rounds(p) else grad.clone()
+        wide = reduced.to(torch.float32) if self._scale is not None else reduced
         if self._scale is not None:
             wide = wide * self._scale.double().reciprocal().float()
         wide = wide.to(p.dtype)
-        wide = wide.clone() if wide is made else wide
+        wide = wide.clone() if wide is reduced else wide
         p.grad, self.wide[name] = wide, wide.clone()  # build may write to the one
         self._left[name] = grad, wide, wide._version
-        return made
+        return reduced
 
     def _put_back(self, params: Mapping[str, nn.Parameter]) -> None:
         """What an earlier backward() left, for the next one to add to: as autograd left it, unless build changed it."""
         with torch.no_grad():
             for name, (grad, wide, version) in self._left.items():
-                held = params[name].grad
-                if held is wide and wide._version == version:
+                current = params[name].grad
+                if current is wide and wide._version == version:
                     params[name].grad = grad
-                elif held is not None and self._scale is not None:
-                    params[name].grad = (held.float() * self._scale).to(held.dtype)
+                elif current is not None and self._scale is not None:
+                    params[name].grad = (current.float() * self._scale).to(current.dtype)
         self._left = {}
 
     def _weight(self, loss: Tensor, gradient: Any) -> Any:

@@ -52,9 +52,9 @@ class Asked:
             frames.append(frame)
             frame = frame.f_back if frame.f_code is not self.build else None
         calls = tuple((frame.f_code, frame.f_lasti) for frame in frames)
-        told = next((frame for n, frame in enumerate(frames, 1) if calls[:n] in self.yes), None)
-        if told is not None:
-            return self._tell(told)
+        answered = next((frame for n, frame in enumerate(frames, 1) if calls[:n] in self.yes), None)
+        if answered is not None:
+            return self._tell(answered)
         self.no[calls] = [id(frame) for frame in frames]
         return False
 
@@ -75,16 +75,16 @@ class Asked:
             traceback = traceback.tb_next
         if not self.no or (is_raised(error) and not isinstance(error, GraphZeroError)):
             return False
-        found: list[tuple[int, _Calls]] = []
+        running_calls: list[tuple[int, _Calls]] = []
         for calls, frames in self.no.items():
             keys = [(frame, code) for frame, (code, _) in zip(frames, calls, strict=True)]
             running = next((i for i, key in enumerate(keys) if key in depths), None)
             if running is not None:
-                found.append((depths[keys[running]], calls[: running + 1]))
-        deepest = max((depth for depth, _ in found), default=0)
-        self.yes |= {calls for depth, calls in found if depth == deepest}
+                running_calls.append((depths[keys[running]], calls[: running + 1]))
+        deepest = max((depth for depth, _ in running_calls), default=0)
+        self.yes |= {calls for depth, calls in running_calls if depth == deepest}
         self.attempts += 1
-        self.always = not found or self.attempts > _ATTEMPTS
+        self.always = not running_calls or self.attempts > _ATTEMPTS
         return True
 
 

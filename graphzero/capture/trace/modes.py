@@ -113,8 +113,8 @@ class UserCode(TorchFunctionMode):
             raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
         if func is Tensor.__setitem__ and written(*args):
             return None
-        if func is Tensor.__getitem__ and (found := selected(self.looks, *args)) is not None:
-            return found
+        if func is Tensor.__getitem__ and (rows := selected(self.looks, *args)) is not None:
+            return rows
         if func is F.scaled_dot_product_attention:
             return self.casts.call(attention, args, kwargs)
         known = STAND_INS.get(func, func)
@@ -214,8 +214,8 @@ class Watch(TorchDispatchMode):
                 continue
             seen.add(node)
             todo.extend(following for following, _ in node.next_functions)
-            found = self.lines.get(_compat.sequence_number(node), ("", ""))
-            hooks.append(node.register_prehook(lambda grads, found=found: self._computes_gradient_of(*found)))
+            line = self.lines.get(_compat.sequence_number(node), ("", ""))
+            hooks.append(node.register_prehook(lambda grads, line=line: self._computes_gradient_of(*line)))
         try:
             yield
         finally:

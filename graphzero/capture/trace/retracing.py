@@ -45,18 +45,18 @@ def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
 
 def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> Traced:
     """Build traced as often as it takes to learn where it must be told that it is being traced."""
-    asked, refused = Asked(getattr(step.build, "__code__", None)), None
+    answers, refused = Asked(getattr(step.build, "__code__", None)), None
     while True:
         try:
-            traced = BuildTrace(step, root, inputs, asked, fixed).run()
-            traced.asks_whether_traced = asked.told
+            traced = BuildTrace(step, root, inputs, answers, fixed).run()
+            traced.asks_whether_traced = answers.told
             return traced
         except GraphZeroError as error:
             refused = refused or error
-            if not asked.learns(error):
+            if not answers.learns(error):
                 raise
         except Exception as error:
-            if not asked.learns(error):
+            if not answers.learns(error):
                 if refused is None or is_raised(error):
                     raise
                 raise refused from error  # the way that is not plain PyTorch's leads nowhere

@@ -90,7 +90,9 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
             stack.enter_context(patched(spec.optimizer, "step", no_step))
         with _compat.undoing(lambda: put_all_back(groups)):
             yield
-            numbers = [(group[k], x) for group, held in saved for k, x in held.items() if isinstance(x, (int, float))]
+            numbers = [
+                (group[k], x) for group, before in saved for k, x in before.items() if isinstance(x, (int, float))
+            ]
             if any(now is not x and now != x for now, x in numbers):  # a nan is not equal to itself
                 raise problem(
                     "build changes a hyperparameter of an optimizer, which would happen once, not on every call",
