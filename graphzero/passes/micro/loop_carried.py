@@ -1,4 +1,4 @@
-"""What micro-batches hand on: what they make together, and buffers that each of them changes."""
+"""Loop-carried values of micro-batches: results that all of them accumulate, and buffers that each of them changes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graphzero.sbp.types import Nd
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What micro-batches make together of ``source``: a sum, a maximum, a mean, or pieces side by side (``dim``).
+    """Result that micro-batches make together of ``source``: a sum, maximum or mean, or a concatenation along ``dim``.
 
-    nd: how it is held on the other axes.  how: of ``ops.ACCUMULATIONS``.
+    nd: its SBP on the other axes.  how: one of ``ops.ACCUMULATIONS``.
     """
 
     source: fx.Node
@@ -30,72 +30,72 @@ class LoopResult:
 
 
 class LoopCarried:
-    """carries: buffers, by placeholder, that are carried from one micro-batch to the next.
+    """Values that one micro-batch passes to the next.
 
-    wanted: by value of a micro-batch, what all of them make of it together.
+    buffers: names of the placeholders of buffers that each micro-batch changes.
+    results: by value of a micro-batch, what all of them accumulate of it.
     """
 
     def __init__(
         self,
         graph: StepGraph,
-        parts: LoopPartition,
-        sizes: MicroBatchTypes,
-        refusals: MicroBatchErrors,
+        partition: LoopPartition,
+        types: MicroBatchTypes,
+        errors: MicroBatchErrors,
         reduces_each: bool,
     ) -> None:
-        self.parts, self.sizes, self.refusals, self.reduces_each = parts, sizes, refusals, reduces_each
+        self.partition, self.types, self.errors, self.reduces_each = partition, types, errors, reduces_each
         self.outputs, self.aux, self.updates = graph.outputs, graph.aux, graph.updates
-        self.carries = self._find_carries(graph)
-        self.wanted = self._all_joined()
+        self.buffers = self._find_buffers(graph)
+        self.results = self._results_by_source()
 
-    def _find_carries(self, graph: StepGraph) -> tuple[str, ...]:
-        """Buffers that each micro-batch changes: those that forward changes by what is the micro-batch's, and others
+    def _find_buffers(self, graph: StepGraph) -> tuple[str, ...]:
+        """Buffers that each micro-batch changes: those that forward changes by values of the micro-batch, and others
         of their modules.  In the order of the step, which is the same on all ranks.
         """
         buffers = {node.name: value.role_of(node).of for node in graph.placeholders("buffer")}  # type: ignore[union-attr]
-        own = [n for n in self.updates if n in buffers and self.parts.is_each(self.updates[n])]
-        varying = {n for n in own if self.updates[n] in self.parts.varying}
+        changed = [n for n in self.updates if n in buffers and self.partition.is_in_body(self.updates[n])]
+        varying = {n for n in changed if self.updates[n] in self.partition.varying}
         modules = {buffers[name].rpartition(".")[0] for name in varying}
-        return tuple(n for n in own if n in varying or buffers[n].rpartition(".")[0] in modules)
+        return tuple(n for n in changed if n in varying or buffers[n].rpartition(".")[0] in modules)
 
-    def _all_joined(self) -> dict[fx.Node, list[LoopResult]]:
-        """By source, what micro-batches hand on."""
-        found: dict[fx.Node, dict[LoopResult, None]] = {}
-        for one in self._asked():
-            found.setdefault(one.source, {})[one] = None
-        return {source: list(some) for source, some in found.items()}
+    def _results_by_source(self) -> dict[fx.Node, list[LoopResult]]:
+        results: dict[fx.Node, dict[LoopResult, None]] = {}
+        for result in self._find_results():
+            results.setdefault(result.source, {})[result] = None
+        return {source: list(several) for source, several in results.items()}
 
-    def _asked(self) -> Iterator[LoopResult]:
-        parts = self.parts
-        joining = parts.completed - parts.hoisted - parts.estimated
-        for node in parts.nodes:
-            if node in joining:
-                yield self.by_box(node)
-            elif node.op != "placeholder" and not parts.is_each(node):
+    def _find_results(self) -> Iterator[LoopResult]:
+        """Results that the epilogue and the outputs of the step read."""
+        partition = self.partition
+        accumulated = partition.completed - partition.hoisted - partition.estimated
+        for node in partition.nodes:
+            if node in accumulated:
+                yield self.result_of_box(node)
+            elif node.op != "placeholder" and not partition.is_in_body(node):
                 for operand in node.all_input_nodes:
-                    if operand in parts.varying:
+                    if operand in partition.varying:
                         yield self._mean(operand)
-        kept = [new for name, new in self.updates.items() if name not in self.carries]
-        for node in value.flat_nodes((self.outputs, self.aux, kept)):
-            if node in parts.varying:
+        new_states = [new for name, new in self.updates.items() if name not in self.buffers]
+        for node in value.flat_nodes((self.outputs, self.aux, new_states)):
+            if node in partition.varying:
                 yield self._mean(node)
-            elif value.is_tensor(node) and parts.sbp(node).is_split:
-                yield LoopResult(node, self.sizes.others(node), dim=parts.sbp(node).dim)
+            elif value.is_tensor(node) and partition.sbp(node).is_split:
+                yield LoopResult(node, self.types.others(node), dim=partition.sbp(node).dim)
 
-    def by_box(self, box: fx.Node) -> LoopResult:
-        """What a box on ``mb`` becomes."""
-        source, made = value.operand(box), self.parts.sbp(box)
-        have, held, wanted = self.parts.sbp(source), self.sizes.others(source), self.sizes.others(box)
-        if not made.is_broadcast:
-            raise self.refusals.all_at_once(source, self.refusals.mismatch(source, box))
+    def result_of_box(self, box: fx.Node) -> LoopResult:
+        """The result that a box on ``mb`` becomes."""
+        source, want = value.operand(box), self.partition.sbp(box)
+        have, source_nd, box_nd = self.partition.sbp(source), self.types.others(source), self.types.others(box)
+        if not want.is_broadcast:
+            raise self.errors.needs_whole_batch(source, self.errors.mismatch(source, box))
         if have.is_split:
-            self.refusals.check_plain(source)
-            return LoopResult(source, self.sizes.side_by_side(held, wanted, have.dim), dim=have.dim)
+            self.errors.check_plain(source)
+            return LoopResult(source, self.types.concatenation_sbp(source_nd, box_nd, have.dim), dim=have.dim)
         if self._reduces_each(box):  # on the axes that split it; on others ranks add up whole, and reduce once
-            held = tuple(
-                had if had.is_partial and not want.is_split else want for had, want in zip(held, wanted, strict=True)
-            )
-        return LoopResult(source, held, have.reduction)
+            pairs = zip(source_nd, box_nd, strict=True)
+            source_nd = tuple(had if had.is_partial and not want.is_split else want for had, want in pairs)
+        return LoopResult(source, source_nd, have.reduction)
 
     def _reduces_each(self, box: fx.Node) -> bool:
         role = value.role_of(box)
@@ -104,4 +104,4 @@ class LoopCarried:
     def _mean(self, node: fx.Node) -> LoopResult:
         type_ = value.type_of(node)
         is_mean = isinstance(type_, TensorType) and type_.dtype.is_floating_point
-        return LoopResult(node, self.sizes.others(node), "mean" if is_mean else "max")
+        return LoopResult(node, self.types.others(node), "mean" if is_mean else "max")

@@ -1,11 +1,13 @@
-"""Which part of a program with micro-batches each value belongs to.
+"""Partition of a step into the parts of a loop over micro-batches.
 
 =========== ==========================================================================================================
-part        what belongs there
+part        values
 =========== ==========================================================================================================
-before      what must be complete while micro-batches run, and depends only on what is known before: counts of tokens
-each        what differs between micro-batches (S or P on ``mb``), and what forward and backward compute of parameters
-after       what reads a value that all micro-batches have made together, and the update
+prologue    those that must be complete while micro-batches run and depend only on the batch and constants, as counts of
+            tokens, or on parameters that stay as they are
+body        those that differ between micro-batches (S or P on ``mb``), and those that forward and backward compute of
+            parameters
+epilogue    those that depend on a result of all micro-batches, and the update
 =========== ==========================================================================================================
 
 A value of the model that would have to be complete while micro-batches run, a mean over the batch that is subtracted
@@ -30,12 +32,14 @@ SHAPED: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 
 class LoopPartition:
-    """completed: boxes that join what micro-batches make.
+    """Partition of the values of a graph.
 
-    hoisted: those of them that are computed before any micro-batch: of the batch and constants alone, and, where
-    micro-batches read them, of parameters and buffers that are the same for all micro-batches.  estimated: the others
-    that are read before all micro-batches are through.  late: what comes after.
-    varying: B on ``mb``, but of this micro-batch, for it hangs on what is estimated.
+    completed: boxes that accumulate over micro-batches.
+    hoisted: those of them that belong to the prologue: they depend on the batch and constants alone or, where
+        micro-batches read them, on parameters and buffers that are the same for all micro-batches.
+    estimated: those that micro-batches read and that cannot be hoisted: each has the value of its micro-batch.
+    epilogue: values that depend on a result of all micro-batches.
+    varying: values that are B on ``mb`` but of one micro-batch, since they depend on estimated ones.
     """
 
     def __init__(self, graph: StepGraph, axis: int) -> None:
@@ -44,23 +48,24 @@ class LoopPartition:
         self.completed = {node for node in self.nodes if self._completes(node)}
         self.hoisted = self.completed & self._depend_on_none_of(graph.placeholders("param", "buffer", "state"))
         self.estimated: set[fx.Node] = set()
-        self.late = self._late()
-        known, again = self._depend_on_none_of(self._changed(graph)), self.completed & self._read_by_each(self.late)
-        self.hoisted |= again & known
-        self.estimated = again - self.hoisted
-        self.late = self._late()
-        self._needed = self._read_by_each(set(self.nodes) - self.late)
+        self.epilogue = self._find_epilogue()
+        invariant = self._depend_on_none_of(self._changing_states(graph))
+        read_in_body = self.completed & self._read_per_micro_batch(self.epilogue)
+        self.hoisted |= read_in_body & invariant
+        self.estimated = read_in_body - self.hoisted
+        self.epilogue = self._find_epilogue()
+        self._needed = self._read_per_micro_batch(set(self.nodes) - self.epilogue)
         self.varying: set[fx.Node] = set()
         for node in self.nodes:
-            if self.is_each(node) and not self.differs(node) and self._varies(node):
+            if self.is_in_body(node) and not self.is_per_micro_batch(node) and self._varies(node):
                 self.varying.add(node)
 
     def sbps(self, node: fx.Node) -> list[Sbp]:
-        """On ``mb``, of each result of a node; none for a number."""
-        found = value.sbp_of(node)
-        if found is None:
+        """The SBP on ``mb`` of each result of a node; none for a number."""
+        known = value.sbp_of(node)
+        if known is None:
             return []
-        nds = found if value.is_multi(node) else (found,)
+        nds = known if value.is_multi(node) else (known,)
         return [nd[self.axis] for nd in nds if nd is not None]
 
     def sbp(self, node: fx.Node) -> Sbp:
@@ -80,15 +85,15 @@ class LoopPartition:
 
         return mine, tuple(sbp if cuts(sbp) else B for sbp in outside)
 
-    def differs(self, node: fx.Node) -> bool:
-        """Whether each micro-batch has its own, a piece or a part of a sum."""
+    def is_per_micro_batch(self, node: fx.Node) -> bool:
+        """Whether each micro-batch has a piece of the value, or a part of a sum."""
         return any(not sbp.is_broadcast for sbp in self.sbps(node))
 
-    def is_each(self, node: fx.Node) -> bool:
-        """Whether a micro-batch computes it: not what comes after, nor what the update makes of states alone."""
-        if node.op == "placeholder" or node in self.late:
+    def is_in_body(self, node: fx.Node) -> bool:
+        """Whether each micro-batch computes the value.  Not where only the update computes it, of states alone."""
+        if node.op == "placeholder" or node in self.epilogue:
             return False
-        return value.phase_of(node) != "update" or self.differs(node) or node in self._needed
+        return value.phase_of(node) != "update" or self.is_per_micro_batch(node) or node in self._needed
 
     def _completes(self, node: fx.Node) -> bool:
         if node.target is not ops.box:
@@ -97,50 +102,50 @@ class LoopPartition:
         return not have[0].is_broadcast and made != have
 
     def _depend_on_none_of(self, placeholders: Iterable[fx.Node]) -> set[fx.Node]:
-        others = set(placeholders)
-        found: set[fx.Node] = set()
+        excluded = set(placeholders)
+        independent: set[fx.Node] = set()
         for node in self.nodes:
-            if node not in others and all(operand in found for operand in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node not in excluded and all(operand in independent for operand in node.all_input_nodes):
+                independent.add(node)
+        return independent
 
-    def _changed(self, graph: StepGraph) -> set[fx.Node]:
-        """Parameters and states that the step updates, and buffers that may be another one's for each micro-batch.
+    def _changing_states(self, graph: StepGraph) -> set[fx.Node]:
+        """Parameters and states that the step updates, and buffers that may differ between micro-batches.
 
-        A buffer whose new value depends on none of these, a running count of labels, is that of the step before for
+        A buffer whose new value depends on none of these, as a running count of labels, is that of the step before for
         all micro-batches.
         """
         names, buffers = {node.name: node for node in graph.placeholders()}, set(graph.placeholders("buffer"))
         updates = {names[name]: new for name, new in graph.updates.items() if new is not names[name]}
-        found = updates.keys() - buffers
+        changing = updates.keys() - buffers
         while True:
-            known, modules = self._depend_on_none_of(found), {_module(node) for node in found & buffers}
+            invariant, modules = self._depend_on_none_of(changing), {_module(node) for node in changing & buffers}
             more = {
                 node
                 for node, new in updates.items()
-                if new not in known or node in buffers and _module(node) in modules
+                if new not in invariant or node in buffers and _module(node) in modules
             }
-            if more <= found:
-                return found
-            found |= more
+            if more <= changing:
+                return changing
+            changing |= more
 
-    def _late(self) -> set[fx.Node]:
-        """What reads, at one remove or more, what only all micro-batches together make."""
-        found: set[fx.Node] = set()
+    def _find_epilogue(self) -> set[fx.Node]:
+        """Values that depend, directly or not, on a result of all micro-batches."""
+        epilogue: set[fx.Node] = set()
         for node in self.nodes:
             if node in self.hoisted or node in self.estimated or node.target in SHAPED:
                 continue
-            if node in self.completed or any(operand in found for operand in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node in self.completed or any(operand in epilogue for operand in node.all_input_nodes):
+                epilogue.add(node)
+        return epilogue
 
-    def _read_by_each(self, among: set[fx.Node]) -> set[fx.Node]:
-        """Those that what differs between micro-batches reads, at one remove or more by way of others of them."""
-        found: set[fx.Node] = set()
+    def _read_per_micro_batch(self, among: set[fx.Node]) -> set[fx.Node]:
+        """Those of ``among`` that a value per micro-batch reads, directly or through others of them."""
+        read: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            if node in among and any(self.differs(one) or one in found for one in self._readers(node)):
-                found.add(node)
-        return found
+            if node in among and any(self.is_per_micro_batch(user) or user in read for user in self._readers(node)):
+                read.add(node)
+        return read
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
         return (user for user in node.users if user.op != "output" and user.target not in SHAPED)

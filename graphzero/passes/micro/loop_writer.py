@@ -1,4 +1,4 @@
-"""Writes a step in micro-batches: what comes before, what each computes, the last of them, and what comes behind."""
+"""Writes a step in micro-batches: the prologue, the repeated body, the last iteration and the epilogue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.micro.loop_carried import LoopCarried, LoopResult
 from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
-from graphzero.passes.micro.micro_batch_types import EACH, LAST, MicroBatchTypes
+from graphzero.passes.micro.micro_batch_types import BODY, EPILOGUE, LAST, PROLOGUE, MicroBatchTypes
 from graphzero.passes.micro.op_writer import OpWriter
 from graphzero.passes.micro.restore_broadcast import restore_broadcast_sums
 from graphzero.passes.place.forward_sweep import HALF
@@ -25,72 +25,74 @@ aten = torch.ops.aten
 
 
 class LoopWriter:
-    """Writes a step once for a micro-batch, repeated, with what comes before and behind."""
+    """Writer of the whole program: prologue, repeated body, last iteration, epilogue."""
 
     def __init__(self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...]) -> None:
         self.graph, self.keep_gathered = graph, keep_gathered
         axis = graph.placement.axis(MICRO_BATCHES)
         restore_broadcast_sums(graph, axis)
-        self.sizes, self.parts = MicroBatchTypes(axis, graph.placement.hierarchy[axis]), LoopPartition(graph, axis)
-        self.refusals = MicroBatchErrors(graph.name, graph.placement.names, self.parts, self.sizes)
-        self.handed = LoopCarried(graph, self.parts, self.sizes, self.refusals, reduces_each)
-        self.emit = OpWriter(graph, self.sizes, self.parts, self.refusals)
-        self.rooms: dict[LoopResult, fx.Node] = {}  # what micro-batches before have left
-        self.joined: dict[LoopResult, fx.Node] = {}
-        self.carried: dict[fx.Node, fx.Node] = {}  # buffer -> its value for the next micro-batch
-        self.kept: dict[fx.Node, fx.Node] = {}  # gathers of parameters that are made once
-        self.wide: dict[fx.Node, fx.Node] = {}  # what was added up in float32, by its value in 16 bit
+        self.types, self.partition = MicroBatchTypes(axis, graph.placement.hierarchy[axis]), LoopPartition(graph, axis)
+        self.errors = MicroBatchErrors(graph.name, graph.placement.names, self.partition, self.types)
+        self.loop_carried = LoopCarried(graph, self.partition, self.types, self.errors, reduces_each)
+        self.writer = OpWriter(graph, self.types, self.partition, self.errors)
+        self.accumulators: dict[LoopResult, fx.Node] = {}  # the value of each accumulator so far
+        self.results: dict[LoopResult, fx.Node] = {}  # the value of each after the last micro-batch
+        self.carried_buffers: dict[fx.Node, fx.Node] = {}  # buffer -> its value for the next micro-batch
+        self.gathered_once: dict[fx.Node, fx.Node] = {}  # gathers of parameters that are made once
+        self.unrounded: dict[fx.Node, fx.Node] = {}  # what was added up in float32, by its value in 16 bit
 
-    def write(self) -> None:
+    def write_program(self) -> None:
+        """Replace the graph by the program in micro-batches, without the axis ``mb``."""
         old, graph = self.graph.graph, self.graph
         graph.graph = fx.Graph()
         placeholders = [node for node in old.nodes if node.op == "placeholder"]
         for node in placeholders:
-            made = graph.graph.create_node("placeholder", node.target, name=node.name)
-            made.meta = self.sizes.meta(node)
-            for done in self.emit.done.values():
-                done[node] = made
-        self._write_before()
+            copy = graph.graph.create_node("placeholder", node.target, name=node.name)
+            copy.meta = self.types.meta(node)
+            for written in self.writer.written.values():
+                written[node] = copy
+        self._write_prologue()
         start = len(graph.graph.nodes)
-        if self.handed.wanted or self.handed.carries:
-            self._begin_buffers(placeholders)
-            self._write_each()
+        if self.loop_carried.results or self.loop_carried.buffers:
+            self._clone_buffers(placeholders)
+            self._write_body()
         self._write_last()
-        last = self.emit.done[LAST]
+        last, loop = self.writer.written[LAST], self.loop_carried
         graph.graph.output((
-            fx.map_arg(self.handed.outputs, self._handed), {n: self._handed(x) for n, x in self.handed.aux.items()},
-            {n: last[x] if n in self.handed.carries else self._handed(x) for n, x in self.handed.updates.items()},
+            fx.map_arg(loop.outputs, self._final_value),
+            {name: self._final_value(x) for name, x in loop.aux.items()},
+            {name: last[x] if name in loop.buffers else self._final_value(x) for name, x in loop.updates.items()},
         ))  # fmt: skip
         graph.placement = graph.placement.without_micro_batches()
-        self._drop_unread(start)
-        self.refusals.warn()
+        self._erase_unused(start)
+        self.errors.warn()
 
-    def _write_before(self) -> None:
-        """What has to be complete while micro-batches run, of the whole share of a rank; and what is gathered once."""
+    def _write_prologue(self) -> None:
+        """Write values that must be complete before any micro-batch runs, and parameters that are gathered once."""
         once: dict[Any, fx.Node] = {}  # forward and backward read the same
-        for node in self.parts.nodes:
-            if node in self.parts.hoisted:
-                self._whole(node)
-            elif (param := self._kept_param(node)) is not None:
+        for node in self.partition.nodes:
+            if node in self.partition.hoisted:
+                self._prologue_value(node)
+            elif (param := self._param_gathered_once(node)) is not None:
                 key = param, value.type_of(node), value.nd_of(node)
-                self.kept[node] = once.get(key) or self.emit.copy(node, "before", self._whole)
-                once[key] = self.kept[node]
-                self.kept[node].meta["phase"] = "forward"
+                self.gathered_once[node] = once.get(key) or self.writer.copy_op(node, PROLOGUE, self._prologue_value)
+                once[key] = self.gathered_once[node]
+                self.gathered_once[node].meta["phase"] = "forward"
 
-    def _whole(self, node: fx.Node) -> fx.Node:
-        """``node``, which depends only on what is known before any micro-batch runs."""
-        done = self.emit.done["before"]
-        if node not in done:
+    def _prologue_value(self, node: fx.Node) -> fx.Node:
+        """The value of ``node`` in the prologue: it depends only on what is known before any micro-batch runs."""
+        written = self.writer.written[PROLOGUE]
+        if node not in written:
             source = node.args[0] if node.target is ops.box else None
-            if isinstance(source, fx.Node) and self.sizes.others(source) == self.sizes.others(node):
-                done[node] = self._whole(source)
+            if isinstance(source, fx.Node) and self.types.others(source) == self.types.others(node):
+                written[node] = self._prologue_value(source)
             else:
-                done[node] = self.emit.copy(node, "before", self._whole)
-                done[node].meta["phase"] = "forward"
-        return done[node]
+                written[node] = self.writer.copy_op(node, PROLOGUE, self._prologue_value)
+                written[node].meta["phase"] = "forward"
+        return written[node]
 
-    def _kept_param(self, node: fx.Node) -> fx.Node | None:
-        """The parameter that a box gathers, or whose cast, and that stays so until all micro-batches are through."""
+    def _param_gathered_once(self, node: fx.Node) -> fx.Node | None:
+        """The parameter that ``node`` gathers, as it is or cast, if it stays gathered for all micro-batches."""
         if node.target is not ops.box or not self.keep_gathered or value.phase_of(node) == "update":
             return None
         source = value.operand(node)
@@ -101,130 +103,133 @@ class LoopWriter:
             return None
         return source if KeepGathered(self.keep_gathered).of([role.of]) else None
 
-    def _begin_buffers(self, placeholders: list[fx.Node]) -> None:
+    def _clone_buffers(self, placeholders: list[fx.Node]) -> None:
+        """Begin each loop-carried buffer as a copy of the step's."""
         for node in placeholders:
-            if node.name in self.handed.carries:
-                held = self.emit.call(aten.clone.default, (self.emit.done[LAST][node],), node, self.sizes.others(node))
-                self.emit.done[EACH][node] = self.carried[node] = held
+            if node.name in self.loop_carried.buffers:
+                buffer = self.writer.written[LAST][node]
+                clone = self.writer.call(aten.clone.default, (buffer,), node, self.types.others(node))
+                self.writer.written[BODY][node] = self.carried_buffers[node] = clone
 
-    def _write_each(self) -> None:
-        """One micro-batch, of which all but the last are."""
-        for some in self.handed.wanted.values():
-            for one in some:
-                type_, role = self._whole_type(one), value.role_of(one.source)
+    def _write_body(self) -> None:
+        """Write the accumulators, and one micro-batch, which is repeated for all but the last."""
+        for results in self.loop_carried.results.values():
+            for result in results:
+                type_, role = self._accumulator_type(result), value.role_of(result.source)
                 args = (list(type_.shape), type_.dtype)
-                made = self.graph.call(
-                    ops.accumulator, args, type_, sbp=one.nd, phase="forward", name=f"{one.source.name}_sum"
+                accumulator = self.graph.call(
+                    ops.accumulator, args, type_, sbp=result.nd, phase="forward", name=f"{result.source.name}_sum"
                 )
-                self.rooms[one] = made
+                self.accumulators[result] = accumulator
                 if role is not None and role.kind == "gradient":
-                    made.meta["role"] = Role("accumulator", role.of)
-        self.emit.number = self.graph.call(
-            ops.micro_batch, (self.sizes.count,), value.ScalarType("int"), name=MICRO_BATCHES
+                    accumulator.meta["role"] = Role("accumulator", role.of)
+        self.writer.index = self.graph.call(
+            ops.micro_batch, (self.types.count,), value.ScalarType("int"), name=MICRO_BATCHES
         )
-        self.emit.number.meta["repeat"] = self.sizes.count - 1
-        for node in self.parts.nodes:
-            if self.parts.is_each(node):
-                self._write_one(node, EACH)
-        for name in self.handed.carries:
-            self._carry(name)
+        self.writer.index.meta["repeat"] = self.types.count - 1
+        for node in self.partition.nodes:
+            if self.partition.is_in_body(node):
+                self._write_value(node, BODY)
+        for name in self.loop_carried.buffers:
+            self._carry_buffer(name)
 
     def _write_last(self) -> None:
-        """The last micro-batch, with what comes after all of them where the step has it."""
-        self.emit.number = self.sizes.count - 1
-        for buffer, held in self.carried.items():
-            self.emit.done[LAST][buffer] = held
-        for node in self.parts.nodes:
-            if self.parts.is_each(node):
-                self._write_one(node, LAST)
+        """Write the last micro-batch and the epilogue, in the order of the step, so that transfers overlap."""
+        self.writer.index = self.types.count - 1
+        self.writer.written[LAST].update(self.carried_buffers)
+        for node in self.partition.nodes:
+            if self.partition.is_in_body(node):
+                self._write_value(node, LAST)
             elif node.op != "placeholder":
-                self.emit.done[LAST][node] = self._after(node)
+                self.writer.written[LAST][node] = self._epilogue_value(node)
 
-    def _after(self, node: fx.Node) -> fx.Node:
-        if node in self.parts.hoisted:
-            return self._whole(node)
-        if node in self.parts.completed:
-            return self.emit.box(self.joined[self.handed.by_box(node)], node, self.sizes.others(node))
-        if node.target is ops.box and self.sizes.others(value.operand(node)) == self.sizes.others(node):
-            return self._handed(value.operand(node))
-        made = self.emit.copy(node, "after", self._handed)
-        return self._unrounded(made) or made
+    def _epilogue_value(self, node: fx.Node) -> fx.Node:
+        """Write ``node`` after all micro-batches; returns its value there."""
+        if node in self.partition.hoisted:
+            return self._prologue_value(node)
+        if node in self.partition.completed:
+            return self.writer.box(self.results[self.loop_carried.result_of_box(node)], node, self.types.others(node))
+        if node.target is ops.box and self.types.others(value.operand(node)) == self.types.others(node):
+            return self._final_value(value.operand(node))
+        copy = self.writer.copy_op(node, EPILOGUE, self._final_value)
+        return self._without_rounding(copy) or copy
 
-    def _unrounded(self, cast: fx.Node) -> fx.Node | None:
-        """What a cast gives back that was wide before it was 16 bit; the cast then goes."""
+    def _without_rounding(self, cast: fx.Node) -> fx.Node | None:
+        """The float32 sum that ``cast`` widens again from 16 bit, if there is one; the cast is then erased."""
         source: Any = cast.args[0] if cast.target is aten._to_copy.default and cast.kwargs.keys() == {"dtype"} else None
-        wide = None if source is None else self.wide.get(unnamed(source))
+        wide = None if source is None else self.unrounded.get(unnamed(source))
         if wide is None or value.type_of(wide) != value.type_of(cast):
             return None
         self.graph.graph.erase_node(cast)
         return wide
 
-    def _handed(self, node: fx.Node) -> fx.Node:
-        """A value as it is read behind all micro-batches."""
-        return next(
-            (self.joined[one] for one in self.handed.wanted.get(node, ()) if self._is_all(one)),
-            self.emit.done[LAST][node],
-        )
+    def _final_value(self, node: fx.Node) -> fx.Node:
+        """The value that the epilogue reads for ``node``."""
+        results = (result for result in self.loop_carried.results.get(node, ()) if self._is_final(result))
+        return next((self.results[result] for result in results), self.writer.written[LAST][node])
 
-    def _is_all(self, one: LoopResult) -> bool:
-        """Whether it stands for the value itself wherever that is read behind: pieces side by side, a mean."""
-        return one.dim is not None and one.nd == self.sizes.others(one.source) or one.source in self.parts.varying
+    def _is_final(self, result: LoopResult) -> bool:
+        """Whether the epilogue reads a result in place of its source: a concatenation or a mean."""
+        is_concatenation = result.dim is not None and result.nd == self.types.others(result.source)
+        return is_concatenation or result.source in self.partition.varying
 
-    def _write_one(self, node: fx.Node, part: str) -> None:
-        done = self.emit.done[part]
-        if node in self.kept:
-            done[node] = self.kept[node]
-        elif node in self.parts.hoisted:
-            done[node] = self.emit.cut_out(self._whole(node), node, part)
-        elif node.target is ops.box and self.parts.cut(node) != self.parts.cut(value.operand(node)):
-            done[node] = self.emit.move(node, part)
-        elif node.target in SHAPED and node.args[0] in self.parts.late:
-            done[node] = self.emit.fill(node, part)
+    def _write_value(self, node: fx.Node, part: str) -> None:
+        """Write ``node`` for one micro-batch, and add it to its results."""
+        written = self.writer.written[part]
+        if node in self.gathered_once:
+            written[node] = self.gathered_once[node]
+        elif node in self.partition.hoisted:
+            written[node] = self.writer.slice_of(self._prologue_value(node), node, part)
+        elif node.target is ops.box and self.partition.cut(node) != self.partition.cut(value.operand(node)):
+            written[node] = self.writer.write_box(node, part)
+        elif node.target in SHAPED and node.args[0] in self.partition.epilogue:
+            written[node] = self.writer.fill_constant(node, part)
         else:
-            done[node] = self.emit.copy(node, part, lambda operand: self.emit.read(operand, part))
-        for one in self.handed.wanted.get(node, ()):
-            self._join(one, done[node], node, part)
+            written[node] = self.writer.copy_op(node, part, lambda operand: self.writer.read_operand(operand, part))
+        for result in self.loop_carried.results.get(node, ()):
+            self._accumulate(result, written[node], node, part)
 
-    def _whole_type(self, one: LoopResult) -> TensorType:
-        type_ = value.tensor_type(one.source)
-        widens = type_.dtype in HALF and one.how in ("sum", "mean") and one.dim is None
+    def _accumulator_type(self, result: LoopResult) -> TensorType:
+        """The type in which a result is added up: sums of 16-bit values in float32."""
+        type_ = value.tensor_type(result.source)
+        widens = type_.dtype in HALF and result.how in ("sum", "mean") and result.dim is None
         return TensorType(torch.float32, type_.shape) if widens else type_
 
-    def _join(self, one: LoopResult, x: fx.Node, node: fx.Node, part: str) -> None:
-        if part == LAST and not self.rooms:
-            self.joined[one] = x
+    def _accumulate(self, result: LoopResult, x: fx.Node, node: fx.Node, part: str) -> None:
+        """Add the value of one micro-batch to its accumulator; the last one completes the result."""
+        if part == LAST and not self.accumulators:
+            self.results[result] = x
             return
-        x = self.emit.box(x, node, one.nd, part)
-        room = self.rooms[one]
-        if one.dim is None:
-            args: tuple[Any, ...] = (room, x, self.emit.number, self.sizes.count, one.how)
+        x = self.writer.box(x, node, result.nd, part)
+        accumulator = self.accumulators[result]
+        if result.dim is None:
+            args: tuple[Any, ...] = (accumulator, x, self.writer.index, self.types.count, result.how)
             target: Any = ops.accumulate
         else:
-            args, target = (room, x, one.dim, self.emit.number, self.sizes.count), ops.put
-        made = self.emit.call(target, args, node, one.nd, part)
-        self.rooms[one] = made
+            args, target = (accumulator, x, result.dim, self.writer.index, self.types.count), ops.put
+        self.accumulators[result] = total = self.writer.call(target, args, node, result.nd, part)
         if part == LAST:
             dtype = value.tensor_type(node).dtype
-            if value.tensor_type(made).dtype is not dtype:
-                wide, type_ = made, TensorType(dtype, value.tensor_type(made).shape)
-                made = self.emit.call(aten._to_copy.default, (wide,), node, one.nd, part, type_)
-                made.kwargs = {"dtype": dtype}
-                self.wide[made] = wide
-            self.joined[one] = made
+            if value.tensor_type(total).dtype is not dtype:
+                wide, type_ = total, TensorType(dtype, value.tensor_type(total).shape)
+                total = self.writer.call(aten._to_copy.default, (wide,), node, result.nd, part, type_)
+                total.kwargs = {"dtype": dtype}
+                self.unrounded[total] = wide
+            self.results[result] = total
 
-    def _carry(self, name: str) -> None:
-        """A buffer's new value, for the next micro-batch."""
-        new = self.handed.updates[name]
-        buffer = next(node for node in self.carried if node.name == name)
-        made = self.emit.done[EACH][new]
+    def _carry_buffer(self, name: str) -> None:
+        """Hand a buffer's new value to the next micro-batch."""
+        new = self.loop_carried.updates[name]
+        buffer = next(node for node in self.carried_buffers if node.name == name)
+        new_value = self.writer.written[BODY][new]
         if new.op == "placeholder" or is_view(new.target):
-            made = self.emit.call(aten.clone.default, (made,), new, self.sizes.others(new), EACH)
-        self.carried[buffer] = self.emit.call(
-            ops.carry, (self.emit.done[EACH][buffer], made), buffer, self.sizes.others(buffer), EACH
+            new_value = self.writer.call(aten.clone.default, (new_value,), new, self.types.others(new), BODY)
+        self.carried_buffers[buffer] = self.writer.call(
+            ops.carry, (self.writer.written[BODY][buffer], new_value), buffer, self.types.others(buffer), BODY
         )
 
-    def _drop_unread(self, start: int) -> None:
-        """Take out what nobody reads of the copies."""
+    def _erase_unused(self, start: int) -> None:
+        """Erase copies that nothing reads."""
         for node in list(reversed(self.graph.graph.nodes))[: -start or None]:
             if node.op == "call_function" and not node.users and node.target is not ops.micro_batch:
                 self.graph.graph.erase_node(node)

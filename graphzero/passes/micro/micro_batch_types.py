@@ -1,4 +1,4 @@
-"""How a value lies without the axis ``mb``, of the whole batch and of one micro-batch: SBP, sizes, type."""
+"""SBP, sizes and type of a value without the axis ``mb``: of the whole batch, and of one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from graphzero.ir.value import TensorType
 from graphzero.sbp import rank_call
 from graphzero.sbp.types import B, Nd, S, Sbp
 
-EACH, LAST = "each", "last"  # of the micro-batches
+# Parts of a program in micro-batches.  The last iteration of the body is written with the epilogue.
+PROLOGUE, BODY, LAST, EPILOGUE = "prologue", "body", "last", "epilogue"
 
 
 @dataclass(frozen=True)
 class MicroBatchTypes:
-    """axis: the number of ``mb``.  count: of micro-batches."""
+    """Types of values in micro-batches.  axis: the number of ``mb``.  count: of micro-batches."""
 
     axis: int
     count: int
@@ -30,35 +31,35 @@ class MicroBatchTypes:
     def without(self, nd: Nd, part: str = "") -> Nd:
         """``nd`` without ``mb``.  A dim that another axis cuts in a section for each row has fewer in a micro-batch."""
         mine = nd[self.axis]
-        found = (*nd[: self.axis], *nd[self.axis + 1 :])
-        if part not in (EACH, LAST) or not mine.is_split:
-            return found
-        return tuple(S(s.dim, s.sections // self.count) if _is_finer(s, mine) else s for s in found)
+        others = (*nd[: self.axis], *nd[self.axis + 1 :])
+        if part not in (BODY, LAST) or not mine.is_split:
+            return others
+        return tuple(S(s.dim, s.sections // self.count) if _is_finer(s, mine) else s for s in others)
 
     def plain(self, nd: Nd, dim: int) -> Nd:
-        """``nd`` without splits of ``dim`` on the axes inside of ``mb``, or in sections: those cut each micro-batch."""
+        """``nd`` without splits of ``dim`` on axes inside of ``mb``, or in sections: those cut each micro-batch."""
 
         def inside(i: int, sbp: Sbp) -> bool:
             return sbp.is_split and sbp.dim == dim and (i >= self.axis or sbp.sections > 1)
 
         return tuple(B if inside(i, sbp) else sbp for i, sbp in enumerate(nd))
 
-    def side_by_side(self, held: Nd, wanted: Nd, dim: int) -> Nd:
-        """How pieces of ``dim`` are held to be put together: as the axes outside of ``mb`` have cut it."""
+    def concatenation_sbp(self, source: Nd, wanted: Nd, dim: int) -> Nd:
+        """The SBP in which pieces of ``dim`` are concatenated: split as the axes outside of ``mb`` have cut it."""
 
-        def kept(had: Sbp, want: Sbp) -> Sbp:
-            return had if had.is_split and had.dim == dim and had.sections == 1 else want
+        def outside_sbp(have: Sbp, want: Sbp) -> Sbp:
+            return have if have.is_split and have.dim == dim and have.sections == 1 else want
 
-        outside = [kept(had, want) for had, want in zip(held, wanted, strict=True)][: self.axis]
+        outside = [outside_sbp(have, want) for have, want in zip(source, wanted, strict=True)][: self.axis]
         return self.plain((*outside, *wanted[self.axis :]), dim)
 
-    def part_of(self, type_: Any, nd: Any) -> Any:
+    def micro_batch_type(self, type_: Any, nd: Any) -> Any:
         """The type of a value in one micro-batch."""
         if not isinstance(type_, TensorType) or nd is None or not nd[self.axis].is_split:
             return type_
-        return TensorType(type_.dtype, tuple(self.of_part(type_.shape, (nd[self.axis],))))
+        return TensorType(type_.dtype, tuple(self.micro_batch_shape(type_.shape, (nd[self.axis],))))
 
-    def of_part(self, shape: Sequence[int], nd: Nd) -> list[int]:
+    def micro_batch_shape(self, shape: Sequence[int], nd: Nd) -> list[int]:
         (sbp,), sizes = nd, list(shape)
         if sbp.is_split:
             sizes[sbp.dim] //= self.count
@@ -67,40 +68,40 @@ class MicroBatchTypes:
     def args(
         self, node: fx.Node, args: Any, kwargs: Any, ins: Sequence[rank_call.Pair], outs: Sequence[rank_call.Pair]
     ) -> tuple[Any, Any] | None:
-        """The op's arguments with sizes of one part of so many; None for an op that finds rows by their number.
+        """The op's arguments with sizes of one micro-batch; None for an op that finds rows by their number.
 
-        ins, outs: shape, and SBP on the axis of parts alone, of each operand and result.
+        ins, outs: shape, and SBP on ``mb`` alone, of each operand and result.
         """
         target: Any = node.target
         form, _ = rank_call.offset_form(target, node.args, node.kwargs, ins, outs, _starts)
-        return rank_call.local_args(target, args, kwargs, ins, outs, self.of_part) if form is target else None
+        return rank_call.local_args(target, args, kwargs, ins, outs, self.micro_batch_shape) if form is target else None
 
     def meta(self, node: fx.Node, part: str = "") -> dict[str, Any]:
-        """What is known of a value, without ``mb``; in a micro-batch with its sizes."""
+        """The metadata of a value without ``mb``; in a micro-batch with its sizes."""
 
         def nd(given: Any) -> Any:
             return None if given is None else self.without(given, part)
 
         meta = dict(node.meta)
-        found, type_ = meta.get("sbp"), meta.get("type")
-        if found is not None:
-            meta["sbp"] = tuple(map(nd, found)) if isinstance(type_, tuple) else nd(found)
+        sbp, type_ = meta.get("sbp"), meta.get("type")
+        if sbp is not None:
+            meta["sbp"] = tuple(map(nd, sbp)) if isinstance(type_, tuple) else nd(sbp)
         if meta.get("pins"):
             meta["pins"] = (*meta["pins"][: self.axis], *meta["pins"][self.axis + 1 :])
-        if part in (EACH, LAST) and found is not None:
-            pairs = zip(type_, found, strict=True) if isinstance(type_, tuple) else [(type_, found)]
-            types = tuple(self.part_of(t, s) for t, s in pairs)
+        if part in (BODY, LAST) and sbp is not None:
+            pairs = zip(type_, sbp, strict=True) if isinstance(type_, tuple) else [(type_, sbp)]
+            types = tuple(self.micro_batch_type(t, s) for t, s in pairs)
             meta["type"] = types if isinstance(type_, tuple) else types[0]
-        if part == EACH:
+        if part == BODY:
             meta["repeat"] = self.count - 1
         return meta
 
 
 def _is_finer(sbp: Sbp, mine: Sbp) -> bool:
-    """Whether a split is of the pieces that another one of the dim makes, in more sections than it has."""
+    """Whether a split cuts the pieces that another split of the dim makes, in more sections."""
     return sbp.is_split and sbp.dim == mine.dim and sbp.sections > mine.sections
 
 
 def _starts(shape: Sequence[int], nd: Nd) -> list[int | None]:
-    """A number for each dim that parts cut, None for the others."""
+    """A number for each dim that micro-batches cut, None for the others."""
     return [size if nd[0].is_split and nd[0].dim == dim else None for dim, size in enumerate(shape)]

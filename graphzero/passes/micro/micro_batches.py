@@ -1,8 +1,8 @@
 """MicroBatches: the axis ``mb`` becomes time: the step is written once for a micro-batch, and repeated.
 
-Up to here ``mb`` is a placement axis like any other, and says the whole mathematics: what is split on it, what is a sum
-over it, what must be complete where.  Its members run one after the other on the same ranks, so a box on it is no
-collective: a sum is added up in place, pieces are put side by side, a part is taken from what is there.
+Up to here ``mb`` is a placement axis like any other and carries the whole mathematics: which values are split on it,
+which are sums over it, where each must be complete.  Its members run one after the other on the same ranks, so a box on
+it is not a collective: a sum is added up in place, pieces are concatenated, a slice is taken of a whole value.
 
 ``loop_partition`` decides which part each value belongs to, ``loop_carried`` what micro-batches pass on,
 ``micro_batch_types`` the SBP and sizes of values; ``loop_writer`` writes the program.
@@ -22,7 +22,7 @@ from graphzero.sbp.placement import MICRO_BATCHES
 class MicroBatches(BuiltinPass):
     """Writes the step as what one micro-batch computes, repeated, and what comes before and behind.
 
-    The last micro-batch is written with what comes behind it, so that its transfers overlap as those of any step do.
+    The last micro-batch is written with the epilogue, so that its transfers overlap as those of any step do.
 
     stage: of ZeRO.  From 2 on each micro-batch's gradient is reduced and added to this rank's part; below, what the
         ranks have added up is reduced once.
@@ -31,7 +31,7 @@ class MicroBatches(BuiltinPass):
     Raises ConfigError for an op that needs all rows of the batch at once.
 
     Requires: boxes wherever a value is read in another SBP than it has, on the axis ``mb`` too.
-    Ensures: there is no axis ``mb``; what is repeated stands together, and hands on what it writes over alone.
+    Ensures: there is no axis ``mb``; repeated ops are consecutive, and pass on only values that they write over.
 
     Example::
 
@@ -79,5 +79,5 @@ class MicroBatches(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         if MICRO_BATCHES in graph.placement.names:
             reduces_each = self.stage >= 2 and not self.whole_accumulators
-            LoopWriter(graph, reduces_each, self.keep_gathered or ()).write()
+            LoopWriter(graph, reduces_each, self.keep_gathered or ()).write_program()
         return graph

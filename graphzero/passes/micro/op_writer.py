@@ -1,4 +1,4 @@
-"""Writes one op of a step in a part of the program in micro-batches: what it reads there, its sizes, its boxes."""
+"""Writes one op of a step in a part of the program in micro-batches: its operands, sizes and boxes there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphzero.ir.value import TensorType
 from graphzero.ops import AS_GLOBAL, AS_LOCAL, UNIFORM_LIKE
 from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
 from graphzero.passes.micro.micro_batch_errors import MicroBatchErrors
-from graphzero.passes.micro.micro_batch_types import EACH, LAST, MicroBatchTypes
+from graphzero.passes.micro.micro_batch_types import BODY, LAST, PROLOGUE, MicroBatchTypes
 from graphzero.sbp.placement import MICRO_BATCHES
 from graphzero.sbp.types import Nd
 
@@ -25,158 +25,162 @@ SQUARES = (aten.pow.Tensor_Scalar, aten.mul.Tensor)
 
 
 class OpWriter:
-    """Writes ops into ``graph.graph``, at its end.
+    """Writer of ops at the end of ``graph.graph``.
 
-    done: per part of the program, what stands there for each value of the step.  number: of the micro-batch that is
-    written, as an op takes it: a value of the program, or an int.
+    written: by part of the program, the value there of each value of the step.
+    slices: by part, whole value and SBP, the slice of one micro-batch.
+    index: the number of the micro-batch that is written: a value of the program, or an int.
     """
 
     def __init__(
-        self, graph: StepGraph, sizes: MicroBatchTypes, parts: LoopPartition, refusals: MicroBatchErrors
+        self, graph: StepGraph, types: MicroBatchTypes, partition: LoopPartition, errors: MicroBatchErrors
     ) -> None:
-        self.graph, self.sizes, self.parts, self.refusals = graph, sizes, parts, refusals
-        self.done: dict[str, dict[fx.Node, fx.Node]] = {"before": {}, EACH: {}, LAST: {}}
-        self.taken: dict[tuple[str, fx.Node, Nd], fx.Node] = {}
-        self.number: Any = None
+        self.graph, self.types, self.partition, self.errors = graph, types, partition, errors
+        self.written: dict[str, dict[fx.Node, fx.Node]] = {PROLOGUE: {}, BODY: {}, LAST: {}}
+        self.slices: dict[tuple[str, fx.Node, Nd], fx.Node] = {}
+        self.index: Any = None
 
-    def copy(self, node: fx.Node, part: str, read: Any) -> fx.Node:
-        """The op once more in a part of the program, reading what ``read`` says."""
+    def copy_op(self, node: fx.Node, part: str, read: Any) -> fx.Node:
+        """Copy an op into a part of the program; ``read`` gives its operands there."""
         args: Any
         kwargs: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), read)
-        name = f"{node.name}_{MICRO_BATCHES}" if part == EACH else node.name
+        name = f"{node.name}_{MICRO_BATCHES}" if part == BODY else node.name
         target: Any = node.target
         if target in (AS_LOCAL, AS_GLOBAL):
             x, said, *rest = args
-            args = (x, [*said[: self.sizes.axis], *said[self.sizes.axis + 1 :]], *rest)
-        elif part in (EACH, LAST) and calls.is_op(node):
-            args, kwargs = self._sized(node, args, kwargs)
-        if part in (EACH, LAST) and target in DIVISIONS and not isinstance(args[1], fx.Node):
+            args = (x, [*said[: self.types.axis], *said[self.types.axis + 1 :]], *rest)
+        elif part in (BODY, LAST) and calls.is_op(node):
+            args, kwargs = self._resize_args(node, args, kwargs)
+        if part in (BODY, LAST) and target in DIVISIONS and not isinstance(args[1], fx.Node):
             args = (args[0], self._divisor(node), *args[2:])
-        if part in (EACH, LAST) and target is UNIFORM_LIKE and self.parts.differs(node):
-            self.refusals.check_plain(node)
-            args = (*args[:5], [self.parts.sbp(node).dim, self.number])
-        made = self.graph.graph.create_node("call_function", target, args, kwargs, name=name)
-        made.meta = self.sizes.meta(node, part)
-        return made
+        if part in (BODY, LAST) and target is UNIFORM_LIKE and self.partition.is_per_micro_batch(node):
+            self.errors.check_plain(node)
+            args = (*args[:5], [self.partition.sbp(node).dim, self.index])
+        copy = self.graph.graph.create_node("call_function", target, args, kwargs, name=name)
+        copy.meta = self.types.meta(node, part)
+        return copy
 
-    def read(self, operand: fx.Node, part: str) -> fx.Node:
-        """What stands for an operand in a part of the program."""
-        if operand.op == "placeholder" and self.parts.differs(operand):
-            return self.cut_out(self.done[part][operand], operand, part)
-        return self.done[part][operand]
+    def read_operand(self, operand: fx.Node, part: str) -> fx.Node:
+        """The value of an operand in a part of the program."""
+        if operand.op == "placeholder" and self.partition.is_per_micro_batch(operand):
+            return self.slice_of(self.written[part][operand], operand, part)
+        return self.written[part][operand]
 
-    def _sized(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Sizes in arguments are those of a micro-batch."""
+    def _resize_args(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with sizes of a micro-batch."""
 
         def pairs(some: Any) -> list[Any]:
-            return [(shape, (nd[self.sizes.axis],)) for shape, nd in some]
+            return [(shape, (nd[self.types.axis],)) for shape, nd in some]
 
-        found = self.sizes.args(node, args, kwargs, pairs(calls.operand_pairs(node)), pairs(calls.result_pairs(node)))
-        if found is None:
-            raise self.refusals.all_at_once(node, "finds rows of the batch by their number")
-        return found
+        operands, results = pairs(calls.operand_pairs(node)), pairs(calls.result_pairs(node))
+        resized = self.types.args(node, args, kwargs, operands, results)
+        if resized is None:
+            raise self.errors.needs_whole_batch(node, "finds rows of the batch by their number")
+        return resized
 
     def _divisor(self, node: fx.Node) -> Any:
-        """What a statistic of the micro-batch is divided by: N - 1, of squared deviations from a mean, is the n - 1 of
-        a micro-batch, times the micro-batches that the sum stands for.
+        """The divisor of a statistic of the micro-batch.
+
+        N - 1, of squared deviations from a mean, becomes n - 1 of a micro-batch, times the number of micro-batches that
+        the estimated sum stands for.
         """
-        count, of = node.args[1], _shown(node.args[0])
-        if of not in self.parts.estimated or not self._is_of_deviations(summed := value.operand(of)):
+        count, dividend = node.args[1], _viewed_value(node.args[0])
+        if dividend not in self.partition.estimated or not self._is_of_deviations(sum_ := value.operand(dividend)):
             return count
-        total = value.tensor_type(value.operand(summed)).numel // max(value.tensor_type(summed).numel, 1)
-        return max(total - self.sizes.count, self.sizes.count) if count == total - 1 else count
+        total = value.tensor_type(value.operand(sum_)).numel // max(value.tensor_type(sum_).numel, 1)
+        return max(total - self.types.count, self.types.count) if count == total - 1 else count
 
     def _is_of_deviations(self, summed: fx.Node) -> bool:
-        """Whether a sum is of squares of what differs from a mean over the batch, as for a variance."""
+        """Whether a sum is of squared deviations from a mean over the batch, as for a variance."""
         square = summed.args[0] if summed.target in SUMS else None
         if not isinstance(square, fx.Node) or square.target not in SQUARES:
             return False
         difference, by = square.args[:2]
         if not isinstance(difference, fx.Node) or difference.target is not aten.sub.Tensor:
             return False
-        mean = _shown(difference.args[1])
-        mean = _shown(mean.args[0]) if mean is not None and mean.target in DIVISIONS else mean
-        return mean in self.parts.estimated and bool(by is difference or by == 2)
+        mean = _viewed_value(difference.args[1])
+        mean = _viewed_value(mean.args[0]) if mean is not None and mean.target in DIVISIONS else mean
+        return mean in self.partition.estimated and bool(by is difference or by == 2)
 
-    def cut_out(self, whole: fx.Node, node: fx.Node, part: str) -> fx.Node:
-        """This micro-batch's part of a value that is there whole; ``node`` says which."""
-        if not self.parts.sbp(node).is_split:
+    def slice_of(self, whole: fx.Node, node: fx.Node, part: str) -> fx.Node:
+        """This micro-batch's slice of a whole value, as ``node`` is split."""
+        if not self.partition.sbp(node).is_split:
             return whole
-        self.refusals.check_plain(node)
-        sbp, others = self.parts.sbp(node), self.sizes.others(node)
+        self.errors.check_plain(node)
+        sbp, others = self.partition.sbp(node), self.types.others(node)
         key = part, whole, value.nd_of(node)
-        if key not in self.taken:
-            held = self.box(whole, node, self.sizes.plain(others, sbp.dim), part)
-            dtype, shape = value.tensor_type(held).dtype, value.tensor_type(held).shape
-            type_ = TensorType(dtype, tuple(self.sizes.of_part(shape, (sbp,))))
-            made = self.call(
-                ops.take, (held, sbp.dim, self.number, self.sizes.count), node, value.nd_of(held), part, type_
-            )
-            self.taken[key] = self.box(made, node, self.sizes.others(node, part), part)
-        return self.taken[key]
+        if key not in self.slices:
+            x = self.box(whole, node, self.types.plain(others, sbp.dim), part)
+            dtype, shape = value.tensor_type(x).dtype, value.tensor_type(x).shape
+            type_ = TensorType(dtype, tuple(self.types.micro_batch_shape(shape, (sbp,))))
+            slice_ = self.call(ops.take, (x, sbp.dim, self.index, self.types.count), node, value.nd_of(x), part, type_)
+            self.slices[key] = self.box(slice_, node, self.types.others(node, part), part)
+        return self.slices[key]
 
-    def move(self, box: fx.Node, part: str) -> fx.Node:
-        """A box on ``mb`` within a micro-batch: a part of what is whole, a share of a sum, or an estimate."""
+    def write_box(self, box: fx.Node, part: str) -> fx.Node:
+        """Write a box on ``mb`` within a micro-batch: a slice of a whole value, a share of a sum, or an estimate."""
         source = value.operand(box)
-        have, made, held = self.parts.sbp(source), self.parts.sbp(box), self.read(source, part)
-        if box in self.parts.estimated:
-            if not have.is_partial or not made.is_broadcast:
-                raise self.refusals.all_at_once(source, self.refusals.mismatch(source, box))
+        have, want, x = self.partition.sbp(source), self.partition.sbp(box), self.read_operand(source, part)
+        if box in self.partition.estimated:
+            if not have.is_partial or not want.is_broadcast:
+                raise self.errors.needs_whole_batch(source, self.errors.mismatch(source, box))
             if have.reduction == "sum":
-                held = self.call(aten.mul.Tensor, (held, self.sizes.count), source, value.nd_of(held), part)
-            return self.box(held, box, self.sizes.others(box, part), part)
-        if made.is_split:
-            return self.cut_out(held, box, part)
-        if made.reduction == "sum":
-            held = self._share_of(held, source, part)
-        return self.box(held, box, self.sizes.others(box, part), part)
+                x = self.call(aten.mul.Tensor, (x, self.types.count), source, value.nd_of(x), part)
+            return self.box(x, box, self.types.others(box, part), part)
+        if want.is_split:
+            return self.slice_of(x, box, part)
+        if want.reduction == "sum":
+            x = self._share_of(x, source, part)
+        return self.box(x, box, self.types.others(box, part), part)
 
     def _share_of(self, whole: fx.Node, node: fx.Node, part: str) -> fx.Node:
-        """A micro-batch's share of a value that all of them add up to: of integers the last one has all."""
+        """A micro-batch's share of a value to which all of them add up: of integers the last one has all."""
         nd = value.nd_of(whole)
         if value.tensor_type(whole).dtype.is_floating_point or value.tensor_type(whole).dtype.is_complex:
-            return self.call(aten.div.Tensor, (whole, self.sizes.count), node, nd, part)
+            return self.call(aten.div.Tensor, (whole, self.types.count), node, nd, part)
         return whole if part == LAST else self.call(aten.mul.Tensor, (whole, 0), node, nd, part)
 
     def box(self, x: fx.Node, like: fx.Node, nd: Nd, part: str = "") -> fx.Node:
+        """``x`` in the SBP ``nd``."""
         if value.nd_of(x) == nd:
             return x
         return self.call(ops.box, (x,), like, nd, part, value.tensor_type(x))
 
-    def fill(self, node: fx.Node, part: str) -> fx.Node:
+    def fill_constant(self, node: fx.Node, part: str) -> fx.Node:
+        """Write an op that reads only the shape of its operand as a ``full``."""
         type_ = value.tensor_type(node)
-        args = (self.sizes.of_part(type_.shape, (self.parts.sbp(node),)), SHAPED[node.target])
-        made = self.call(aten.full.default, args, node, self.sizes.others(node, part), part, name=node.name)
-        made.kwargs = {"dtype": type_.dtype}
-        made.meta["type"] = self.sizes.part_of(type_, value.nd_of(node))
-        return made
+        args = (self.types.micro_batch_shape(type_.shape, (self.partition.sbp(node),)), SHAPED[node.target])
+        full = self.call(aten.full.default, args, node, self.types.others(node, part), part, name=node.name)
+        full.kwargs = {"dtype": type_.dtype}
+        full.meta["type"] = self.types.micro_batch_type(type_, value.nd_of(node))
+        return full
 
     def call(
         self, target: Any, args: Any, like: fx.Node, nd: Nd, part: str = "", type_: Any = None, name: str | None = None
     ) -> fx.Node:
-        """An op that the step did not have; its type and its role, if it is moved, are those of ``like``."""
+        """Add an op that the step did not have; its source line and its role, if it moves a value, are of ``like``."""
         first = args[0] if isinstance(args[0], fx.Node) else None
-        found = type_ or (value.type_of(first) if first is not None else value.type_of(like))
-        made = self.graph.call(target, args, found, sbp=nd, phase=_phase(like), name=name)
-        made.meta["source"] = value.source_of(like)
+        type_ = type_ or (value.type_of(first) if first is not None else value.type_of(like))
+        node = self.graph.call(target, args, type_, sbp=nd, phase=_phase(like), name=name)
+        node.meta["source"] = value.source_of(like)
         if "module" in like.meta:
-            made.meta["module"] = like.meta["module"]
+            node.meta["module"] = like.meta["module"]
         role = value.role_of(like)
         if role is not None and role.kind in ("param", "gradient") and target is not aten.clone.default:
-            made.meta["role"] = role
-        if part == EACH:
-            made.meta["repeat"] = self.sizes.count - 1
-        return made
+            node.meta["role"] = role
+        if part == BODY:
+            node.meta["repeat"] = self.types.count - 1
+        return node
 
 
-def _shown(x: Any) -> Any:
-    """The value that names and views show; None for what is none."""
+def _viewed_value(x: Any) -> Any:
+    """The value behind other names and views of it; None for a number."""
     while isinstance(x, fx.Node) and (is_name(x.target) or is_whole_view(x.target)):
         x = x.args[0]
     return x if isinstance(x, fx.Node) else None
 
 
 def _phase(like: fx.Node) -> str:
-    found = value.phase_of(like)
-    return "forward" if found == "input" else found
+    phase = value.phase_of(like)
+    return "forward" if phase == "input" else phase

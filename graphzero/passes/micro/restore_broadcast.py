@@ -1,7 +1,7 @@
-"""Sums over micro-batches of which all parts but one are zero: they become the value that the one part is.
+"""Restores values that a box made partial on ``mb`` (B -> P): sums of which all terms but one are zero.
 
-``box`` makes them (B -> P) where ranks add up, as for a gradient, and where a sum of several terms is reduced once.
-Left so, a value that all micro-batches have made together would be read by what seems to differ between them.
+``insert_boxing`` makes them where ranks add up, as for a gradient, and where a sum of several terms is reduced once.
+Left so, a result of all micro-batches would seem to differ between them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from graphzero.sbp.types import B, Nd
 
 
 def restore_broadcast_sums(graph: StepGraph, axis: int) -> None:
-    """Have these values, and what ops make of them and of values that are B, B on the axis.
+    """Make these values B on the axis, with those that ops compute of them and of other B values.
 
-    An op that adds one to a sum of what micro-batches make reads that sum complete, where the one is known only behind
-    them; and else the one as a part of it.
+    An op that adds such a value to a sum over micro-batches reads that sum complete, if the value is known only after
+    all micro-batches; otherwise the op reads the value as a term of the sum.
     """
-    whole: dict[fx.Node, Nd] = {}  # what is B now, and its SBP as a sum
-    late: set[fx.Node] = set()
+    restored: dict[fx.Node, Nd] = {}  # values that are B now, with their SBP as a sum
+    epilogue: set[fx.Node] = set()
     for node in [node for node in graph.nodes if node.op == "call_function"]:
-        ones = [x for x in value.tensor_operands(node) if x in whole]
-        parts = [x for x in value.tensor_operands(node) if not value.nd_of(x)[axis].is_broadcast]
-        if not late.isdisjoint(ones) and _is_sum(node, axis) and all(_is_sum(x, axis) for x in parts):
-            _box(graph, node, {x: _whole(value.nd_of(x), axis) for x in parts})
-            parts, late = [], late | {node}
-        if _is_sum(node, axis) and not parts and (ones or node.target is ops.box):
-            whole[node] = value.nd_of(node)
-            node.meta["sbp"] = _whole(value.nd_of(node), axis)
+        read_restored = [x for x in value.tensor_operands(node) if x in restored]
+        per_micro_batch = [x for x in value.tensor_operands(node) if not value.nd_of(x)[axis].is_broadcast]
+        adds = _is_sum(node, axis) and all(_is_sum(x, axis) for x in per_micro_batch)
+        if not epilogue.isdisjoint(read_restored) and adds:
+            _box(graph, node, {x: _broadcast(value.nd_of(x), axis) for x in per_micro_batch})
+            per_micro_batch, epilogue = [], epilogue | {node}
+        if _is_sum(node, axis) and not per_micro_batch and (read_restored or node.target is ops.box):
+            restored[node] = value.nd_of(node)
+            node.meta["sbp"] = _broadcast(value.nd_of(node), axis)
         elif node.target is not ops.box and node.target not in SHAPED:
-            _box(graph, node, {x: whole[x] for x in ones})
-        completes = node.target is ops.box and parts and value.nd_of(node)[axis].is_broadcast
-        if completes or node.target not in SHAPED and not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
+            _box(graph, node, {x: restored[x] for x in read_restored})
+        completes = node.target is ops.box and per_micro_batch and value.nd_of(node)[axis].is_broadcast
+        if completes or node.target not in SHAPED and not epilogue.isdisjoint(node.all_input_nodes):
+            epilogue.add(node)
 
 
 def _is_sum(node: fx.Node, axis: int) -> bool:
@@ -45,13 +46,13 @@ def _is_sum(node: fx.Node, axis: int) -> bool:
     return value.nd_of(node)[axis].is_partial
 
 
-def _whole(nd: Nd, axis: int) -> Nd:
+def _broadcast(nd: Nd, axis: int) -> Nd:
     return (*nd[:axis], B, *nd[axis + 1 :])
 
 
 def _box(graph: StepGraph, reader: fx.Node, operands: dict[fx.Node, Nd]) -> None:
-    """Have an op read these of its operands in these SBPs."""
+    """Box operands of an op, each to its SBP."""
     for x, nd in operands.items():
         with graph.graph.inserting_before(reader):
-            made = graph.call(ops.box, (x,), value.type_of(x), sbp=nd, like=reader)
-        reader.replace_input_with(x, made)
+            box = graph.call(ops.box, (x,), value.type_of(x), sbp=nd, like=reader)
+        reader.replace_input_with(x, box)

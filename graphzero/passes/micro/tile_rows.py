@@ -260,12 +260,12 @@ class _Writer:
         if not cut.is_split:
             return held
         args = (held, cut.dim, number, self.region.count)
-        return self._call(ops.take, args, self.sizes.part_of(value.type_of(held), (cut,)), operand)
+        return self._call(ops.take, args, self.sizes.micro_batch_type(value.type_of(held), (cut,)), operand)
 
     def _copied(self, node: fx.Node, read: Any) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), read)
         if node.target is operator.getitem:
-            type_ = self.sizes.part_of(value.type_of(node), (self.region.cut[node],))
+            type_ = self.sizes.micro_batch_type(value.type_of(node), (self.region.cut[node],))
         else:
             run = self.region.runs[node]
             args, kwargs = sized(node, args, kwargs, run, self.region.count)  # type: ignore[misc]
@@ -301,9 +301,9 @@ class _Writer:
 def _part_of(sizes: MicroBatchTypes, type_: Any, cuts: tuple[Any, ...]) -> Any:
     """The type of what an op makes in a tile."""
     if not isinstance(type_, tuple):
-        return sizes.part_of(type_, cuts)
+        return sizes.micro_batch_type(type_, cuts)
     left = iter(cuts)
-    return tuple(None if one is None else sizes.part_of(one, (next(left),)) for one in type_)
+    return tuple(None if one is None else sizes.micro_batch_type(one, (next(left),)) for one in type_)
 
 
 def _alike(node: fx.Node, other: fx.Node, args: Any, kwargs: Any) -> bool:
