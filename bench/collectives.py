@@ -22,10 +22,10 @@ from _run import markdown, on_gloo, options_of, save
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.runtime.transport import shared_memory_connect
-from graphzero.runtime.transport.dialing import dial
+from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
-from graphzero.runtime.transport.wires import Wires
+from graphzero.runtime.transport.process_monitor import Waiting
+from graphzero.runtime.transport.shared_memory_connect import connect_shared_memory
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 KINDS = ("reduce_scatter", "all_gather", "all_reduce")
@@ -57,13 +57,14 @@ def table(found: Mapping[tuple[str, int], Mapping[str, Cell]]) -> str:
 def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
     """Every rank: time each way in turns."""
     ranks = list(range(dist.get_world_size()))
+    group = _compat.gloo(_compat.job_store("collectives"), rank, len(ranks), 60.0)
     ways: dict[str, Any] = {
         "gloo's own": Own(len(ranks)),
-        "sent": PeerCollectives(Wires(ranks, rank, dial(gathered, ranks, rank, limit=60.0), limit=60.0), rank),
+        "sent": PeerCollectives(GlooTransport(group, ranks, ranks, rank, 0, 60.0, Waiting()), rank),
     }
-    near = shared_memory_connect.meet(gathered, ranks, limit=60.0)
-    if near is not None:
-        ways["read"] = PeerCollectives(near, rank)
+    shared = connect_shared_memory(gathered, ranks, limit=60.0)
+    if not isinstance(shared, str):
+        ways["read"] = PeerCollectives(shared, rank)
     return {(kind, nbytes): timed(kind, nbytes, ways, rank, rounds) for kind in KINDS for nbytes in SIZES}
 
 

@@ -80,7 +80,7 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
             yield _part("peak_memory.py", "peaks", 120, model, 4, "--systems", "graphzero", EARLY, BASE, "FSDP2")
     for model in models:
         if model in MORE:
-            for what, option in (("through sockets", "--sockets"), ("memory kept", "--keep-memory")):
+            for what, option in (("through gloo", "--gloo"), ("memory kept", "--keep-memory")):
                 words = ("step_time.py", "--model", model, "--ranks", str(ranks), option, "--rounds", "4")
                 words += ("--systems", "graphzero", "DDP", BASE)
                 yield Part(f"{model}, {ranks} ranks, {what}", "times", 60, words)

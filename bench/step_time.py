@@ -31,11 +31,11 @@ from systems import BASE, SYSTEMS, chosen, mean
 from workloads import JOBS, PLAIN, How
 
 import graphzero as gz
-from graphzero.runtime.transport.peer_memory import SWITCH
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
-SENT, KEPT = ", which send as between hosts", ", gz.keep_freed_memory() in all"
+SENT, KEPT = ", which send through gloo", ", gz.keep_freed_memory() in all"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
     How.add_options(parser)
-    parser.add_argument(
-        "--sockets", action="store_true", help="graphzero sends as between hosts, reads no rank's memory"
-    )
+    parser.add_argument("--gloo", action="store_true", help="graphzero sends through gloo, as between hosts")
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     return options_of(parser)
@@ -93,8 +91,8 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     options = read_options()
-    if options.sockets:
-        os.environ[SWITCH] = "0"
+    if options.gloo:
+        os.environ[SWITCH] = "gloo"
     rounds = options.rounds or (12 if options.full else 5)
     systems = chosen(options.systems, options.also)
     for system in systems:
@@ -113,7 +111,7 @@ def main() -> None:
         options.keep_memory,
         how,
     )
-    about = how.do(JOBS[options.model]).describe(options.ranks) + SENT * options.sockets + KEPT * options.keep_memory
+    about = how.do(JOBS[options.model]).describe(options.ranks) + SENT * options.gloo + KEPT * options.keep_memory
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
@@ -121,7 +119,7 @@ def main() -> None:
         run = (
             f"{options.model}, {options.ranks} ranks"
             + how.title
-            + ", through sockets" * options.sockets
+            + ", through gloo" * options.gloo
             + ", memory kept" * options.keep_memory
         )
         save(options.save, run, "times", times)

@@ -1,4 +1,4 @@
-"""Faults at random moments of training, over memory and over sockets: what each rank says, and after how long.
+"""Faults at random moments of training, over shared memory and over gloo: what each rank says, and after how long.
 
     python bench/stress/faults.py              # about 100 faults on 2 and 3 ranks, and all changes of single ranks
     python bench/stress/faults.py --faults 4   # of each kind and world fewer
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 import graphzero as gz
-from graphzero.runtime.transport.peer_memory import SWITCH
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # bench/
 from _ranks import context, end_with_parent
@@ -42,7 +42,7 @@ from _run import markdown
 
 from stress import single_rank_changes
 
-WAYS = {"memory": "1", "sockets": "0"}
+WAYS = ("memory", "gloo")
 SOON = 10.0  # seconds
 TIMEOUT = 60.0  # the job's
 Act = Callable[["Job", random.Random], Any]  # with the fault prepared, what the rank does instead of its call
@@ -250,7 +250,7 @@ FAULTS: dict[str, Fault] = {
 def work(rank: int, ranks: int, way: str, port: int, names: list[str], seed: int, folder: str) -> None:
     """One rank: faults one after the other; the last one may end a process."""
     end_with_parent()
-    os.environ[SWITCH] = WAYS[way]
+    os.environ[SWITCH] = way
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT), store=store, rank=rank, world_size=ranks)
@@ -416,7 +416,7 @@ def run_changes(seed: int, ranks: list[int], ways: list[str]) -> tuple[str, int,
     for way in ways:
         for count in ranks:
             with tempfile.TemporaryDirectory() as folder:
-                told = single_rank_changes.run(count, WAYS[way], seed, folder)
+                told = single_rank_changes.run(count, way, seed, folder)
             firsts = (next((one["wrong"] for one in each if one["wrong"]), "") for each in zip(*told, strict=True))
             wrong = [text for text in firsts if text]
             made, bad = made + len(told[0]), bad + len(wrong)

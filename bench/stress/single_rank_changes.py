@@ -2,7 +2,7 @@
 
 Each is either refused on all ranks, by an error that says what differs, or makes no difference: then all hold what one
 device would.  Nobody hangs, and nothing mixes.  A change is a function in ``BEFORE``, ``INPUTS`` or ``INSTEAD``.
-``faults.py`` runs all of them, over memory and over sockets.
+``faults.py`` runs all of them, over shared memory and over gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from _ranks import start_as_torchrun
 from torch import Tensor, nn
 
 import graphzero as gz
-from graphzero.runtime.transport.peer_memory import SWITCH
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
 ROWS, SOON = 12, 30.0  # seconds
 OWN = (RuntimeError,)  # what a change may raise by itself, on the rank that makes it

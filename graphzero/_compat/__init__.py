@@ -34,7 +34,6 @@ from graphzero._compat.distributed import (
     own_connection,
     prefixed,
     reduce_scatter_single,
-    store_host,
     timeout_of,
 )
 from graphzero._compat.inductor import (
@@ -211,7 +210,6 @@ __all__ = [
     "small_constants",
     "spare_autocast",
     "storage_id",
-    "store_host",
     "symbol_name",
     "timeout_of",
     "traced_call",

@@ -38,14 +38,6 @@ def job_store(prefix: str) -> Any:
     return prefixed(prefix, dist.distributed_c10d._get_default_store())
 
 
-def store_host() -> str:
-    """The host that the job's store is on, as this process names it; "" where that is no host's."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))
-
-
 def prefixed(prefix: str, store: Any) -> Any:
     """The same store; keys begin with ``prefix`` too."""
     return dist.distributed_c10d.PrefixStore(prefix, store)

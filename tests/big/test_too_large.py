@@ -81,7 +81,7 @@ def data_space():
 
 
 def work(rank, folder):
-    os.environ["GRAPHZERO_SHARE_HOST"] = "0"  # memory that ranks of one host share would count once in each
+    os.environ["GRAPHZERO_TRANSPORT"] = "gloo"  # memory that ranks of one host share would count once in each
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
     go_through(folder / "small", 32)

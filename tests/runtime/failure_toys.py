@@ -16,9 +16,9 @@ import torch.distributed as dist
 from _ranks import context, end_with_parent
 
 from graphzero.runtime.transport import peer_memory
-from graphzero.runtime.transport.peer_memory import SWITCH
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
-WAYS = ("memory", "sockets")
+WAYS = ("memory", "gloo")
 FAR = "other hosts"  # ranks send, and cannot watch each other's processes
 WAITS = 60.0  # seconds for which a rank of the job waits for another
 Work = Callable[[int], Any]
@@ -51,7 +51,7 @@ def run(
 
 def _enter(rank: int, ranks: int, port: int, way: str, timeout: float, folder: Path, work: Work) -> None:
     end_with_parent()
-    os.environ[SWITCH] = "1" if way == "memory" else "0"
+    os.environ[SWITCH] = "auto" if way == FAR else way
     if way == FAR:
         peer_memory.namespace = lambda: f"the host of rank {rank}"
     torch.set_num_threads(1)

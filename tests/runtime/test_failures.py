@@ -26,7 +26,7 @@ from graphzero.checkpoint.files import markers  # noqa: E402
 from graphzero.checkpoint.state_dict import loading  # noqa: E402
 from graphzero.runtime.state import modules  # noqa: E402
 from graphzero.runtime.tensors import gather, resplit  # noqa: E402
-from graphzero.runtime.transport import peer_memory  # noqa: E402
+from graphzero.runtime.transport.shared_memory_connect import SWITCH, requested_transport  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -348,7 +348,7 @@ def test_batches_that_differ_by_rank_raise_on_all_also_where_calls_compare_nothi
 def many_collectives(rank: int) -> Any:
     graph = Train()
     before = float(graph(batch(0, rank)))
-    for pairs in graph._source.world._pairs.values():
+    for pairs in graph._source.world._collectives.values():
         pairs.number = 2**31 - 20
     values = [float(graph(batch(0, rank))) for _ in range(20)]
     shown = [line for line in repr(graph).splitlines() if line.startswith("along dp")]
@@ -356,18 +356,15 @@ def many_collectives(rank: int) -> Any:
 
 
 def test_collectives_are_counted_beyond_31_bits_and_repr_says_the_way(tmp_path: Path, way: str) -> None:
-    said = {"memory": "read each other's memory", "sockets": "send through sockets (rank 0: GRAPHZERO_SHARE_HOST=0)"}
+    said = {"memory": "read each other's memory", "gloo": "send through gloo (rank 0: GRAPHZERO_TRANSPORT=gloo)"}
     found = failure_toys.run(many_collectives, 2, tmp_path, way)
     assert found == {rank: [True, [f"along dp ranks 0, 1 {said[way]}"]] for rank in range(2)}
 
 
-@pytest.mark.parametrize("word", ["false", "No", "off", "0"])
-def test_reading_is_turned_off_by_any_word_for_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(peer_memory.SWITCH, word)
-    assert peer_memory.host() is None and word in peer_memory.obstacle()
-
-
-def test_a_switch_that_is_neither_yes_nor_no_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(peer_memory.SWITCH, "maybe")
-    with pytest.raises(gz.ConfigError, match="GRAPHZERO_SHARE_HOST='maybe', which is neither yes"):
-        peer_memory.host()
+@pytest.mark.parametrize("word", ["tcp", "Memory", "", "0"])
+def test_a_transport_that_does_not_exist_is_an_error_with_the_three_that_do(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, word)
+    with pytest.raises(gz.ConfigError, match=f"GRAPHZERO_TRANSPORT='{word}'; it must be auto .*memory .*gloo "):
+        requested_transport()

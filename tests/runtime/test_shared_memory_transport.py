@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from _ranks import start
 from torch import Tensor
 
-from graphzero.errors import GraphZeroError
+from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.runtime.transport import peer_memory, shared_memory, shared_memory_connect
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.shared_memory import SharedMemoryTransport
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
 
-pytestmark = pytest.mark.skipif(peer_memory.host() is None, reason="this system has no process_vm_readv")
+pytestmark = pytest.mark.skipif(bool(peer_memory.obstacle()), reason="this system has no process_vm_readv")
 
 NOTHING = torch.empty(0)
 
@@ -116,7 +118,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_how_to_do_without() -> N
     link = SharedMemoryTransport([0, 1], 0, [os.getpid()] * 2, {1: a}, 10.0)
     handle = link.exchange(1, [NOTHING] * 2, [NOTHING, torch.zeros(6)])
     b.send(shared_memory._NOTE.pack(1, 8, 24))
-    with pytest.raises(GraphZeroError, match=f"could not read what rank 1 holds for it: .*\n?.*{peer_memory.SWITCH}=0"):
+    with pytest.raises(GraphZeroError, match="could not read the memory of rank 1: .*\n?.*GRAPHZERO_TRANSPORT=gloo"):
         handle.wait()
 
 
@@ -150,25 +152,58 @@ def test_many_exchanges_may_begin_before_the_other_rank_listens() -> None:
     assert all(x.equal(y) for x, y in zip(into, pieces, strict=True))
 
 
-def _meet(rank: int, path: str, off: int) -> None:
-    os.environ[peer_memory.SWITCH] = str(int(rank != off))
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _connect(rank: int, folder: str, wishes: tuple[str, str], refused: bool) -> None:
+    """Leave what connecting gives; refused: rank 1 may not read the memory of other processes."""
+    os.environ[SWITCH] = wishes[rank]
+    if refused and rank == 1:
+
+        def refuse(process: int, address: int, into: Tensor) -> None:
+            raise PermissionError(errno.EPERM, "ptrace is forbidden")
+
+        peer_memory.read_memory = refuse
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
     def gather(mine: Any) -> list[Any]:
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    Path(f"{path}.{rank}").write_text(type(shared_memory_connect.meet(gather, [0, 1], 60.0)).__name__)
+    try:
+        transport = shared_memory_connect.connect_shared_memory(gather, [0, 1], 60.0)
+        text = transport if isinstance(transport, str) else type(transport).__name__
+    except ConfigError as error:
+        text = f"ConfigError: {error}"
+    Path(f"{folder}/{rank}").write_text(text)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_one_rank_that_may_not_be_read_lets_all_send(tmp_path: Path) -> None:
-    for off, wanted in ((1, "NoneType"), (-1, "SharedMemoryTransport")):
-        start(_meet, (f"{tmp_path}/{off}", off), 2)
-        assert [(tmp_path / f"{off}.{rank}").read_text() for rank in (0, 1)] == [wanted, wanted]
+@pytest.mark.parametrize(
+    ("wishes", "refused", "says"),
+    [
+        (("auto", "memory"), False, "SharedMemoryTransport"),
+        (("auto", "gloo"), False, "rank 1: GRAPHZERO_TRANSPORT=gloo"),
+        (("auto", "auto"), True, "rank 1: [Errno 1] ptrace is forbidden"),
+        (
+            ("auto", "memory"),
+            True,
+            "ConfigError: GRAPHZERO_TRANSPORT=memory, but ranks 0, 1 cannot read each other's memory: rank 1: "
+            "[Errno 1] ptrace is forbidden. With GRAPHZERO_TRANSPORT=auto they send through gloo",
+        ),
+        (
+            ("gloo", "memory"),
+            False,
+            "ConfigError: GRAPHZERO_TRANSPORT=memory, but ranks 0, 1 cannot read each other's memory: rank 0: "
+            "GRAPHZERO_TRANSPORT=gloo. With GRAPHZERO_TRANSPORT=auto they send through gloo",
+        ),
+    ],
+)
+def test_one_rank_that_may_not_read_lets_all_send_or_is_an_error_on_all(
+    tmp_path: Path, wishes: tuple[str, str], refused: bool, says: str
+) -> None:
+    start(_connect, (str(tmp_path), wishes, refused), 2)
+    assert [(tmp_path / f"{rank}").read_text() for rank in (0, 1)] == [says, says]
 
 
 def test_a_stranger_at_the_door_is_sent_away() -> None:
@@ -177,13 +212,14 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
         door.listen(4)
         probe = torch.tensor([0, 5])
         pid = os.getpid()
-        offers = [("here", door.getsockname(), pid, probe.data_ptr(), [0, 5])] * 2
+        name = door.getsockname()
+        offers = [shared_memory_connect._Offer("auto", "", "here", name, pid, probe.data_ptr(), [0, 5])] * 2
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger, socket.socket(socket.AF_UNIX) as friend:
             stranger.connect(door.getsockname())
             stranger.sendall(shared_memory_connect._HELLO.pack(1, pid + 1))
             friend.connect(door.getsockname())
             friend.sendall(shared_memory_connect._HELLO.pack(1, pid))
             found = shared_memory_connect._connect(door, 0, offers)
-            assert found is not None and list(found) == [1]
+            assert not isinstance(found, str) and list(found) == [1]
             assert stranger.recv(1) == b""
             found[1].close()

@@ -13,9 +13,9 @@ from _ranks import start
 from graphzero.errors import PlacementError
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.transport.p2p_collectives import SHORT
-from graphzero.runtime.transport.peer_memory import SWITCH
-from graphzero.runtime.transport.wires import SEGMENT
+from graphzero.runtime.transport.gloo_transport import SEGMENT
+from graphzero.runtime.transport.shared_memory_connect import SWITCH
+from graphzero.runtime.transport.transport import Transport
 from graphzero.runtime.world.process import ProcessWorld
 from graphzero.runtime.world.virtual import VirtualWorld
 from graphzero.runtime.world.world import World
@@ -71,7 +71,7 @@ def exchange_everything(world: World) -> dict[Any, list[torch.Tensor]]:
     """Every collective at a few sizes and dtypes: results, one per local rank."""
     found: dict[Any, list[torch.Tensor]] = {}
     for dtype in DTYPES:
-        for size in (1, SHORT // 4 + 7):  # one message, or pieces that do not divide
+        for size in (1, int(Transport.one_round_bytes) // 4 + 7):  # one message, or pieces that do not divide
             found["all_reduce", dtype, size] = buffers = [value(dtype, size, r) for r in world.local_ranks]
             world.begin("all_reduce", buffers, buffers, "dp").wait()
         for kind, sent, received in (("all_gather", 5, 15), ("reduce_scatter", 15, 5), ("all_to_all", 15, 15)):
@@ -134,7 +134,7 @@ def process(rank: int, folder: str, switch: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N)
     first = ProcessWorld(placement("cpu", HIERARCHY))
-    found = {**everything(first), "link": type(first._pairs["dp"].link).__name__}
+    found = {**everything(first), "link": type(first._collectives["dp"].transport).__name__}
     pair = placement("cpu", [0, 2])  # not all of them
     try:
         world = ProcessWorld(pair)
@@ -149,7 +149,7 @@ def process(rank: int, folder: str, switch: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["1", "0"], ids=["read", "sent"])
+@pytest.fixture(scope="module", params=["memory", "gloo"])
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three processes found, which read each other's memory, or send."""
     folder = tmp_path_factory.mktemp("gloo")
@@ -187,8 +187,10 @@ def test_a_lowered_step_equals_virtual_ranks_in_results_state_and_transcript(
     assert [kind for kind, *_ in wanted["sent"]] == ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"] * 2
 
 
-def test_ranks_of_one_host_read_each_other_unless_told_to_send(real: list[Any], request: pytest.FixtureRequest) -> None:
-    wanted = {"read": "SharedMemoryTransport", "sent": "Wires"}[request.node.callspec.id]
+def test_ranks_of_one_host_read_each_other_unless_gloo_is_asked_for(
+    real: list[Any], request: pytest.FixtureRequest
+) -> None:
+    wanted = {"memory": "SharedMemoryTransport", "gloo": "GlooTransport"}[request.node.callspec.id]
     assert [one["link"] for one in real] == [wanted] * N
 
 

@@ -122,8 +122,8 @@ def _gather(out: Tensor, mine: Tensor, mesh: DeviceMesh, axis: int, placement: P
     if mine.device.type != "cpu" or has_fake_world():
         _compat.all_gather_single(known, own, group=mesh.get_group(axis))
         return
-    pairs = communicator(placement.ranks.ravel().tolist()).pairs(_line(mesh, axis))
-    pairs.begin("all_gather", known, own, "sum").wait()
+    collectives = communicator(placement.ranks.ravel().tolist()).collectives(_line(mesh, axis))
+    collectives.begin("all_gather", known, own, "sum").wait()
 
 
 def _at(mesh: DeviceMesh) -> list[int]:

@@ -1,8 +1,8 @@
-"""Why a rank stopped, as it tells the others: through the job's store, which outlives broken connections.
+"""Reports of failed ranks: why a rank stopped, for the others, in the job's store, which outlives broken connections.
 
-Notices of one generation of a ``Communicator`` are numbered in the order in which they come.  Who is woken by a broken
-connection looks for one; the rank that broke it has written before.  The store may itself be gone with the rank
-that holds it, so nobody waits for it long.
+Reports of one generation of a ``Communicator`` are numbered in the order in which they come.  A rank that is woken by a
+broken connection looks for one; the rank that broke it has written its report before.  The store may itself be gone
+with the rank that holds it, so no rank waits for it long.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from types import CodeType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+PAUSE = 0.05  # seconds between two looks at the store, at most
 PATIENCE = 2.0  # seconds that a store may take to answer
 _LONGEST = 300  # characters of an error's text
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """kind: "stopped", by an error that ``text`` tells; "ended", or "silent": the ranks, ``text`` says who noticed.
+    """Ranks that failed, as one rank reports it.
 
-    label, number: of the call in which that was.
+    kind: "stopped", by the error in ``text``; "ended" or "silent", as another rank noticed, which ``text`` names.
+    label, number: of the call in which it happened.
     """
 
     kind: str
@@ -33,68 +35,69 @@ class FailureReport:
     number: int = 0
     text: str = ""
 
-    def told(self, number: int) -> str:
-        """The same for somebody whose own call has that number."""
+    def text_for(self, number: int) -> str:
+        """The message for a rank whose own call has that number."""
         if self.kind != "stopped":
             return self.text
-        which = "this" if number == self.number else "its last"
+        which_call = "this" if number == self.number else "its last"
         return (
-            f"rank {self.ranks[0]} stopped in {which} {self.label}: {self.text}\n  Its own output says more. Whoever "
-            "catches the error on every rank may go on calling; a step that some ranks have taken is refused then"
+            f"rank {self.ranks[0]} stopped in {which_call} {self.label}: {self.text}\n  Its own output says more. A "
+            "program that catches the error on every rank may call again; a step that only some ranks have completed "
+            "is refused"
         )
 
 
 class ReportStore:
-    """Notices of some ranks, in a store."""
+    """Failure reports of some ranks, in a store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def write(self, notice: FailureReport) -> bool:
-        """Whether the store has taken it."""
+    def add(self, report: FailureReport) -> bool:
+        """Add a report; return whether the store has taken it."""
 
-        def write() -> bool:
-            self._store.set(f"notice {self._store.add('notices', 1)}", json.dumps(asdict(notice)))
+        def add() -> bool:
+            self._store.set(f"report {self._store.add('reports', 1)}", json.dumps(asdict(report)))
             return True
 
-        return bool(within(PATIENCE, write))
+        return bool(within(PATIENCE, add))
 
-    def first(self) -> FailureReport | None:
-        """The first one that is there."""
+    def first_report(self) -> FailureReport | None:
+        """Return the first report, if there is one."""
 
-        def read() -> FailureReport | None:
-            for i in range(1, self._store.add("notices", 0) + 1):
-                if self._store.check([f"notice {i}"]):  # its writer may have ended in between
-                    return FailureReport(**json.loads(self._store.get(f"notice {i}")))
+        def find() -> FailureReport | None:
+            for i in range(1, self._store.add("reports", 0) + 1):
+                if self._store.check([f"report {i}"]):  # its writer may have ended in between
+                    return FailureReport(**json.loads(self._store.get(f"report {i}")))
             return None
 
-        return within(PATIENCE, read)
+        return within(PATIENCE, find)
 
-    def mark(self, rank: int) -> None:
-        """This rank has waited in vain."""
+    def mark_waited(self, rank: int) -> None:
+        """Record that a wait of this rank has failed."""
         within(PATIENCE, lambda: self._store.set(f"waited {rank}", "1"))
 
-    def marked(self, ranks: list[int]) -> list[int] | None:
-        """Those of ``ranks`` that have done so; None where the store does not answer."""
+    def ranks_waited(self, ranks: list[int]) -> list[int] | None:
+        """Return those of ``ranks`` whose waits have failed; None where the store does not answer."""
         return within(PATIENCE, lambda: [rank for rank in ranks if self._store.check([f"waited {rank}"])])
 
-    def wait(self, rank: int) -> None:
-        """This rank waits, now."""
+    def mark_waiting(self, rank: int) -> None:
+        """Record that this rank waits now."""
         self._store.set(f"waits {rank}", str(time.time()))
 
-    def waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
-        """Those of ``ranks`` that have said so within so many seconds."""
+    def ranks_waiting(self, ranks: Iterable[int], seconds: float) -> list[int]:
+        """Return those of ``ranks`` that have recorded a wait within so many seconds."""
         keys = {rank: f"waits {rank}" for rank in ranks}
-        told = {rank: float(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        return [rank for rank, when in told.items() if time.time() - when < seconds]
+        times = {rank: float(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return [rank for rank, when in times.items() if time.time() - when < seconds]
 
 
 class Attempt(Generic[T]):
-    """``ask`` under way in a thread of its own; in this one where the system gives no other."""
+    """A call in a thread of its own, or in this thread where the system starts no other."""
 
-    def __init__(self, ask: Callable[[], T]) -> None:
-        self._ask, self._over = ask, threading.Event()
-        self._found: list[T] = []
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function, self._is_over = function, threading.Event()
+        self._results: list[T] = []
         self._error: BaseException | None = None
         try:
             threading.Thread(target=self._run, daemon=True).start()
@@ -103,43 +106,44 @@ class Attempt(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._found.append(self._ask())
+            self._results.append(self._function())
         except BaseException as error:  # noqa: BLE001 - raised by ``result``
             self._error = error
-        self._over.set()
+        self._is_over.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is over, after so many seconds at most."""
-        return self._over.wait(seconds)
+        """Wait up to so many seconds; return whether the call is over."""
+        return self._is_over.wait(seconds)
 
     def result(self) -> T:
-        """What it gave or raised, when it is over."""
+        """Return or raise what the call has returned or raised; it is over."""
         if self._error is not None:
             raise self._error
-        return self._found[0]
+        return self._results[0]
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What ``ask`` returns, None where it raises or takes longer: a store waits for ever for a stopped process."""
-    made = Attempt(ask)
+def within(seconds: float, function: Callable[[], T]) -> T | None:
+    """Call a function; return None where it raises or takes longer: a store waits for ever for a stopped process."""
+    attempt = Attempt(function)
     try:
-        return made.result() if made.wait(seconds) else None
-    except Exception:  # noqa: BLE001 - whatever a store does whose host has ended
+        return attempt.result() if attempt.wait(seconds) else None
+    except Exception:  # noqa: BLE001 - any error of a store whose host has ended
         return None
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line: its kind, its text, and where in the user's code it was raised, or what that op is for."""
+    """Describe an error in a line: its class, its text, and the line of user code that it comes from."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    said = type(error).__name__ + (f": {text[:_LONGEST]}" if text else "")
-    where = getattr(error, SOURCE, "") or _line_of(error)
-    return said + (f", at {where}" if where else "")
+    description = type(error).__name__ + (f": {text[:_LONGEST]}" if text else "")
+    source = getattr(error, SOURCE, "") or _line_of(error)
+    return description + (f", at {source}" if source else "")
 
 
-SOURCE = "_graphzero_source"  # attribute of an error: the user's line that an op is for
+SOURCE = "_graphzero_source"  # attribute of an error: the user's line that an op comes from
 
 
 def note_source(error: BaseException, source: str) -> None:
+    """Record the user's line that the failed op comes from."""
     try:
         setattr(error, SOURCE, source)
     except AttributeError:  # a class with slots
@@ -147,12 +151,12 @@ def note_source(error: BaseException, source: str) -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's in an error's traceback."""
-    from graphzero.ir.source_location import line_of  # which running a program does without
+    """Return the innermost line of user code in an error's traceback."""
+    from graphzero.ir.source_location import line_of  # loaded only here: running a program does not need it
 
-    found, traceback = "", error.__traceback__
+    line, traceback = "", error.__traceback__
     while traceback is not None:
         code: CodeType = traceback.tb_frame.f_code
-        found = line_of(code, traceback.tb_lineno) or found
+        line = line_of(code, traceback.tb_lineno) or line
         traceback = traceback.tb_next
-    return found
+    return line

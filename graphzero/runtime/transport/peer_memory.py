@@ -1,12 +1,14 @@
-"""Reading another process' memory on the same host: one copy, straight into place, and no part for the other side.
+"""Reads of another process's memory on the same host: one copy, straight into place, without work on the other side.
 
-It is Linux' ``process_vm_readv``, as MPI libraries use it between ranks of one host ("cross memory attach").  Here is
-whether this process can take part, and the read itself; who reads what, and when it may, is ``shared_memory``'s.
+The system call is Linux's ``process_vm_readv``, which MPI libraries use between ranks of one host ("cross memory
+attach").  Here is whether this process can use it, and the read itself; who reads what, and when, is in
+``shared_memory``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 from functools import cache
@@ -15,50 +17,29 @@ from typing import Any
 
 from torch import Tensor
 
-from graphzero.errors import ConfigError
-
-SWITCH = "GRAPHZERO_SHARE_HOST"  # environment variable: 0 sends between ranks of one host as between hosts
-_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
+
+
+_HINTS = {errno.EPERM: " (ptrace is forbidden, by Yama, a seccomp filter or another user namespace)"}
 
 
 class _Range(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
-def host() -> str | None:
-    """What processes that may read each other have in common: the running kernel and the namespace of their ids.
-
-    None where this process can't take part, or shall not.
-    """
-    return None if obstacle() else namespace()
-
-
 def obstacle() -> str:
-    """Why this process can't take part, or shall not; "" where it may."""
-    if not is_on():
-        return f"{SWITCH}={os.environ[SWITCH]}"
-    if sys.platform != "linux" or _call() is None:
+    """Why this process can neither read others nor be read; "" where the kernel may allow it."""
+    if sys.platform != "linux" or _system_call() is None:
         return "this system has no process_vm_readv"
     return "" if namespace() is not None else "/proc does not say in which namespace it is"
 
 
-def is_on() -> bool:
-    """What the environment says.  Raises ConfigError for a word that is neither yes nor no."""
-    word = os.environ.get(SWITCH, "1").strip().lower()
-    if word in _YES:
-        return True
-    if word in _NO:
-        return False
-    raise ConfigError(
-        f"the environment has {SWITCH}={os.environ[SWITCH]!r}, which is neither yes ({', '.join(_YES)}) nor no "
-        f"({', '.join(_NO)}); 1 or nothing: ranks of one host read each other's memory, 0: they send as between hosts"
-    )
-
-
 def namespace() -> str | None:
-    """The running kernel, the namespace of process ids and the user; None where the system does not say."""
+    """Name what processes that may read each other have in common: running kernel, namespace of process ids, and user.
+
+    None where the system does not say.
+    """
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink(_PIDS)} {os.geteuid()}"
     except OSError:
@@ -66,28 +47,28 @@ def namespace() -> str | None:
 
 
 def allow_reading() -> None:
-    """Let the processes of this one's parent read it, where the kernel (Yama) would let only its own children."""
+    """Allow the parent of this process and its descendants to read it, where the kernel (Yama) restricts that."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
-def read(process: int, address: int, into: Tensor) -> None:
+def read_memory(process: int, address: int, into: Tensor) -> None:
     """Fill ``into``, which is dense, from ``address`` on in a process.  Raises OSError where the kernel refuses."""
-    call, done, nbytes = _call(), 0, into.numel() * into.element_size()
+    call, done, nbytes = _system_call(), 0, into.numel() * into.element_size()
     while done < nbytes:
-        here = _Range(into.data_ptr() + done, nbytes - done)
-        there = _Range(address + done, nbytes - done)
-        got = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if got <= 0:
+        target = _Range(into.data_ptr() + done, nbytes - done)
+        source = _Range(address + done, nbytes - done)
+        count = call(process, ctypes.byref(target), 1, ctypes.byref(source), 1, 0)
+        if count <= 0:
             error = ctypes.get_errno()
-            raise OSError(error, f"process {process} can't be read: {os.strerror(error)}")
-        done += got
+            raise OSError(error, f"process {process} cannot be read: {os.strerror(error)}{_HINTS.get(error, '')}")
+        done += count
 
 
 @cache
-def _call() -> Any:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if found is not None:
-        found.restype = ctypes.c_ssize_t
+def _system_call() -> Any:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is not None:
+        call.restype = ctypes.c_ssize_t
         pointer, count = ctypes.POINTER(_Range), ctypes.c_ulong
-        found.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-    return found
+        call.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+    return call

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from graphzero.errors import GraphZeroError, RankError
 from graphzero.runtime.transport import peer_memory
-from graphzero.runtime.transport.p2p_collectives import Link, Next, Pieces
-from graphzero.runtime.transport.primitives import fold
+from graphzero.runtime.transport.primitives import Handle, fold
 from graphzero.runtime.transport.process_monitor import close_in_children
+from graphzero.runtime.transport.transport import Continuation, Pieces, Transport
 
 # (number, address, bytes): the piece of exchange ``number`` lies there; (~number, 0, 0): I read it
 _NOTE = struct.Struct("<qQQ")
@@ -38,15 +38,17 @@ def nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class Exchange:
+class SharedMemoryExchange:
     """One exchange under way.
 
     to_read: ranks whose pieces are not here yet; unread: those that have not read theirs.
     """
 
-    def __init__(self, link: SharedMemoryTransport, number: int, sends: Pieces, to_read: set[int], then: Next = None):
-        self.link, self.number, self.sends, self.to_read, self.then = link, number, sends, to_read, then
-        self.unread = {q for q in link.others if sends[q].numel()}
+    def __init__(
+        self, transport: SharedMemoryTransport, number: int, sends: Pieces, to_read: set[int], then: Continuation = None
+    ):
+        self.transport, self.number, self.sends, self.to_read, self.then = transport, number, sends, to_read, then
+        self.unread = {q for q in transport.others if sends[q].numel()}
 
     def offered(self, q: int, address: int) -> None:
         """Rank q's piece lies at ``address``."""
@@ -59,40 +61,40 @@ class Exchange:
     def wait(self) -> None:
         """Until everything has arrived, and everybody has read what is sent."""
         while self.to_read or self.unread:
-            self.link.advance(self.to_read | self.unread)
+            self.transport.advance(self.to_read | self.unread)
 
 
-class _Copy(Exchange):
+class _Copy(SharedMemoryExchange):
     """Pieces go where they are to be."""
 
-    def __init__(self, link: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
-        super().__init__(link, number, sends, {q for q in link.others if receives[q].numel()})
+    def __init__(self, transport: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
+        super().__init__(transport, number, sends, {q for q in transport.others if receives[q].numel()})
         self.receives = receives
 
     def bytes_from(self, q: int) -> int:
         return nbytes(self.receives[q])
 
     def offered(self, q: int, address: int) -> None:
-        self.link.read(q, address, self.receives[q])
-        self.link.check_open(q)
+        self.transport.read(q, address, self.receives[q])
+        self.transport.check_open(q)
         self.to_read.discard(q)
-        self.link.tell(q, ~self.number)
+        self.transport.tell(q, ~self.number)
 
 
-class _Reduction(Exchange):
+class _Reduction(SharedMemoryExchange):
     """Pieces are reduced as they are read, in parts that a processor's cache holds."""
 
     def __init__(
         self,
-        link: SharedMemoryTransport,
+        transport: SharedMemoryTransport,
         number: int,
         sends: Pieces,
         own: Tensor,
         out: Tensor,
         reduction: str,
-        then: Next,
+        then: Continuation,
     ):
-        super().__init__(link, number, sends, set(link.others) if own.numel() else set(), then)
+        super().__init__(transport, number, sends, set(transport.others) if own.numel() else set(), then)
         self.own, self.out, self.reduction = own, out, reduction
         self.addresses: dict[int, int] = {}
 
@@ -104,22 +106,22 @@ class _Reduction(Exchange):
         if len(self.addresses) < len(self.to_read):
             return
         itemsize = self.own.element_size()
-        room = self.link.room(self.own.dtype)
+        room = self.transport.room(self.own.dtype)
         step = room.shape[1]
         for begin in range(0, self.own.numel(), step):
             own, out = self.own[begin : begin + step], self.out[begin : begin + step]
-            pieces = [own] * (len(self.link.others) + 1)
+            pieces = [own] * (len(self.transport.others) + 1)
             for place, (other, there) in enumerate(self.addresses.items()):
                 pieces[other] = room[place, : own.numel()]
-                self.link.read(other, there + begin * itemsize, pieces[other])
+                self.transport.read(other, there + begin * itemsize, pieces[other])
             fold(pieces, out, self.reduction)
         for other in self.addresses:
-            self.link.check_open(other)
-            self.link.tell(other, ~self.number)
+            self.transport.check_open(other)
+            self.transport.tell(other, ~self.number)
         self.to_read.clear()
 
 
-class SharedMemoryTransport(Link):
+class SharedMemoryTransport(Transport):
     """The ranks along one axis, all on this host.
 
     others: their numbers along the axis, this rank's own left out.
@@ -135,7 +137,7 @@ class SharedMemoryTransport(Link):
         """
         super().__init__(ranks, own, limit)
         self.processes, self.sockets = list(processes), sockets
-        self._under_way: dict[int, Exchange] = {}
+        self._under_way: dict[int, SharedMemoryExchange] = {}
         # (rank, number) -> address and bytes, of what has not begun here
         self._offers: dict[tuple[int, int], tuple[int, int]] = {}
         self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")
@@ -152,15 +154,19 @@ class SharedMemoryTransport(Link):
             self._hangups[q] = select.poll()
             self._hangups[q].register(one, _CLOSED)
 
-    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Exchange:
+    def exchange(self, number: int, sends: Pieces, receives: Pieces) -> SharedMemoryExchange:
         return self._begin(_Copy(self, number, sends, receives))
 
     def reduce(
-        self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Next = None
-    ) -> Exchange:
+        self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
+    ) -> SharedMemoryExchange:
         return self._begin(_Reduction(self, number, sends, own, out, reduction, then))
 
-    def _begin(self, made: Exchange) -> Exchange:
+    def reduce_whole(self, number: int, buffer: Tensor, reduction: str) -> Handle:
+        sends = [buffer.clone()] * len(self.ranks)  # the others read it while the sum is written
+        return self.reduce(number, sends, buffer, buffer, reduction)
+
+    def _begin(self, made: SharedMemoryExchange) -> SharedMemoryExchange:
         number = made.number
         self._under_way[number] = made
         for q in made.unread:
@@ -201,8 +207,7 @@ class SharedMemoryTransport(Link):
             "says why. Every rank must call a Graph equally often", [other],
         )  # fmt: skip
 
-    def hang_up(self, rank: int) -> None:
-        """That rank has ended, whoever still holds its end of the connection.  Another thread may say so."""
+    def disconnect_rank(self, rank: int) -> None:
         one = self.sockets.get(self.ranks.index(rank)) if rank in self.ranks else None
         if one is not None:
             with suppress(OSError):
@@ -252,22 +257,30 @@ class SharedMemoryTransport(Link):
             else:
                 self._offers[q, number] = address, size
 
-    def _offered(self, made: Exchange, q: int, address: int, size: int) -> None:
+    def _offered(self, made: SharedMemoryExchange, q: int, address: int, size: int) -> None:
         expected = made.bytes_from(q) if q in made.to_read else 0
         if size != expected:
-            raise self.other_size(q, size, expected)
+            raise self._size_error(q, size, expected)
         made.offered(q, address)
+
+    def _size_error(self, q: int, size: int, expected: int) -> GraphZeroError:
+        """A piece of rank q is not as long as expected; in bytes."""
+        return GraphZeroError(
+            f"rank {self.ranks[q]} sends {size} bytes where rank {self.ranks[self.own]} expects {expected}: they "
+            "run other programs, or one program with inputs of other shapes. Give all ranks batches of one shape "
+            '(drop_last=True); config.check_inputs = "always" says what differs before the step'
+        )
 
     def read(self, q: int, address: int, into: Tensor) -> None:
         """Fill ``into`` from ``address`` on in rank q."""
         try:
-            peer_memory.read(self.processes[q], address, into)
+            peer_memory.read_memory(self.processes[q], address, into)
         except ProcessLookupError as error:
             raise self._ended(q) from error
         except OSError as error:
             raise GraphZeroError(
-                f"rank {self.ranks[self.own]} could not read what rank {self.ranks[q]} holds for it: {error}. If that "
-                f"rank has not ended, set {peer_memory.SWITCH}=0 on all ranks, which sends through sockets instead"
+                f"rank {self.ranks[self.own]} could not read the memory of rank {self.ranks[q]}: {error}. If that rank "
+                "has not ended, set GRAPHZERO_TRANSPORT=gloo on all ranks"
             ) from error
 
     def check_open(self, q: int) -> None:
@@ -292,13 +305,13 @@ class SharedMemoryTransport(Link):
                 self._gone.add(q)
                 return
 
-    def _end(self, made: Exchange) -> None:
+    def _end(self, made: SharedMemoryExchange) -> None:
         """What follows the arrival of all."""
         if not made.to_read and made.then is not None:
             then, made.then = made.then, None
             then()
         self._forget(made)
 
-    def _forget(self, made: Exchange) -> None:
+    def _forget(self, made: SharedMemoryExchange) -> None:
         if not made.to_read and not made.unread:
             self._under_way.pop(made.number, None)

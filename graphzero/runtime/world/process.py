@@ -1,8 +1,9 @@
 """One rank per process, over torch.distributed: NCCL, gloo or a fake group.
 
 Between CPU tensors collectives are exchanges between pairs of ranks (``p2p_collectives``): ranks of one host read
-each other's memory (``shared_memory``), others send over TCP (``wires``).  These connections belong to the ranks, not
-to a program (``communicator``): all Graphs of these ranks share them, and they are made anew after a failure.
+each other's memory (``shared_memory``), others send through gloo (``gloo_transport``).  These connections belong
+to the ranks, not to a program (``communicator``): all Graphs of these ranks share them, and they are made anew after a
+failure.
 
 NCCL reduces in an order that is fixed for one size on one machine, but may change with the size: repeated runs
 agree to the bit, stages only to rounding.  On two ranks any order is the same.
@@ -57,14 +58,14 @@ class ProcessWorld(World):
         super().__init__(placement, device or device_of(placement), [flat.index(rank)])
         self._groups = {name: mesh.get_group(i) for i, name in enumerate(placement.names)}
         self._communicator = communicator(flat)
-        self._pairs: dict[str, PeerCollectives] = {}
+        self._collectives: dict[str, PeerCollectives] = {}
         self._made_in = -1  # generation of the communicator
         _worlds.add(self)
         shared = [axis for axis, ranks in zip(placement.names, placement.hierarchy, strict=True) if ranks > 1]
-        self._paired = [axis for axis in shared if _backend(self._groups[axis], self.device) == "gloo"]
+        self._peer_axes = [axis for axis in shared if _backend(self._groups[axis], self.device) == "gloo"]
         for axis, group in self._groups.items():
             peers = self.peers(0, axis)
-            if axis not in self._paired and axis in shared and peers != sorted(peers):
+            if axis not in self._peer_axes and axis in shared and peers != sorted(peers):
                 raise PlacementError(
                     f"the ranks {peers} of {placement!r} along {axis} do not ascend, but the process groups of "
                     f"{dist.get_backend(group)} are in the order of ranks; list them in ascending order"
@@ -77,38 +78,38 @@ class ProcessWorld(World):
     def close(self) -> None:
         """Let go of process groups and connections; nothing runs any more."""
         self._groups.clear()
-        self._pairs.clear()
+        self._collectives.clear()
 
     def forget(self) -> None:
-        if not self._paired:
+        if not self._peer_axes:
             super().forget()
         self.pending.clear()  # the connections on which it began are closed, and nothing more arrives
 
     @property
     def ways(self) -> dict[str, str]:
-        return {axis: pairs.about for axis, pairs in self._pairs.items()}
+        return {axis: collectives.about for axis, collectives in self._collectives.items()}
 
     @property
     def under_way(self) -> str:
-        return "" if self._paired else super().under_way
+        return "" if self._peer_axes else super().under_way
 
-    def _pair(self, axis: str) -> PeerCollectives | None:
-        """What moves tensors along an axis, None where that is the backend's."""
+    def _collectives_of(self, axis: str) -> PeerCollectives | None:
+        """The collectives between CPU ranks along an axis, None where they are the backend's."""
         if self._made_in != self._communicator.generation and not has_fake_world():
             self._connect()
-        return self._pairs.get(axis)
+        return self._collectives.get(axis)
 
     def _connect(self) -> None:
         """Every rank comes by here, at its first collective after the last failure."""
         self._communicator.connect()
-        self._pairs = {axis: self._communicator.pairs(self.peers(0, axis)) for axis in self._paired}
+        self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
         self._made_in = self._communicator.generation
 
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         (out,), (sent,) = outs, ins
-        pairs = self._pair(axis)
-        if pairs is not None:
-            return pairs.begin(kind, out, sent, reduction)
+        collectives = self._collectives_of(axis)
+        if collectives is not None:
+            return collectives.begin(kind, out, sent, reduction)
         return WAYS[kind](out, sent, reduction, self._groups[axis])
 
 
