@@ -1,6 +1,6 @@
 """Optimizers as people publish them, five steps each at stages 0 and 3 on two virtual ranks, against plain PyTorch.
 
-    pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchao transformers
+    pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchvision torchao transformers
     python bench/optimizers.py                         # all of them, kept in optimizers.jsonl
     python bench/optimizers.py --only 'prodigy'        # those whose name matches
     python bench/optimizers.py --page                  # what is kept, into bench/results/ and docs/optimizers.md
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import inspect
 import json
 import re
 import sys
 import time
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zoo.packages import declare_torchvision_ops
 
 import graphzero as gz
 from graphzero.errors import GraphZeroError
@@ -137,9 +136,10 @@ class Result:
 def cases() -> Iterator[Case]:
     """Every class of the packages that is there, once."""
     known: set[Any] = set()
+    declare_torchvision_ops()  # timm imports torchvision
     for package, module in PACKAGES.items():
         try:
-            held = vars(_loaded(module))
+            held = vars(importlib.import_module(module))
         except ImportError as error:
             print(f"without {package}: {error}", file=sys.stderr)
             continue
@@ -150,16 +150,6 @@ def cases() -> Iterator[Case]:
             if ours and not inspect.isabstract(cls):
                 known.add(cls)
                 yield Case(f"{package}.{name}", cls)
-
-
-def _loaded(module: str) -> Any:
-    """A module without what its package imports beside it: timm's optimizers need no torchvision."""
-    package = module.partition(".")[0]
-    spec = importlib.util.find_spec(package)
-    if package != module and package not in sys.modules and spec is not None:
-        sys.modules[package] = bare = types.ModuleType(package)
-        bare.__path__ = list(spec.submodule_search_locations or ())
-    return importlib.import_module(module)
 
 
 def in_full(package: str) -> None:

@@ -25,8 +25,7 @@ _OPS: list[torch.library.Library] = []
 
 
 def load() -> None:
-    if importlib.util.find_spec("torchvision") and not _compiled():
-        declare()
+    declare_torchvision_ops()
     for name in USUAL:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
@@ -64,8 +63,13 @@ def _compiled() -> bool:
     return bool(torchvision.extension._has_ops())
 
 
-def declare() -> None:
-    """Name torchvision's two ops that it registers by, so that it loads; no classifier or segmentation calls them."""
+def declare_torchvision_ops() -> None:
+    """Where torchvision's compiled ops do not load, declare the two that it registers, so that the package loads.
+
+    No classifier or segmentation model calls them.
+    """
+    if importlib.util.find_spec("torchvision") is None or _compiled():
+        return
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     library = torch.library.Library("torchvision", "FRAGMENT")
