@@ -30,9 +30,9 @@ def refreshed(page: str) -> str:
 
 def _passes() -> Iterator[str]:
     from graphzero.passes.contract import contract_of
-    from graphzero.passes.pass_list import PASSES
+    from graphzero.passes.pass_list import pass_entries
 
-    for entry in PASSES:
+    for entry in pass_entries():
         contract = contract_of(entry.kind)
         assert contract.example is not None
         yield f"### {entry.name}\n"

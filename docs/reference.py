@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from graphzero.config import GraphConfig
+from graphzero.config.members import plugin_members
+
 PAGE = pathlib.Path(__file__).with_name("reference.md")
 ROOT = PAGE.parents[1]
 MODULES = {
@@ -49,7 +52,8 @@ def undocumented() -> list[str]:
 
 def _names(module: str) -> list[tuple[str, Any]]:
     found = importlib.import_module(module)
-    return [(name, getattr(found, name)) for name in sorted(found.__all__, key=str.lower)]
+    names = {*found.__all__, *(name for name in dir(found) if "__dir__" in vars(found) and not name.startswith("_"))}
+    return [(name, getattr(found, name)) for name in sorted(names, key=lambda name: (name.lower(), name))]
 
 
 def _is_code(held: Any) -> bool:
@@ -90,7 +94,10 @@ def _class(held: type, name: str) -> Iterator[str]:
 def _members(held: type) -> list[tuple[str, Any]]:
     """Public methods and properties that the class itself defines, and calls of it that have a text."""
     found = []
-    for name, member in vars(held).items():
+    added = plugin_members(held) if held is GraphConfig else {}
+    for name, member in (vars(held) | added).items():
+        if name in getattr(held, "__dataclass_fields__", ()):
+            continue  # a default that is a function
         is_call = name == "__call__" and bool(member.__doc__)
         if (is_call or not name.startswith("_")) and (inspect.isfunction(member) or isinstance(member, property)):
             found.append((name, member))

@@ -16,7 +16,7 @@ import graphzero as gz
 from graphzero.cli import main
 from graphzero.ir.text.parser import parse
 from graphzero.passes import Options, Pipeline, default_passes
-from graphzero.passes.pass_list import PASSES
+from graphzero.passes.pass_list import pass_entries
 from graphzero.testing import assert_same_step
 
 STEP = step(optimizer="momentum")
@@ -56,10 +56,10 @@ def test_it_reads_what_it_has_printed_from_standard_input(
 ) -> None:
     main(["opt", file, "--passes", "default{stage=3}"])
     whole, text = capsys.readouterr().out, STEP
-    for entry in PASSES:
+    for entry in pass_entries():
         if entry.when(Options(stage=3)):
             monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-            assert main(["opt", "-", "--passes", str(entry.made(Options(stage=3)))]) == 0
+            assert main(["opt", "-", "--passes", str(entry.create_pass(Options(stage=3)))]) == 0
             text = capsys.readouterr().out
     assert text == whole
 
@@ -152,11 +152,11 @@ def test_any_line_of_passes_gives_a_program_that_computes_the_same_or_a_message(
 ) -> None:
     """Passes in any order that their levels allow, more than once too."""
     rng, ended = random.Random(0), 0
-    levels = list(dict.fromkeys(entry.level for entry in PASSES))
+    levels = list(dict.fromkeys(entry.level for entry in pass_entries()))
     for _ in range(60):
         names = ["pin"]
         for level in levels:
-            here = [entry.name for entry in PASSES if entry.level == level]
+            here = [entry.name for entry in pass_entries() if entry.level == level]
             last = here.pop() if level != levels[-1] else ""
             names += [*(rng.choices(here, k=rng.randint(0, 5)) if here else []), *filter(None, [last])]
         status = main(["opt", file, "--passes", ",".join(names)])

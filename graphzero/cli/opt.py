@@ -22,7 +22,7 @@ from graphzero.ir.text.parser import parse
 from graphzero.ir.verifier.verify import verify
 from graphzero.passes import Pipeline, parse_passes
 from graphzero.passes.base import snake_case
-from graphzero.passes.pass_list import GROUPS, NAMES
+from graphzero.passes.pass_list import GROUPS, pass_names
 from graphzero.passes.pass_list_text import listing
 from graphzero.sbp.placement import DEVICE_TYPES, placement
 
@@ -86,7 +86,7 @@ def own_passes(file: str | None) -> dict[str, Callable[..., Any]]:
     module = factory.run_file(path, file)
     own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
     passes = {snake_case(x.__name__): x for x in own if _is_pass(x)}
-    if taken := sorted(passes.keys() & {*NAMES, *GROUPS}):
+    if taken := sorted(passes.keys() & {*pass_names(), *GROUPS}):
         raise ConfigError(f"--load {file}: {', '.join(taken)} is the name of a built-in pass; give yours another one")
     if not passes:
         raise ConfigError(f"--load {file}: it defines no pass: a function of one graph, or a dataclass with __call__")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from graphzero.config.setting import choices
 from graphzero.errors import ConfigError
-from graphzero.passes import NAMES, pass_name
-from graphzero.passes.pass_list import GROUPS
+from graphzero.passes import pass_name
+from graphzero.passes.pass_list import GROUPS, pass_names
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
@@ -62,7 +62,7 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
 def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: str) -> tuple[UserPass, ...]:
     """``passes`` and this one, behind them.  Raises ConfigError for what is no pass, or follows none."""
     _check_pass(own)
-    known = (*NAMES, *GROUPS, *(pass_name(one.own) for one in passes))
+    known = (*pass_names(), *GROUPS, *(pass_name(one.own) for one in passes))
     if after not in known:
         raise ConfigError(f"add_pass({pass_name(own)}, after={after!r}): no pass has that name; {choices(known)}")
     return (*passes, UserPass(own, after))

@@ -1,8 +1,13 @@
 """The passes, from a captured step to a program that runs.
 
-A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and records them.  ``pipeline`` lists the
-built-in ones.
+A pass is a callable ``StepGraph -> StepGraph``; ``Pipeline`` runs, verifies and records them.  ``pass_list`` has the
+list of them.
 """
+
+from __future__ import annotations
+
+import sys
+from typing import Any
 
 from graphzero.ir.memory_space import host_memory
 from graphzero.passes.base import BuiltinPass, Group, Pass, Pipeline, Record, pass_name
@@ -18,7 +23,7 @@ from graphzero.passes.memory.delay_gradients import DelayGradients
 from graphzero.passes.memory.in_place import InPlace
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.memory.recompute import Recompute
-from graphzero.passes.pass_list import NAMES, Fuse, Options, Schedule, default_passes
+from graphzero.passes.pass_list import Fuse, Options, PassEntry, Schedule, default_passes, pass_entries, pass_names
 from graphzero.passes.pass_list_text import parse_passes, print_passes
 from graphzero.passes.place.cast_before_gather import CastBeforeGather
 from graphzero.passes.place.expand import Expand
@@ -32,10 +37,8 @@ from graphzero.passes.schedule.launch import Launch
 from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
-from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
 
 __all__ = [
-    "NAMES",
     "Assign",
     "Bucket",
     "BuiltinPass",
@@ -59,6 +62,7 @@ __all__ = [
     "Overlap",
     "OverlapUpdate",
     "Pass",
+    "PassEntry",
     "Pin",
     "Pipeline",
     "Propagate",
@@ -67,7 +71,6 @@ __all__ = [
     "InPlace",
     "Schedule",
     "Slots",
-    "StackUpdates",
     "OptimizerInBackward",
     "Zero",
     "default_passes",
@@ -76,3 +79,17 @@ __all__ = [
     "pass_name",
     "print_passes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``NAMES``, of all passes in order, and the classes of plug-ins' passes, which are loaded when they are used."""
+    if name == "NAMES":
+        return pass_names()
+    for entry in () if name.startswith("_") else pass_entries():
+        if entry.kind.__name__ == name:
+            return entry.kind
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "NAMES", *(entry.kind.__name__ for entry in pass_entries() if entry.after)})

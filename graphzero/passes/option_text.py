@@ -44,7 +44,8 @@ def refused(reader: LineReader, begin: int, problem: str) -> Exception:
 def forms_of(kind: type) -> Mapping[str, Form]:
     """The options of a pass, or the parts of another dataclass, by name."""
     hints = get_type_hints(kind)
-    return {one.name: form_of(hints[one.name]) for one in _fields(kind) if one.init}
+    written = [one.name for one in _fields(kind) if one.init and one.metadata.get("in_text", True)]
+    return {name: form_of(hints[name]) for name in written}
 
 
 def read_options(reader: LineReader, kind: type, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""The list of built-in passes: their order, the level each runs on, and the condition under which it is there.
+"""The list of passes: their order, the level each runs on, and the condition under which it is there.
 
 Whoever needs passes, all of them, those up to one, or those that are still to come, asks ``default_passes``; nothing
 else lists or cuts them.  Which options a program is worth making with is asked above: see ``graphzero.plan``.
@@ -7,10 +7,13 @@ else lists or cuts them.  Which options a program is worth making with is asked 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
 
+from graphzero.extensions import PASSES, Extension, extensions
 from graphzero.ir.value import Role
-from graphzero.passes.base import BuiltinPass, Group, Pass, pass_name, snake_case
+from graphzero.passes.base import Group, Pass, pass_name, snake_case
 from graphzero.passes.boxing.insert_boxing import InsertBoxing
 from graphzero.passes.boxing.localize import Localize
 from graphzero.passes.boxing.lower_boxing import LowerBoxing
@@ -40,7 +43,6 @@ from graphzero.passes.schedule.launch import Launch
 from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
-from graphzero.plugins.stacked_updates.stack_updates import StackUpdates
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import Nd
 
@@ -63,6 +65,7 @@ class Options:
     whole_accumulators: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
     bucket_bytes: of one bucket, and of what is under way at a time; None follows the size of the model.
+    plugins: values of plug-ins' settings that are not as by default, by name.
     optimise: whether passes are there that a program also runs without, only with more memory or time.
     """
 
@@ -81,6 +84,7 @@ class Options:
     tiles: int = 1
     bucket_bytes: int | None = None
     optimise: bool = True
+    plugins: Mapping[str, Any] = field(default_factory=dict, metadata={"in_text": False})
 
     @property
     def gathers(self) -> bool:
@@ -98,62 +102,108 @@ def _adds_up(options: Options) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PassEntry:
     """One line of the list.
 
+    kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes
     beside it also go by.
+    after: of a plug-in's pass, the name of the pass that it follows.
     """
 
-    kind: type[BuiltinPass]
+    kind: type[Pass]
     level: str
-    when: Callable[[Options], bool] = _always
+    when: Callable[[Options], bool] = field(default=_always, repr=False)
     group: str = ""
+    after: str = ""
 
     @property
     def name(self) -> str:
+        """The pass's."""
         return snake_case(self.kind.__name__)
 
-    def made(self, options: Options) -> BuiltinPass:
-        return self.kind(**{one.name: getattr(options, one.name) for one in fields(self.kind)})  # type: ignore[arg-type]
+    def create_pass(self, options: Options) -> Pass:
+        """The pass with those of the options, and of the values of plug-ins' settings, that it has a field for."""
+        values = {one.name: getattr(options, one.name) for one in fields(options)} | dict(options.plugins)
+        own: Any = self.kind
+        pass_: Pass = own(**{one.name: values[one.name] for one in fields(own) if one.name in values})
+        return pass_
 
 
-PASSES: tuple[Entry, ...] = (
-    Entry(Pin, "captured"),
-    Entry(Zero, "captured", lambda options: options.stage > 0),
-    Entry(CastBeforeGather, "captured", lambda options: options.masters),
-    Entry(CountTargets, "captured", _adds_up),
-    Entry(StackUpdates, "captured"),
-    Entry(Expand, "captured"),
-    Entry(Propagate, "captured"),
-    Entry(InsertBoxing, "propagated"),
-    Entry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
-    Entry(TileRows, "boxed", lambda options: options.tiles > 1),
-    Entry(LowerBoxing, "boxed"),
-    Entry(Localize, "lowered"),
-    Entry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
-    Entry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
-    Entry(FusePieces, "local", lambda options: options.optimise, "fuse"),
-    Entry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
-    Entry(Recompute, "local", lambda options: bool(options.recompute)),
-    Entry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),
-    Entry(DelayGradients, "local", lambda options: options.delay_gradients),
-    Entry(GatherCasts, "local", lambda options: options.optimise and options.masters),
-    Entry(Bucket, "local"),
-    Entry(Launch, "local", group="schedule"),
-    Entry(Overlap, "local", group="schedule"),
-    Entry(OptimizerInBackward, "local", lambda options: options.optimizer_in_backward, "schedule"),
-    Entry(OverlapUpdate, "local", group="schedule"),
-    Entry(CopyOld, "local", group="schedule"),
-    Entry(Assign, "local", group="schedule"),
-    Entry(Slots, "local", group="schedule"),
-    Entry(DeadCode, "local"),
-    Entry(InPlace, "local", lambda options: options.optimise),
-    Entry(JoinUpdates, "local", lambda options: options.optimise),
+BUILT_IN: tuple[PassEntry, ...] = (
+    PassEntry(Pin, "captured"),
+    PassEntry(Zero, "captured", lambda options: options.stage > 0),
+    PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
+    PassEntry(CountTargets, "captured", _adds_up),
+    PassEntry(Expand, "captured"),
+    PassEntry(Propagate, "captured"),
+    PassEntry(InsertBoxing, "propagated"),
+    PassEntry(MicroBatches, "boxed", lambda options: options.micro_batches > 1),
+    PassEntry(TileRows, "boxed", lambda options: options.tiles > 1),
+    PassEntry(LowerBoxing, "boxed"),
+    PassEntry(Localize, "lowered"),
+    PassEntry(FuseCrossEntropy, "local", lambda options: options.optimise, "fuse"),
+    PassEntry(FuseAccumulate, "local", lambda options: options.optimise and _adds_up(options), "fuse"),
+    PassEntry(FusePieces, "local", lambda options: options.optimise, "fuse"),
+    PassEntry(FuseAdam, "local", lambda options: options.optimise, "fuse"),
+    PassEntry(Recompute, "local", lambda options: bool(options.recompute)),
+    PassEntry(KeepGathered, "local", lambda options: options.gathers and options.keep_gathered is not None),
+    PassEntry(DelayGradients, "local", lambda options: options.delay_gradients),
+    PassEntry(GatherCasts, "local", lambda options: options.optimise and options.masters),
+    PassEntry(Bucket, "local"),
+    PassEntry(Launch, "local", group="schedule"),
+    PassEntry(Overlap, "local", group="schedule"),
+    PassEntry(OptimizerInBackward, "local", lambda options: options.optimizer_in_backward, "schedule"),
+    PassEntry(OverlapUpdate, "local", group="schedule"),
+    PassEntry(CopyOld, "local", group="schedule"),
+    PassEntry(Assign, "local", group="schedule"),
+    PassEntry(Slots, "local", group="schedule"),
+    PassEntry(DeadCode, "local"),
+    PassEntry(InPlace, "local", lambda options: options.optimise),
+    PassEntry(JoinUpdates, "local", lambda options: options.optimise),
 )
 
-_LAST = {entry.group: entry for entry in PASSES if entry.group}  # of each group
-NAMES = tuple(entry.name for entry in PASSES)
+_LAST = {entry.group: entry for entry in BUILT_IN if entry.group}  # of each group
+
+
+@cache
+def pass_entries() -> tuple[PassEntry, ...]:
+    """The list with the passes of plug-ins in their places.  Raises ConfigError for a plug-in without a place."""
+    entries, waiting = list(BUILT_IN), dict(extensions(PASSES))
+    while waiting:
+        placed = [name for name, plugin in waiting.items() if _insert_entry(entries, plugin)]
+        if not placed:
+            plugin = next(iter(waiting.values()))
+            names = ", ".join((*(entry.name for entry in entries), *GROUPS))
+            raise plugin.refusal(f"follows {plugin.load().after!r}, and no pass has that name; they are {names}")
+        for name in placed:
+            del waiting[name]
+    return tuple(entries)
+
+
+def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
+    """Put a plug-in's pass behind the pass that it follows, if that is there."""
+    entry = plugin.load()
+    if not isinstance(entry, PassEntry) or not is_dataclass(entry.kind):
+        raise plugin.refusal("is not a pass: give a graphzero.passes.PassEntry of a dataclass")
+    if entry.name != plugin.name or any(entry.name in (other.name, other.group) for other in entries):
+        raise plugin.refusal(f"has a pass called {entry.name!r}: that is the name of another pass, or not its own")
+    followed = [i for i, other in enumerate(entries) if entry.after in (other.name, other.group)]
+    if not followed or not entry.after:
+        return False
+    at = followed[-1] + 1
+    while at < len(entries) and entries[at].after == entry.after:
+        at += 1
+    level = entries[min(at, len(entries) - 1)].level
+    if entry.level != level:
+        raise plugin.refusal(f"runs on {entry.level!r} graphs, and behind {entry.after} they are {level!r}")
+    entries.insert(at, entry)
+    return True
+
+
+def pass_names() -> tuple[str, ...]:
+    """The names of all passes, in order."""
+    return tuple(entry.name for entry in pass_entries())
 
 
 @dataclass(frozen=True)
@@ -196,7 +246,7 @@ GROUPS: Mapping[str, type[Group]] = {"fuse": Fuse, "schedule": Schedule}
 
 
 def _group(name: str, options: Options) -> tuple[Pass, ...]:
-    return tuple(entry.made(options) for entry in PASSES if entry.group == name and entry.when(options))
+    return tuple(entry.create_pass(options) for entry in pass_entries() if entry.group == name and entry.when(options))
 
 
 def default_passes(
@@ -210,8 +260,8 @@ def default_passes(
     since, until: only those from the built-in pass of that name on, there or not, and only those before it.
     """
     options, left, found = options or Options(), list(own), list[Pass]()
-    for entry in PASSES[slice(_first(since) if since else None, _first(until) if until else None)]:
-        found += [entry.made(options)] if entry.when(options) else []
+    for entry in pass_entries()[slice(_first(since) if since else None, _first(until) if until else None)]:
+        found += [entry.create_pass(options)] if entry.when(options) else []
         found += _behind(entry.name, left)
         found += _behind(entry.group, left) if _LAST.get(entry.group) is entry else ()
     return found
@@ -219,7 +269,7 @@ def default_passes(
 
 def _first(name: str) -> int:
     """The number of the first entry that goes by a name."""
-    return next(i for i, entry in enumerate(PASSES) if name in (entry.name, entry.group))
+    return next(i for i, entry in enumerate(pass_entries()) if name in (entry.name, entry.group))
 
 
 def _behind(name: str, own: list[tuple[Pass, str]]) -> Iterator[Pass]:
@@ -233,9 +283,10 @@ def _behind(name: str, own: list[tuple[Pass, str]]) -> Iterator[Pass]:
 
 def first_on(level: str) -> str:
     """The name of the first pass that runs on graphs of that level."""
-    return next(entry.name for entry in PASSES if entry.level == level)
+    return next(entry.name for entry in pass_entries() if entry.level == level)
 
 
-def level_behind(entry: Entry) -> str:
+def level_behind(entry: PassEntry) -> str:
     """The level of what the pass returns: the last one of a level takes a graph on to the next."""
-    return PASSES[min(PASSES.index(entry) + 1, len(PASSES) - 1)].level
+    entries = pass_entries()
+    return entries[min(entries.index(entry) + 1, len(entries) - 1)].level

@@ -15,7 +15,15 @@ from graphzero.ir.text.parser import ParseError
 from graphzero.passes.base import Pass, pass_text
 from graphzero.passes.contract import contract_of
 from graphzero.passes.option_text import forms_of, made, read_options, refused
-from graphzero.passes.pass_list import GROUPS, NAMES, PASSES, Options, default_passes, first_on, level_behind
+from graphzero.passes.pass_list import (
+    GROUPS,
+    Options,
+    default_passes,
+    first_on,
+    level_behind,
+    pass_entries,
+    pass_names,
+)
 
 DEFAULT = "default"
 SHOWN = 60  # characters of a text at either side of what is wrong
@@ -54,15 +62,15 @@ def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]])
     if name in own:
         return [_own_pass(reader, own[name], name)], level
     if name == DEFAULT:
-        return default_passes(_options(reader, Options, name), since=first_on(level)), PASSES[-1].level
-    if name not in (*NAMES, *GROUPS):
+        return default_passes(_options(reader, Options, name), since=first_on(level)), pass_entries()[-1].level
+    if name not in (*pass_names(), *GROUPS):
         what = f"no pass is called {name!r}" if name else "expected the name of a pass"
         more = f"{', '.join(GROUPS)} for several that go together, and {DEFAULT} for the whole list"
-        names = ", ".join((*NAMES, *own))
+        names = ", ".join((*pass_names(), *own))
         raise refused(reader, begin, f"{what}; the passes are {names}; {more}")
-    entry = next(one for one in PASSES if name in (one.name, one.group))
+    entry = next(one for one in pass_entries() if name in (one.name, one.group))
     if entry.level != level:
-        here = ", ".join(one.name for one in PASSES if one.level == level)
+        here = ", ".join(one.name for one in pass_entries() if one.level == level)
         problem = f"{name} takes a {entry.level} graph, and here it is {level}; it can go on with {here}"
         raise refused(reader, begin, problem)
     kind = GROUPS.get(name, entry.kind)
@@ -92,11 +100,12 @@ def _error(text: str, at: int, problem: str) -> ParseError:
 def listing() -> str:
     """Every pass with the level that it runs on, one line of what it does, and its options."""
     lines = ["name{option=value option=value},name,...   in the order in which they run", ""]
-    rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in PASSES]
-    groups = [(name, next(one.level for one in PASSES if one.group == name), kind) for name, kind in GROUPS.items()]
+    entries = pass_entries()
+    rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in entries]
+    groups = [(name, next(one.level for one in entries if one.group == name), kind) for name, kind in GROUPS.items()]
     for name, level, kind in [*rows, *groups, (DEFAULT, "any", Options)]:
         summary = contract_of(kind).summary if name != DEFAULT else "The passes from there on that a Graph runs."
-        lines.append(f"{name:<20}{level:<12}{summary.replace('``', '`')}")
+        lines.append(f"{name:<24}{level:<12}{summary.replace('``', '`')}")
         plain = made(LineReader("", ParseError, {}), 0, kind, {}, name)
         for option, form in forms_of(kind).items():
             lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")

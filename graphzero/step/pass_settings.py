@@ -115,4 +115,5 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         links=settings.links,
         keep_gathered=zero.keep_gathered or (() if may_keep else None),
         bucket_bytes=settings.bucket_bytes,
+        plugins=dict(settings.plugins),
     )

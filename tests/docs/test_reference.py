@@ -6,6 +6,7 @@ import pytest
 from doc_blocks import ROOT
 
 from graphzero.config import Settings
+from graphzero.config.plugin_settings import plugin_settings
 from graphzero.config.setting import settings_of
 
 spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
@@ -49,6 +50,8 @@ def test_a_docstring_becomes_markdown() -> None:
 def test_the_reference_has_every_setting_and_the_method_that_makes_it() -> None:
     page = reference.PAGE.read_text(encoding="utf-8")
     section = page.split("### gz.GraphConfig\n")[1].split("\n### ")[0]
-    for one in settings_of(Settings).values():
+    for one in (*settings_of(Settings).values(), *plugin_settings().values()):
+        if one.name == "plugins":
+            continue  # each of which is there by its own name
         assert f"\n* `{one.name}`: " in section
         assert not one.method or f"\n* `{one.method}(" in section

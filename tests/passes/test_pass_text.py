@@ -14,7 +14,7 @@ from graphzero.ir.text.parser import ParseError, parse
 from graphzero.ir.value import Role
 from graphzero.passes import NAMES, KeepGathered, Options, Pin, Pipeline, Propagate, Zero, default_passes
 from graphzero.passes.option_text import form_of, forms_of, write_options
-from graphzero.passes.pass_list import GROUPS, PASSES, Entry
+from graphzero.passes.pass_list import GROUPS, PassEntry, pass_entries
 from graphzero.passes.pass_list_text import listing, parse_passes, print_passes
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.types import B, P, S, partial
@@ -39,11 +39,11 @@ SAMPLES: dict[str, list[Any]] = {
     "bucket_bytes": [1, 2**40],
     "optimise": [False],
 }  # fmt: skip
-LEVEL = {entry.name: entry.level for entry in PASSES}
+LEVEL = {entry.name: entry.level for entry in pass_entries()}
 
 
-@pytest.mark.parametrize("entry", PASSES, ids=[entry.name for entry in PASSES])
-def test_every_option_of_every_pass_reads_from_text_and_prints_back(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", pass_entries(), ids=[entry.name for entry in pass_entries()])
+def test_every_option_of_every_pass_reads_from_text_and_prints_back(entry: PassEntry) -> None:
     everything: dict[str, Any] = {}
     for one in fields(entry.kind):  # type: ignore[arg-type]
         for sample in SAMPLES[one.name]:
@@ -58,6 +58,8 @@ def test_every_option_of_every_pass_reads_from_text_and_prints_back(entry: Entry
 
 def test_every_option_of_the_whole_list_reads_from_text() -> None:
     for one in fields(Options):
+        if one.name == "plugins":
+            continue  # values of plug-ins' settings, which a Graph has and a text has not
         for sample in SAMPLES[one.name]:
             options = Options(**{one.name: sample})
             assert parse_passes(f"default{write_options(options)}") == default_passes(options)
@@ -79,7 +81,7 @@ def test_a_list_prints_as_it_reads() -> None:
 
 def test_the_whole_list_goes_on_from_the_level_of_the_graph() -> None:
     text = "default{stage=2}"
-    for entry in PASSES:
+    for entry in pass_entries():
         passes = parse_passes(text, entry.level)
         assert passes == [
             one for one in default_passes(Options(stage=2)) if LEVEL[one.name] in LEVELS_FROM[entry.level]
@@ -178,7 +180,7 @@ def test_a_type_that_has_no_text_form_is_not_passed_over() -> None:
 
 def test_the_listing_has_every_pass_and_every_option() -> None:
     lines = listing().splitlines()
-    for entry in PASSES:
+    for entry in pass_entries():
         (row,) = (line for line in lines if line.startswith(f"{entry.name} "))
         assert entry.level in row and row.endswith(".")
     for name in forms_of(Options):

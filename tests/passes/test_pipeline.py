@@ -30,7 +30,7 @@ from graphzero.passes import (
     default_passes,
     pass_name,
 )
-from graphzero.passes.pass_list import PASSES
+from graphzero.passes.pass_list import pass_entries
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.types import P, S
 from graphzero.testing import assert_same_step
@@ -232,7 +232,7 @@ def names(passes: list[Pass]) -> list[str]:
 
 def test_every_field_of_a_built_in_pass_is_an_option_and_has_one_type_wherever_it_is_taken() -> None:
     known = {one.name: one.type for one in dataclasses.fields(Options)}
-    for entry in PASSES:
+    for entry in pass_entries():
         for one in dataclasses.fields(entry.kind):  # type: ignore[arg-type]
             wider = {str(one.type), f"{one.type} | None"}
             assert known[one.name] in wider, f"{entry.name}.{one.name}"
@@ -303,15 +303,16 @@ def test_a_users_pass_follows_the_one_it_names_or_the_place_where_that_would_be(
 
 
 def test_a_pass_stands_in_a_room_in_a_file_of_its_name() -> None:
-    for entry in PASSES:
+    for entry in pass_entries():
         above, _, file = entry.kind.__module__.rpartition(".")
-        assert above.startswith("graphzero.passes.") and entry.name.startswith(file)
+        home = "graphzero.plugins." if entry.after else "graphzero.passes."
+        assert above.startswith(home) and entry.name.startswith(file)
 
 
 def test_every_level_has_passes_that_take_a_graph_on_from_it() -> None:
     graph = parse(step())
-    for entry in PASSES:
+    for entry in pass_entries():
         if entry.when(Options(stage=2)):
             assert entry.level == graph.level
-            graph = Pipeline([entry.made(Options(stage=2))])(graph)
+            graph = Pipeline([entry.create_pass(Options(stage=2))])(graph)
     assert graph.level == LEVELS[-1]
