@@ -19,7 +19,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.storage.liveness import Life, Liveness, liveness
+from graphzero.ir.storage.liveness import Bytes, Life, Liveness, liveness
 from graphzero.ir.storage.roots import Storage
 from graphzero.plan.plan import Plan
 
@@ -29,10 +29,11 @@ Pairs = Mapping[str, Sequence[tuple[str, str]]]  # path -> (what forward makes, 
 
 
 @dataclass(frozen=True)
-class Item:
-    """One parameter.  changes: (from, before, bytes) at positions of the program that keeps none.
+class GatherCandidate:
+    """One parameter that may stay gathered.
 
-    begin, end: where it adds bytes, at most ``nbytes``.  value: what its gather in backward costs, in the plan's unit.
+    changes: (from, before, bytes) at positions of the program that keeps none.
+    begin, end: where it adds bytes, at most ``nbytes``.  saved: what its gather in backward costs, in the plan's unit.
     """
 
     path: str
@@ -40,131 +41,133 @@ class Item:
     begin: int
     end: int
     nbytes: int
-    value: float
+    saved: float
 
 
-class Choice:
+class GatherSearch:
     """Chooses among the parameters that ``graph``, a final program that keeps none, gathers in both phases."""
 
     def __init__(self, graph: StepGraph, plan: Plan, pairs: Pairs):
-        self._base = liveness(graph).total()
-        items = _items(graph, pairs, _values(graph, plan))
-        self.items = sorted(items, key=lambda item: (-item.end, item.begin, item.path))
-        self._last = np.full(len(self._base), -1)  # per position, the last item that adds there
-        for i, item in enumerate(self.items):
-            self._last[item.begin : item.end] = i
+        self._total = liveness(graph).total()
+        candidates = _candidates(graph, pairs, _costs(graph, plan))
+        self.candidates = sorted(candidates, key=lambda one: (-one.end, one.begin, one.path))
+        self._last = np.full(len(self._total), -1)  # per position, the last candidate that adds there
+        for i, candidate in enumerate(self.candidates):
+            self._last[candidate.begin : candidate.end] = i
 
     def __len__(self) -> int:
-        return len(self._base)
+        return len(self._total)
 
     @property
-    def by_value(self) -> list[Item]:
-        """The items, those first that save most per byte."""
-        return sorted(self.items, key=lambda item: -item.value / max(item.nbytes, 1))
+    def by_value(self) -> list[GatherCandidate]:
+        """The candidates, those first that save most per byte."""
+        return sorted(self.candidates, key=lambda candidate: -candidate.saved / max(candidate.nbytes, 1))
 
     def peak(self, kept: Iterable[str]) -> int:
         """Bytes at the worst moment with these kept, as far as lives alone tell."""
-        wanted, now = set(kept), self._base.copy()
-        for item in self.items:
-            if item.path in wanted:
-                _apply(now, item)
-        return int(now.max())
+        return int(self._total_keeping(set(kept)).max())
 
     def within(self, limit: int) -> frozenset[str]:
         """Those that save most while the peak stays within ``limit`` bytes."""
-        rooms = [int(limit - self._base[self._last == i].max(initial=0)) for i in range(len(self.items))]
-        found = knapsack([(item.nbytes, item.value) for item in self.items], rooms)
-        kept = {self.items[i].path for i in found}
-        return frozenset(kept | self._filled(kept, limit))
+        capacities = [int(limit - self._total[self._last == i].max(initial=0)) for i in range(len(self.candidates))]
+        chosen = knapsack([(candidate.nbytes, candidate.saved) for candidate in self.candidates], capacities)
+        kept = {self.candidates[i].path for i in chosen}
+        return frozenset(kept | self._that_fit_too(kept, limit))
 
-    def _filled(self, kept: set[str], limit: int) -> set[str]:
+    def _total_keeping(self, kept: set[str]) -> Bytes:
+        total = self._total.copy()
+        for candidate in self.candidates:
+            if candidate.path in kept:
+                _add_bytes(total, candidate)
+        return total
+
+    def _that_fit_too(self, kept: set[str], limit: int) -> set[str]:
         """What else fits, where spans do not nest or states were thinned: the most saved per byte first."""
-        now, more = self._base.copy(), set()
-        for item in self.items:
-            if item.path in kept:
-                _apply(now, item)
-        for item in self.by_value:
-            if item.path not in kept:
-                _apply(now, item)
-                if now.max() <= limit:
-                    more.add(item.path)
+        total, more = self._total_keeping(kept), set()
+        for candidate in self.by_value:
+            if candidate.path not in kept:
+                _add_bytes(total, candidate)
+                if total.max() <= limit:
+                    more.add(candidate.path)
                 else:
-                    _apply(now, item, -1)
+                    _add_bytes(total, candidate, -1)
         return more
 
 
-def _apply(now: np.ndarray, item: Item, times: int = 1) -> None:
-    for begin, end, nbytes in item.changes:
-        now[begin:end] += times * nbytes
+def _add_bytes(total: Bytes, candidate: GatherCandidate, times: int = 1) -> None:
+    for begin, end, nbytes in candidate.changes:
+        total[begin:end] += times * nbytes
 
 
-class _State(NamedTuple):
+class KnapsackState(NamedTuple):
+    """What is taken so far.  last: the last item, and the state before it was taken."""
+
     weight: int
     value: float
-    taken: tuple[int, _State] | None  # the last item, and what was before it
+    last: tuple[int, KnapsackState] | None
 
 
-def knapsack(items: Sequence[tuple[int, float]], rooms: Sequence[int]) -> list[int]:
-    """Numbers of the (weight, value) of most value such that those up to number i weigh at most ``rooms[i]``."""
-    states = [_State(0, 0.0, None)]
-    widest = max(rooms, default=0)
-    for i, ((weight, worth), room) in enumerate(zip(items, rooms, strict=True)):
-        taken = [_State(s.weight + weight, s.value + worth, (i, s)) for s in states]
-        fitting = [s for s in (*states, *taken) if s.weight <= room or not s.weight]
+def knapsack(items: Sequence[tuple[int, float]], capacities: Sequence[int]) -> list[int]:
+    """Numbers of the (weight, value) of most value such that those up to number i weigh at most ``capacities[i]``."""
+    states = [KnapsackState(0, 0.0, None)]
+    widest = max(capacities, default=0)
+    for i, ((weight, worth), capacity) in enumerate(zip(items, capacities, strict=True)):
+        taken = [KnapsackState(s.weight + weight, s.value + worth, (i, s)) for s in states]
+        fitting = [s for s in (*states, *taken) if s.weight <= capacity or not s.weight]
         states = _thinned(_undominated(fitting), widest)
-    found, last = [], max(states, key=lambda s: s.value).taken
+    chosen, last = [], max(states, key=lambda s: s.value).last
     while last is not None:
-        found.append(last[0])
-        last = last[1].taken
-    return found[::-1]
+        chosen.append(last[0])
+        last = last[1].last
+    return chosen[::-1]
 
 
-def _undominated(states: list[_State]) -> list[_State]:
+def _undominated(states: list[KnapsackState]) -> list[KnapsackState]:
     """Without those that weigh no less than another of as much value."""
-    found: list[_State] = []
+    best: list[KnapsackState] = []
     for state in sorted(states, key=lambda s: (s.weight, -s.value)):
-        if not found or state.value > found[-1].value:
-            found.append(state)
-    return found
+        if not best or state.value > best[-1].value:
+            best.append(state)
+    return best
 
 
-def _thinned(states: list[_State], widest: int) -> list[_State]:
+def _thinned(states: list[KnapsackState], widest: int) -> list[KnapsackState]:
     if len(states) <= STATES:
         return states
     return list({state.weight * STATES // max(widest, 1): state for state in states}.values())
 
 
-def _values(graph: StepGraph, plan: Plan) -> dict[str, float]:
+def _costs(graph: StepGraph, plan: Plan) -> dict[str, float]:
     """What gathering each parameter in backward costs: its share, by bytes, of the collectives that move it."""
     sizes = {
         role.of: value.tensor_type(node).nbytes
         for node in graph.placeholders("param")
         if (role := value.role_of(node)) is not None
     }
-    found: dict[str, float] = defaultdict(float)
+    costs: dict[str, float] = defaultdict(float)
     for c in plan.collectives:
         if c.phase == "backward" and c.what_for == "parameters":
             whole = sum(sizes.get(name, 0) for name in c.names)
             for name in c.names:
                 cost = c.bytes if c.seconds is None else c.seconds
-                found[name] += cost * sizes.get(name, 0) / max(whole, 1)
-    return found
+                costs[name] += cost * sizes.get(name, 0) / max(whole, 1)
+    return costs
 
 
-def _items(graph: StepGraph, pairs: Pairs, values: Mapping[str, float]) -> list[Item]:
+def _candidates(graph: StepGraph, pairs: Pairs, costs: Mapping[str, float]) -> list[GatherCandidate]:
     at = liveness(graph)
     nodes = {node.name: node for node in at.nodes}
     lives = {life.storage: life for life in at.lives()}
-    items = []
+    candidates = []
     for path, names in pairs.items():
-        there = [(nodes[a], nodes[b]) for a, b in names if a in nodes and b in nodes]
-        changes = _changes(there, at, lives)
+        present = [(nodes[a], nodes[b]) for a, b in names if a in nodes and b in nodes]
+        changes = _changes(present, at, lives)
         longer = [change for change in changes if change[2] > 0]
         begin = min((start for start, _, _ in longer), default=0)
         end = min([stop for _, stop, _ in longer] + [start for start, _, less in changes if less < 0], default=0)
         most = sum(nbytes for _, _, nbytes in longer)
-        items.append(Item(path, tuple(changes), begin, max(end, begin), most, values.get(path, 0.0)))
-    return items
+        candidates.append(GatherCandidate(path, tuple(changes), begin, max(end, begin), most, costs.get(path, 0.0)))
+    return candidates
 
 
 def _changes(
@@ -173,19 +176,19 @@ def _changes(
     """What keeping changes: the storages of backward are not made, those of forward serve their readers.
 
     A storage of forward lives on only for readers that are not themselves made again."""
-    made = {again for _, again in pairs}
+    made_again = {again for _, again in pairs}
     dropped: dict[Storage, Life] = {}
-    until: dict[Storage, int] = {}
+    last_reader: dict[Storage, int] = {}
     for first, again in pairs:
         for kept, gone in zip(at.roots[first], at.roots[again], strict=True):
             if kept is None or gone is None or kept == gone:
                 continue
             dropped[gone] = lives[gone]
-            readers = [at.position[user] for user in again.users if user not in made]
-            until[kept] = max(until.get(kept, -1), *readers, -1)
-    found = [(life.begin, life.end + 1, -life.nbytes) for life in dropped.values()]
-    for storage, last in until.items():
+            readers = [at.position[user] for user in again.users if user not in made_again]
+            last_reader[kept] = max(last_reader.get(kept, -1), *readers, -1)
+    changes = [(life.begin, life.end + 1, -life.nbytes) for life in dropped.values()]
+    for storage, last in last_reader.items():
         life = lives[storage]
         if last > life.end:
-            found.append((life.end + 1, last + 1, life.nbytes))
-    return found
+            changes.append((life.end + 1, last + 1, life.nbytes))
+    return changes

@@ -1,7 +1,7 @@
 """What stays gathered between forward and backward at stage 3, within a memory budget.
 
-``knapsack`` chooses by what it foresees, the plan of the program says what that needs, and the limit that is given to
-the choice is corrected by the difference.
+``gather_search`` chooses by what it foresees, the plan of the program says what that needs, and the limit that is given
+to the search is corrected by the difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from graphzero.ir import value
 from graphzero.passes import KeepGathered, Options
 from graphzero.passes.memory.keep_gathered import gathered_again
 from graphzero.plan.budget import Budget
-from graphzero.plan.gather_search import Choice
+from graphzero.plan.gather_search import GatherSearch
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.plan import mega
 from graphzero.plan.variants import Candidate, Variants
@@ -24,29 +24,29 @@ SMALL, MORE = 8_000, 16  # in a program of n nodes, SMALL // n others are tried 
 
 
 class Gathers:
-    """The programs of these options, which keep this or that.  pairs: see ``knapsack``, by path of the parameter."""
+    """The programs of these options, which keep this or that.  pairs: see ``gather_search``."""
 
     def __init__(self, variants: Variants, options: Options):
         self.variants, self.options = variants, options
         self.graph = variants.before("keep_gathered", options)
         self.pairs = {
-            path: [(a.name, b.name) for a, b in found]
-            for path, found in gathered_again(self.graph, options.micro_batches > 1).items()
+            path: [(first.name, again.name) for first, again in nodes]
+            for path, nodes in gathered_again(self.graph, options.micro_batches > 1).items()
         }
 
     def best(self, budget: Budget | None) -> Candidate:
         """The program that keeps what the options say; where they say (), what the budget leaves room for."""
         asked = self.options.keep_gathered or ()
-        found = self._keeping(asked)
+        program = self._keeping(asked)
         if budget is None or asked or not self.pairs:
-            return found
-        return self._within(budget.nbytes, found)
+            return program
+        return self._within(budget.nbytes, program)
 
     def _within(self, budget: int, nothing: Candidate) -> Candidate:
         """What fits and costs least, of those that are tried; ``nothing``, which keeps nothing, if none fits."""
         if nothing.peak <= budget:
-            choice = Choice(nothing.graph, nothing.plan, self.pairs)
-            best = self._filled(budget, self._corrected(budget, nothing, choice), choice)
+            search = GatherSearch(nothing.graph, nothing.plan, self.pairs)
+            best = self._filled(budget, self._corrected(budget, nothing, search), search)
         else:
             best = self._keeping(sorted(self.pairs))  # gathers in backward may want larger slots than all others
             if best.peak > budget:
@@ -57,16 +57,16 @@ class Gathers:
         )
         return best.decided(line)
 
-    def _corrected(self, budget: int, nothing: Candidate, choice: Choice) -> Candidate:
-        """The best that the choice finds when its limit is moved by what it did not foresee."""
+    def _corrected(self, budget: int, nothing: Candidate, search: GatherSearch) -> Candidate:
+        """The best that the search finds when its limit is moved by what it did not foresee."""
         best = nothing
-        fits, breaks, limit = nothing.peak, None, budget  # limits of the choice
+        fits, breaks, limit = nothing.peak, None, budget  # limits of the search
         for _ in range(TRIES):
-            kept = choice.within(limit)
-            made = self._keeping(sorted(kept)) if kept else nothing
-            unforeseen = made.peak - choice.peak(kept)
-            if made.peak <= budget:
-                fits, best = limit, min(best, made, key=lambda one: one.cost)
+            kept = search.within(limit)
+            program = self._keeping(sorted(kept)) if kept else nothing
+            unforeseen = program.peak - search.peak(kept)
+            if program.peak <= budget:
+                fits, best = limit, min(best, program, key=lambda one: one.cost)
             else:
                 breaks = limit
             limit = budget - unforeseen
@@ -78,21 +78,21 @@ class Gathers:
                     break
         return best
 
-    def _filled(self, budget: int, best: Candidate, choice: Choice) -> Candidate:
+    def _filled(self, budget: int, best: Candidate, search: GatherSearch) -> Candidate:
         """In a small program communication slots, which lives do not tell, weigh as much as values: try some more."""
-        tries = min(MORE, SMALL // max(len(choice), 1))
+        tries = min(MORE, SMALL // max(len(search), 1))
         if tries:
             best = min(
                 (one for one in (best, self._keeping(sorted(self.pairs))) if one.peak <= budget),
                 key=lambda one: one.cost,
             )
-        left = [item.path for item in choice.by_value if item.path not in best.plan.kept]
+        left = [candidate.path for candidate in search.by_value if candidate.path not in best.plan.kept]
         since = 0  # the last that helped
         while tries and since < len(left):
             path, tries, since = left.pop(0), tries - 1, since + 1
-            made = self._keeping(sorted({*best.plan.kept, path}))
-            if made.peak <= budget and made.cost < best.cost:
-                best, since = made, 0
+            program = self._keeping(sorted({*best.plan.kept, path}))
+            if program.peak <= budget and program.cost < best.cost:
+                best, since = program, 0
             else:
                 left.append(path)
         return best
@@ -100,8 +100,8 @@ class Gathers:
     def _keeping(self, names: Iterable[str]) -> Candidate:
         """The program that keeps those parameters, by name or pattern."""
         keep = KeepGathered(tuple(names))
-        made = in_best_order(self.variants, replace(self.options, keep_gathered=keep.keep_gathered))
-        return replace(made, plan=replace(made.plan, kept=tuple(keep.of(self.pairs))))
+        program = in_best_order(self.variants, replace(self.options, keep_gathered=keep.keep_gathered))
+        return replace(program, plan=replace(program.plan, kept=tuple(keep.matching_paths(self.pairs))))
 
     def _bytes(self, paths: Collection[str]) -> int:
         params = {value.role_of(node): value.tensor_type(node).nbytes for node in self.graph.placeholders("param")}

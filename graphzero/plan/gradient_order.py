@@ -24,7 +24,7 @@ def in_best_order(variants: Variants, options: Options) -> Candidate:
     if options.micro_batches > 1:
         return variants.candidate(options)
     given = variants.before("delay_gradients", options)
-    if DelayGradients().saves(given) < LEAST:
+    if DelayGradients().saved_share(given) < LEAST:
         return variants.candidate(options, given=given)
     moved = replace(options, delay_gradients=True)
     enough = (1 - LEAST) * int(liveness(variants.draft(options, own_until="delay_gradients")).total().max())

@@ -1,4 +1,4 @@
-"""Which values of forward to compute again, within limits of bytes: the choice by itself, on a ``Sketch``.
+"""Which values of forward to compute again, within limits of bytes: the choice by itself, on a ``MemoryEstimate``.
 
 Two ways lead to it, and the cheaper one is taken.  One begins with nothing: at the worst moment, of all values that are
 held for later, it takes those that free most bytes for a second, each with what it is computed from and is not held,
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from graphzero.ir.storage.liveness import bytes_held
-from graphzero.plan.memory_estimate import Held, Ops, Sketch
+from graphzero.plan.memory_estimate import EstimatedMemory, MemoryEstimate, Ops
 
-STEPS = 400  # sketches on the way down from one beginning
+STEPS = 400  # estimates on the way down from one start
 SPARED = 200  # values that are tried whether they may stay after all
 PARTS = tuple(1.4**i for i in range(14))  # segments that forward is cut in, about
 LARGE = 64  # ops that are computed again for one value, at most
@@ -54,16 +55,16 @@ class Limits:
             default=0,
         )
 
-    def missed(self, held: Held) -> tuple[int, int]:
+    def excess(self, memory: EstimatedMemory) -> tuple[int, int]:
         """How many bytes too many, 0 or less for none, and all that lies above over time."""
-        beyond = [held.part(name) - limit for name, limit in self._set()]
-        most = max((int(one.max()) for one in beyond), default=0)
-        return most, sum(int(np.maximum(one, 0).sum()) for one in beyond)
+        beyond = [memory.limited_bytes(name) - limit for name, limit in self._set()]
+        most = max((int(nbytes.max()) for nbytes in beyond), default=0)
+        return most, sum(int(np.maximum(nbytes, 0).sum()) for nbytes in beyond)
 
-    def worst(self, held: Held) -> tuple[str, int]:
+    def worst(self, memory: EstimatedMemory) -> tuple[str, int]:
         """Which limit is missed most, and the position."""
-        name, limit = max(self._set(), key=lambda one: int(held.part(one[0]).max()) - one[1])
-        return name, int(held.part(name).argmax())
+        name, _ = max(self._set(), key=lambda limit: int(memory.limited_bytes(limit[0]).max()) - limit[1])
+        return name, int(memory.limited_bytes(name).argmax())
 
     def _set(self) -> list[tuple[str, int]]:
         pairs = (("total", self.total), ("activations", self.activations))
@@ -77,149 +78,162 @@ class Limits:
         )
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value that could be computed again: the ops for it, the bytes that frees at a moment, and bytes a second."""
+class RecomputeCandidate(NamedTuple):
+    """A value that could be computed again.
+
+    op: that makes it.  ops: that run again for it.  freed: bytes at the worst moment.  score: bytes freed a second.
+    """
 
     op: int
     ops: Ops
-    gain: int
+    freed: int
     score: float
 
 
-class Choice:
-    """Chooses among the values of a sketch."""
+class RecomputeSearch:
+    """Chooses among the ops of an estimate those that run again."""
 
-    def __init__(self, sketch: Sketch):
-        self.sketch = sketch
+    def __init__(self, estimate: MemoryEstimate):
+        self.estimate = estimate
 
-    def within(self, limits: Limits) -> tuple[Ops, Held]:
+    def within(self, limits: Limits) -> tuple[Ops, EstimatedMemory]:
         """The ops to run again that cost least within the limits, or of those that miss them the ones nearest."""
-        starts = sorted(self.segments, key=lambda one: self._rank(one, limits))[:2]
-        found = [self._lowered(start, limits) for start in ((NOTHING, self.sketch.nothing), *starts)]
-        fitting = [self._spared(one, limits) for one in found if limits.missed(one[1])[0] <= 0]
-        return min(fitting or found, key=lambda one: self._rank(one, limits))
+        starts = sorted(self.segments, key=lambda choice: self._rank(choice, limits))[:2]
+        nothing = NOTHING, self.estimate.without_recompute
+        choices = [self._lowered(start, limits) for start in (nothing, *starts)]
+        fitting = [self._without_needless(choice, limits) for choice in choices if limits.excess(choice[1])[0] <= 0]
+        return min(fitting or choices, key=lambda choice: self._rank(choice, limits))
 
-    def least(self) -> tuple[Ops, Held]:
+    def least(self) -> tuple[Ops, EstimatedMemory]:
         """The segments with which forward leaves least for backward; value by value where that leaves
         much less, and peaks no higher."""
 
-        def left(one: tuple[Ops, Held]) -> tuple[int, float]:
-            return int(one[1].activations.max()), self.sketch.cost(one[1].copied)
+        def left(choice: tuple[Ops, EstimatedMemory]) -> tuple[int, float]:
+            return int(choice[1].activations.max()), self.estimate.cost(choice[1].recomputed)
 
-        nothing = NOTHING, self.sketch.nothing
-        found = min((nothing, *self.segments), key=left)
-        further = min((self._lowered(one, Limits(activations=0)) for one in (nothing, found)), key=left)
-        is_less = left(further)[0] < MUCH * left(found)[0]
-        if is_less and further[1].total.max() <= found[1].total.max():
-            found = further
-        return self._spared(found, Limits(activations=left(found)[0]))
+        nothing = NOTHING, self.estimate.without_recompute
+        best = min((nothing, *self.segments), key=left)
+        by_value = min((self._lowered(start, Limits(activations=0)) for start in (nothing, best)), key=left)
+        is_less = left(by_value)[0] < MUCH * left(best)[0]
+        if is_less and by_value[1].total.max() <= best[1].total.max():
+            best = by_value
+        return self._without_needless(best, Limits(activations=left(best)[0]))
 
-    def _rank(self, one: tuple[Ops, Held], limits: Limits) -> tuple[int, float]:
-        return max(limits.missed(one[1])[0], 0), self.sketch.cost(one[1].copied)
+    def _rank(self, choice: tuple[Ops, EstimatedMemory], limits: Limits) -> tuple[int, float]:
+        return max(limits.excess(choice[1])[0], 0), self.estimate.cost(choice[1].recomputed)
 
     # ---- from nothing, value by value
 
-    def _lowered(self, start: tuple[Ops, Held], limits: Limits) -> tuple[Ops, Held]:
-        ops, held = start
-        vain = set[int]()
+    def _lowered(self, start: tuple[Ops, EstimatedMemory], limits: Limits) -> tuple[Ops, EstimatedMemory]:
+        ops, memory = start
+        useless = set[int]()
         for _ in range(STEPS):
-            over = limits.missed(held)
-            if over[0] <= 0:
+            excess = limits.excess(memory)
+            if excess[0] <= 0:
                 break
-            values = sorted(self._values(ops, held, vain, *limits.worst(held)), key=lambda v: (-v.score, v.op))
-            if not values:
+            unsorted = self._candidates(ops, memory, useless, *limits.worst(memory))
+            candidates = sorted(unsorted, key=lambda candidate: (-candidate.score, candidate.op))
+            if not candidates:
                 break
-            taken = _first(values, over[0] // 2)
-            new = ops.union(*(one.ops for one in taken))
-            after = self.sketch.held(new)
-            while limits.missed(after) >= over and len(taken) > 1:
+            taken = _best_that_free(candidates, excess[0] // 2)
+            more_ops, lower = self._with(ops, taken)
+            while limits.excess(lower) >= excess and len(taken) > 1:
                 taken = taken[: len(taken) // 2]
-                new = ops.union(*(one.ops for one in taken))
-                after = self.sketch.held(new)
-            if limits.missed(after) < over:
-                ops, held, vain = new, after, set()
+                more_ops, lower = self._with(ops, taken)
+            if limits.excess(lower) < excess:
+                ops, memory, useless = more_ops, lower, set()
             else:
-                vain.add(taken[0].op)
-        return ops, held
+                useless.add(taken[0].op)
+        return ops, memory
 
-    def _values(self, ops: Ops, held: Held, vain: set[int], name: str, at: int) -> Iterator[_Value]:
+    def _with(self, ops: Ops, candidates: list[RecomputeCandidate]) -> tuple[Ops, EstimatedMemory]:
+        more = ops.union(*(candidate.ops for candidate in candidates))
+        return more, self.estimate.recomputing(more)
+
+    def _candidates(
+        self, ops: Ops, memory: EstimatedMemory, useless: set[int], limit: str, worst: int
+    ) -> Iterator[RecomputeCandidate]:
         """What is held at a position for later, and could be computed again."""
-        sketch, length = self.sketch, len(held.total)
-        later = (held.begins <= at) & (held.ends >= at) & (held.wanted < length)
-        freed = later & (held.wanted > at)
-        if name == "total":
-            freed &= held.place[sketch.end_forward] < at
-        for op in dict.fromkeys(int(i) for i in sketch.made_by[freed]):
-            if op in sketch.names and op not in ops and op not in vain:
-                found = self._value(op, ops, held, freed, later)
-                if found is not None:
-                    yield found
+        estimate, length = self.estimate, len(memory.total)
+        later = (memory.begins <= worst) & (memory.ends >= worst) & (memory.first_late_read < length)
+        freed = later & (memory.first_late_read > worst)
+        if limit == "total":
+            freed &= memory.position[estimate.end_forward] < worst
+        for op in dict.fromkeys(int(i) for i in estimate.spans.begin[freed]):
+            if op in estimate.names and op not in ops and op not in useless:
+                candidate = self._candidate(op, ops, memory, freed, later)
+                if candidate is not None:
+                    yield candidate
 
-    def _value(self, op: int, ops: Ops, held: Held, freed: np.ndarray, later: np.ndarray) -> _Value | None:
-        sketch = self.sketch
-        found, rest, more = {op}, [op], 0
-        while rest:
-            for maker, storage in sketch.needs[rest.pop()]:
-                if maker in found or maker in ops or maker in sketch.gathers or later[storage]:
+    def _candidate(
+        self, op: int, ops: Ops, memory: EstimatedMemory, freed: np.ndarray, later: np.ndarray
+    ) -> RecomputeCandidate | None:
+        estimate, nbytes = self.estimate, self.estimate.spans.nbytes
+        again, unvisited, held_longer = {op}, [op], 0
+        while unvisited:
+            for maker, storage in estimate.needs[unvisited.pop()]:
+                if maker in again or maker in ops or maker in estimate.gathers or later[storage]:
                     continue
-                if maker in sketch.names:
-                    found.add(maker)
-                    rest.append(maker)
+                if maker in estimate.names:
+                    again.add(maker)
+                    unvisited.append(maker)
                 else:
-                    more += int(sketch.nbytes[storage])
-            if len(found) > LARGE:
+                    held_longer += int(nbytes[storage])
+            if len(again) > LARGE:
                 return None
-        gain = sum(int(sketch.nbytes[k]) for one in found for k in sketch.makes.get(one, ()) if freed[k]) - more
-        seconds = sketch.cost(found - held.copied)
-        return _Value(op, frozenset(found), gain, gain / (seconds + 1e-9)) if gain > 0 else None
+        storages = (k for i in again for k in estimate.storages_by_op.get(i, ()))
+        gain = sum(int(nbytes[k]) for k in storages if freed[k]) - held_longer
+        seconds = estimate.cost(again - memory.recomputed)
+        return RecomputeCandidate(op, frozenset(again), gain, gain / (seconds + 1e-9)) if gain > 0 else None
 
     # ---- from segments
 
     @cached_property
-    def segments(self) -> list[tuple[Ops, Held]]:
+    def segments(self) -> list[tuple[Ops, EstimatedMemory]]:
         """Forward in few and in many segments, all but the last of which are computed again."""
-        sketch = self.sketch
-        ours = sketch.is_forward & ~sketch.is_parameter
-        count = len(sketch.maker)
-        ends = np.maximum(sketch.end_forward - 1, sketch.begin)
-        crossing = bytes_held(sketch.begin[ours], ends[ours], sketch.nbytes[ours], count)
+        estimate, spans = self.estimate, self.estimate.spans
+        forward = estimate.is_forward & ~estimate.is_parameter
+        count = len(estimate.maker)
+        ends = np.maximum(estimate.end_forward - 1, spans.begin)
+        crossing = bytes_held(spans.begin[forward], ends[forward], spans.nbytes[forward], count)
         left = np.zeros(count, dtype=np.int64)
-        kept = ours & sketch.is_activation
-        np.add.at(left, sketch.begin[kept], sketch.nbytes[kept])
+        saved = forward & estimate.is_activation
+        np.add.at(left, spans.begin[saved], spans.nbytes[saved])
         weight = np.cumsum(left)
-        places = np.unique(sketch.begin[ours])
-        found = dict[Ops, None]()
+        places = np.unique(spans.begin[forward])
+        choices = dict[Ops, None]()
         for parts in PARTS:
             cuts = _cuts(places, crossing, weight, weight[-1] / parts) if len(places) and weight[-1] else []
             if cuts:
                 crosses = [
-                    k for t in cuts for k in np.flatnonzero(ours & (sketch.begin <= t) & (sketch.end_forward > t))
+                    k for t in cuts for k in np.flatnonzero(forward & (spans.begin <= t) & (estimate.end_forward > t))
                 ]
-                held = {int(sketch.made_by[k]) for k in crosses}
-                found[frozenset(i for i in sketch.names if i <= cuts[-1] and i not in held)] = None
-        return [(ops, sketch.held(ops)) for ops in found]
+                makers = {int(spans.begin[k]) for k in crosses}
+                choices[frozenset(i for i in estimate.names if i <= cuts[-1] and i not in makers)] = None
+        return [(ops, estimate.recomputing(ops)) for ops in choices]
 
     # ---- what may stay after all
 
-    def _spared(self, one: tuple[Ops, Held], limits: Limits) -> tuple[Ops, Held]:
-        ops, held = one
-        ops = ops & held.copied
-        price = {i: self.sketch.seconds[i] for i in ops}
-        for op in sorted(ops, key=lambda i: (-price[i], i))[:SPARED]:
+    def _without_needless(self, choice: tuple[Ops, EstimatedMemory], limits: Limits) -> tuple[Ops, EstimatedMemory]:
+        """Without ops, the dearest first, that need not run again to stay within the limits."""
+        ops, memory = choice
+        ops = ops & memory.recomputed
+        seconds = {i: self.estimate.seconds[i] for i in ops}
+        for op in sorted(ops, key=lambda i: (-seconds[i], i))[:SPARED]:
             fewer = ops - {op}
-            after = self.sketch.held(fewer)
-            if limits.missed(after)[0] <= 0 and self.sketch.cost(after.copied) < self.sketch.cost(held.copied):
-                ops, held = fewer & after.copied, after
-        return ops, held
+            after = self.estimate.recomputing(fewer)
+            is_cheaper = self.estimate.cost(after.recomputed) < self.estimate.cost(memory.recomputed)
+            if limits.excess(after)[0] <= 0 and is_cheaper:
+                ops, memory = fewer & after.recomputed, after
+        return ops, memory
 
 
-def _first(values: list[_Value], nbytes: int) -> list[_Value]:
+def _best_that_free(candidates: list[RecomputeCandidate], nbytes: int) -> list[RecomputeCandidate]:
     """As many of the best as free so much."""
-    taken = list[_Value]()
-    for one in values:
-        taken.append(one)
-        nbytes -= one.gain
+    taken = list[RecomputeCandidate]()
+    for candidate in candidates:
+        taken.append(candidate)
+        nbytes -= candidate.freed
         if nbytes <= 0:
             break
     return taken
@@ -237,6 +251,6 @@ def _cuts(places: np.ndarray, crossing: np.ndarray, weight: np.ndarray, each: fl
         done = float(weight[cuts[-1]])
 
 
-def names_of(sketch: Sketch, ops: Iterable[int]) -> tuple[str, ...]:
+def names_of(estimate: MemoryEstimate, ops: Iterable[int]) -> tuple[str, ...]:
     """The names of ops of forward, in order."""
-    return tuple(sketch.names[i] for i in sorted(ops) if i in sketch.names)
+    return tuple(estimate.names[i] for i in sorted(ops) if i in estimate.names)

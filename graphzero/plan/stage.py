@@ -13,7 +13,7 @@ from graphzero.plan.budget import Budget, does_not_fit
 from graphzero.plan.gathers import Gathers
 from graphzero.plan.gradient_order import in_best_order
 from graphzero.plan.plan import mega
-from graphzero.plan.recomputation import Recomputation, too_few
+from graphzero.plan.recomputation import Recomputation, activations_error
 from graphzero.plan.tiles import described, fitting_tiles
 from graphzero.plan.variants import Candidate, Variants
 
@@ -87,7 +87,7 @@ def _at_stage(variants: Variants, options: Options, budget: Budget | None, activ
     told = again.within(None, activations) if isinstance(activations, int) else again.checkpoint()
     made = again.described(_best(variants, told, budget))
     if isinstance(activations, int) and made.plan.memory.activations > activations:
-        raise too_few(activations, made, plain)
+        raise activations_error(activations, made, plain)
     return made
 
 

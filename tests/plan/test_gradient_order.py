@@ -76,7 +76,7 @@ def test_where_it_saves_nothing_the_program_reads_as_the_user_wrote_it() -> None
 
 def test_an_order_that_saves_too_little_by_the_plan_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "delay_gradients" in names(taken())
-    monkeypatch.setattr(DelayGradients, "saves", lambda self, graph: 1.0)
+    monkeypatch.setattr(DelayGradients, "saved_share", lambda self, graph: 1.0)
     monkeypatch.setattr(gradient_order, "LEAST", 0.9)
     assert "delay_gradients" not in names(taken())
     assert str(taken().graph) == str(Pipeline(default_passes())(captured()))

@@ -1,4 +1,4 @@
-"""What is computed again: the sketch that the choice goes by, limits, settings, and what is said where nothing fits."""
+"""What is computed again: the estimate of memory, limits, settings, and what is said where nothing fits."""
 
 import random
 import re
@@ -13,8 +13,8 @@ import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Pipeline, Recompute
 from graphzero.passes.memory.recompute import merge_gathers
-from graphzero.plan.memory_estimate import Sketch
-from graphzero.plan.recompute_search import Choice, Limits, names_of
+from graphzero.plan.memory_estimate import MemoryEstimate
+from graphzero.plan.recompute_search import Limits, RecomputeSearch, names_of
 
 plan = Captured()
 
@@ -30,33 +30,33 @@ def before(stage):
 
 
 @cache
-def sketch_of(stage):
+def estimate_of(stage):
     graph = before(stage)
     merge_gathers(graph)
-    return Sketch(graph)
+    return MemoryEstimate(graph)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_sketch_counts_what_the_pass_makes(stage):
-    sketch, rng = sketch_of(stage), random.Random(stage)
-    for count in (len(sketch.names), 1, 5, len(sketch.names) // 2):
-        ops = frozenset(rng.sample(sorted(sketch.names), count))
-        held = sketch.held(ops)
-        after = Pipeline([Recompute(names_of(sketch, ops))])(before(stage))
+def test_the_estimate_counts_what_the_pass_makes(stage):
+    estimate, rng = estimate_of(stage), random.Random(stage)
+    for count in (len(estimate.names), 1, 5, len(estimate.names) // 2):
+        ops = frozenset(rng.sample(sorted(estimate.names), count))
+        memory = estimate.recomputing(ops)
+        after = Pipeline([Recompute(names_of(estimate, ops))])(before(stage))
         at = liveness(after)
         lives = [life for life in at.lives() if life.category == "activations"]
-        assert np.array_equal(at.over_time(lives)[: len(held.activations)], held.activations)
-        assert (held.total <= (at.total() - at.transient)[: len(held.total)]).all()  # less rooms that results share
+        assert np.array_equal(at.over_time(lives)[: len(memory.activations)], memory.activations)
+        assert (memory.total <= (at.total() - at.transient)[: len(memory.total)]).all()  # less rooms that results share
 
 
 def test_less_memory_costs_more_seconds():
-    choice = Choice(sketch_of(0))
-    most = int(choice.sketch.nothing.activations.max())
+    search = RecomputeSearch(estimate_of(0))
+    most = int(search.estimate.without_recompute.activations.max())
     prices = []
     for part in (0.9, 0.7, 0.5, 0.35):
-        ops, held = choice.within(Limits(activations=int(part * most)))
-        assert held.activations.max() <= part * most
-        prices.append(choice.sketch.cost(held.copied))
+        ops, memory = search.within(Limits(activations=int(part * most)))
+        assert memory.activations.max() <= part * most
+        prices.append(search.estimate.cost(memory.recomputed))
     assert prices == sorted(prices) and prices[0] < prices[-1]
 
 
@@ -78,21 +78,21 @@ backward:
 
 
 def test_what_is_cheap_is_computed_again_first():
-    choice = Choice(Sketch(gz.parse(LARGE)))
+    search = RecomputeSearch(MemoryEstimate(gz.parse(LARGE)))
     each = 4 * 512 * 512
     for limit, names in ((3.1 * each, ()), (2.1 * each, ("h",))):
-        ops, held = choice.within(Limits(activations=int(limit)))
-        assert held.activations.max() <= limit and names_of(choice.sketch, ops) == names
+        ops, memory = search.within(Limits(activations=int(limit)))
+        assert memory.activations.max() <= limit and names_of(search.estimate, ops) == names
 
 
 def test_every_value_that_is_computed_again_is_needed_for_the_limit():
-    choice = Choice(sketch_of(0))
-    limits = Limits(activations=int(0.6 * choice.sketch.nothing.activations.max()))
-    ops, held = choice.within(limits)
+    search = RecomputeSearch(estimate_of(0))
+    limits = Limits(activations=int(0.6 * search.estimate.without_recompute.activations.max()))
+    ops, memory = search.within(limits)
     for op in ops:
-        fewer = choice.sketch.held(ops - {op})
-        dearer = choice.sketch.cost(fewer.copied) >= choice.sketch.cost(held.copied)
-        assert dearer or limits.missed(fewer)[0] > 0, choice.sketch.names[op]
+        fewer = search.estimate.recomputing(ops - {op})
+        dearer = search.estimate.cost(fewer.recomputed) >= search.estimate.cost(memory.recomputed)
+        assert dearer or limits.excess(fewer)[0] > 0, search.estimate.names[op]
 
 
 def test_the_plan_says_what_is_computed_again():

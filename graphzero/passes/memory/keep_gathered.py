@@ -68,18 +68,18 @@ class KeepGathered(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         self._check([role.of for node in graph.placeholders("param") if (role := value.role_of(node)) is not None])
         again_by_path = gathered_again(graph)
-        for path in self.of(again_by_path):
+        for path in self.matching_paths(again_by_path):
             read_first(graph, again_by_path[path])
         return graph
 
-    def of(self, paths: Iterable[str]) -> list[str]:
+    def matching_paths(self, paths: Iterable[str]) -> list[str]:
         """Those of ``paths`` that are kept."""
         exact, patterns = set(self.keep_gathered), [name for name in self.keep_gathered if set(name) & _WILD]
         return [path for path in paths if path in exact or any(fnmatchcase(path, one) for one in patterns)]
 
     def _check(self, paths: list[str]) -> None:
         for name in self.keep_gathered:
-            if name != "*" and name not in paths and not KeepGathered((name,)).of(paths):
+            if name != "*" and name not in paths and not KeepGathered((name,)).matching_paths(paths):
                 shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
                 raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
 

@@ -101,7 +101,7 @@ class LoopWriter:
         role = value.role_of(source)
         if source.op != "placeholder" or role is None or role.kind != "param":
             return None
-        return source if KeepGathered(self.keep_gathered).of([role.of]) else None
+        return source if KeepGathered(self.keep_gathered).matching_paths([role.of]) else None
 
     def _clone_buffers(self, placeholders: list[fx.Node]) -> None:
         """Begin each loop-carried buffer as a copy of the step's."""

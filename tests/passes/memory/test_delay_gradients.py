@@ -82,7 +82,7 @@ def test_a_gradient_that_nobody_needs_yet_waits_until_others_have_freed_activati
 
 
 def test_where_it_saves_nothing_a_program_stays_as_it_is() -> None:
-    assert DelayGradients().saves(before_bucket(EVEN)) == 0
+    assert DelayGradients().saved_share(before_bucket(EVEN)) == 0
     assert str(DelayGradients()(before_bucket(EVEN).clone())) == str(before_bucket(EVEN))
 
 
@@ -99,4 +99,4 @@ def test_any_order_computes_the_same_to_the_bit(zero: Zero | None, seed: int) ->
 
 def test_an_evaluation_stays_as_it_is() -> None:
     text = "graph step(dp=1) local\n  x = batch() : f32[2]  B\nforward:\n  y = tanh(x) : f32[2]  B\n  return y\n"
-    assert str(DelayGradients()(parse(text))) == str(parse(text)) and DelayGradients().saves(parse(text)) == 0
+    assert str(DelayGradients()(parse(text))) == str(parse(text)) and DelayGradients().saved_share(parse(text)) == 0
