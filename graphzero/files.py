@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphzero import _compat
-from graphzero.checkpoint.checkpointer import Checkpoints
+from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
 from graphzero.errors import ConfigError, hides_frames
@@ -70,7 +70,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     return where if folder.is_complete(where) else found[-1] if found else None
 
 
-def _of(graph: Any, name: str, doing: str) -> Checkpoints:
+def _of(graph: Any, name: str, doing: str) -> Checkpointer:
     if not isinstance(graph, Graph):
         raise ConfigError(
             f"gz.{name} takes the Graph and a path: gz.{name}(graph, path), not a {type(graph).__name__}; it covers "

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
 from graphzero.capture import AverageSpec, OptimizerSpec, is_capturing
-from graphzero.checkpoint.checkpointer import Checkpoints
+from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.config import GraphConfig
 from graphzero.errors import CaptureError, ConfigError, hides_frames
 from graphzero.ir.graph import StepGraph
@@ -83,7 +83,7 @@ class Graph:
         """The parts that are this Graph's alone: what it consists of, and what is compiled of that."""
         self._source = UserGraph(self, self.placement, self.config)
         self._selection = ProgramSelector(self._source)
-        self._checkpoints = Checkpoints(self._source, self._selection)
+        self._checkpoints = Checkpointer(self._source, self._selection)
         self._steps = StepRunner(self._source, self._selection)
 
     @abstractmethod
@@ -314,7 +314,7 @@ class Graph:
         last = self._selection.last
         return FullParameters(self._source, None if last is None else last.plan)
 
-    def checkpoints(self, doing: str) -> Checkpoints:
+    def checkpoints(self, doing: str) -> Checkpointer:
         """For the rest of graphzero: what saves and loads it.  doing: "saved"."""
         self._check_apart(doing)
         return self._checkpoints

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphzero import _compat
-from graphzero.checkpoint.checkpointer import Checkpoints
+from graphzero.checkpoint.checkpointer import Checkpointer
 from graphzero.checkpoint.files.export import export
 from graphzero.checkpoint.files.folder import path_of
 from graphzero.errors import ConfigError, hides_frames
@@ -56,7 +56,7 @@ def load_pretrained(
     _of(graph, "load_pretrained").load_pretrained(where, module, rename, strict)
 
 
-def _of(graph: Any, name: str) -> Checkpoints:
+def _of(graph: Any, name: str) -> Checkpointer:
     if not isinstance(graph, Graph):
         raise ConfigError(
             f"gz.{name} takes a Graph first, not a {type(graph).__name__}: its placement says who holds what"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from graphzero.checkpoint import pretrained
-from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.expected_sbp import ExpectedSbp
 from graphzero.checkpoint.files import folder, index
 from graphzero.checkpoint.files.async_save import Saved
-from graphzero.checkpoint.restore import Restore
-from graphzero.checkpoint.save_operation import HINT, Writing, first_does
-from graphzero.checkpoint.snapshot import Content
+from graphzero.checkpoint.restore import RestoreOperation
+from graphzero.checkpoint.save_operation import HINT, SaveOperation, run_on_first_rank
+from graphzero.checkpoint.snapshot import Snapshot
 from graphzero.checkpoint.state_dict import collect, loading
 from graphzero.checkpoint.state_dict.expected_states import ExpectedStates
 from graphzero.checkpoint.state_dict.loss_scale import moved_in, moved_out
@@ -40,7 +40,7 @@ _SAME = Topic("gz.load of {}, compared", "what is frozen", _READ.hint)
 _FIND = Topic("gz.load of {}, found", "the checkpoint to load", _READ.hint)
 
 
-class Checkpoints:
+class Checkpointer:
     """Of one Graph."""
 
     def __init__(self, source: UserGraph, selection: ProgramSelector) -> None:
@@ -107,14 +107,14 @@ class Checkpoints:
         source, ranks = self._source, self._source.ranks
         self._check_world("saved")
 
-        def make() -> Content:
+        def make() -> Snapshot:
             self.wait()
-            return Content(source, self.outline(), path, extra, frozen == "hash")
+            return Snapshot(source, self.outline(), path, extra, frozen == "hash")
 
         with ranks.together(f"gz.save of {source.name}"):
             how = {"keep": str(keep), "asynchronous": str(asynchronous), "frozen": frozen}
             what = ranks.agree_on(_WRITE, make, lambda what: {**what.facts(), **how})
-            writing = Writing(what, keep, ranks)
+            writing = SaveOperation(what, keep, ranks)
             try:
                 made = writing.run(path, asynchronous)
             finally:
@@ -135,10 +135,10 @@ class Checkpoints:
         with ranks.together(f"gz.load of {source.name}"):
             if self._under_way is not None:
                 self._under_way.join()  # if it failed, whoever waits for it or saves next is told
-            where = first_does(ranks, _FIND, lambda: folder.chosen(path))
-            restore = ranks.agree_on(_READ, lambda: self._restore(where, strict), Restore.facts)
+            where = run_on_first_rank(ranks, _FIND, lambda: folder.chosen(path))
+            restore = ranks.agree_on(_READ, lambda: self._restore(where, strict), RestoreOperation.facts)
             if not source.placement.virtual:
-                state.meet()
+                state.ensure_world()
             different = restore.different()
             ranks.agree_on(_SAME, lambda: restore.check(different), _nothing)
             source.forget_epochs()
@@ -155,11 +155,11 @@ class Checkpoints:
         """See ``gz.load_pretrained``."""
         pretrained.load_pretrained(self._source, path, module, rename, strict)
 
-    def _restore(self, where: Path, strict: bool) -> Restore:
+    def _restore(self, where: Path, strict: bool) -> RestoreOperation:
         source, state = self._source, self._source.state()
         expected_states = ExpectedStates(source.optimizers, state, self._selection.last)
-        layouts = Layouts(source, self._nds())
-        return Restore(where, index.read(where), state, source.schedulers, strict, expected_states, layouts)
+        layouts = ExpectedSbp(source, self._nds())
+        return RestoreOperation(where, index.read(where), state, source.schedulers, strict, expected_states, layouts)
 
     def _check_world(self, what: str) -> None:
         if has_fake_world():

@@ -16,7 +16,7 @@ from graphzero.sbp.types import B, Nd
 from graphzero.step.user_graph import UserGraph
 
 
-class Layouts:
+class ExpectedSbp:
     """Of one Graph.  known: (optimizer, path, key) -> SBP of states, of the program that is there."""
 
     def __init__(self, source: UserGraph, known: Mapping[Any, Nd]) -> None:

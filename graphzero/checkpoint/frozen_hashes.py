@@ -9,8 +9,8 @@ from torch import Tensor
 from graphzero._compat import is_dtensor
 from graphzero.checkpoint.files import save_plan
 from graphzero.checkpoint.files.blocks import sha256_of
-from graphzero.checkpoint.files.chunks import Box
-from graphzero.checkpoint.files.index import Stored
+from graphzero.checkpoint.files.chunks import Chunk
+from graphzero.checkpoint.files.index import StoredTensor
 from graphzero.errors import CheckpointError
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import local_of
@@ -19,7 +19,7 @@ from graphzero.sbp.placement import Placement
 _SHOWN = 6
 
 
-def check_present(stored: Mapping[str, Stored], have: Mapping[str, Tensor], where: str) -> None:
+def check_present(stored: Mapping[str, StoredTensor], have: Mapping[str, Tensor], where: str) -> None:
     """Raise CheckpointError for what has no values here to compare, or others at first sight."""
     for name, x in have.items():
         if x.is_meta:
@@ -32,7 +32,7 @@ def check_present(stored: Mapping[str, Stored], have: Mapping[str, Tensor], wher
 
 
 def different(
-    stored: Mapping[str, Stored], have: Mapping[str, Tensor], placement: Placement, is_first_alone: bool
+    stored: Mapping[str, StoredTensor], have: Mapping[str, Tensor], placement: Placement, is_first_alone: bool
 ) -> list[str]:
     """Names of those whose hashes this rank finds to be others.  All ranks call it; where pieces are those that were
     saved each hashes its own, else one tensor at a time is made whole.
@@ -40,24 +40,24 @@ def different(
     stored, have: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
     """
     names = list(have)
-    parts = save_plan.boxes_of([have[name] for name in names], placement, [is_first_alone] * len(names))
-    here = save_plan.place_of(placement)
+    parts = save_plan.assign_chunks([have[name] for name in names], placement, [is_first_alone] * len(names))
+    here = save_plan.rank_position(placement)
     found = []
     for name, held in zip(names, parts, strict=True):
-        x, wanted = have[name], {box: text for text, box in stored[name].hashes}
-        if {one.box for _, one in held} == wanted.keys():
-            mine = [(one.box, one.here.of(local_of(x))) for position, one in held if position == here]
+        x, wanted = have[name], {chunk: text for text, chunk in stored[name].hashes}
+        if {one.chunk for _, one in held} == wanted.keys():
+            mine = [(one.chunk, one.here.of(local_of(x))) for position, one in held if position == here]
         else:
             sharing = 1 if placement.virtual or is_first_alone and not is_dtensor(x) else placement.size
             mine = _share(list(wanted), whole(x, placement) if is_dtensor(x) else x, here, sharing)
-        if any(sha256_of(piece) != wanted[box] for box, piece in mine):
+        if any(sha256_of(piece) != wanted[chunk] for chunk, piece in mine):
             found.append(name)
     return found
 
 
-def _share(boxes: list[Box], x: Tensor, here: int, sharing: int) -> list[tuple[Box, Tensor]]:
+def _share(chunks: list[Chunk], x: Tensor, here: int, sharing: int) -> list[tuple[Chunk, Tensor]]:
     """What of the whole ``x`` this rank hashes, one of so many."""
-    return [(box, box.of(x)) for i, box in enumerate(boxes) if i % sharing == here]
+    return [(chunk, chunk.of(x)) for i, chunk in enumerate(chunks) if i % sharing == here]
 
 
 def refuse(names: list[str], where: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero.capture import LOSS_SCALE
-from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.expected_sbp import ExpectedSbp
 from graphzero.checkpoint.files import safetensors
-from graphzero.checkpoint.files.chunks import whole_box
-from graphzero.checkpoint.files.index import Piece, Stored
-from graphzero.checkpoint.files.json_values import ODD
-from graphzero.checkpoint.files.read_chunks import Wish, fill
+from graphzero.checkpoint.files.chunks import whole_chunk
+from graphzero.checkpoint.files.index import StoredChunk, StoredTensor
+from graphzero.checkpoint.files.json_values import MALFORMED
+from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.checkpoint.state_dict import loading
 from graphzero.errors import CheckpointError, ConfigError
 from graphzero.runtime.host_memory import freed_at_once
@@ -45,7 +45,7 @@ def materialize(source: UserGraph, init: Callable[[nn.Module], Any] | None) -> N
         entries = meta_tensors.lifeless(state)
         nds = ranks.agree_on(_INIT, lambda: _nds(source, state), lambda nds: {k: str(nd) for k, nd in nds.items()})
         if not source.placement.virtual:
-            state.meet()
+            state.ensure_world()
         own = torch.get_rng_state()
         is_first = source.placement.virtual or not ranks.active or state.world.local_ranks[0] == 0
         torch.set_rng_state(ranks.share(torch.get_rng_state))
@@ -73,11 +73,13 @@ def load_pretrained(
         module = source.modules[name]
         given = ranks.agree_on(_LOAD, lambda: _given(path, module, rename, strict), _facts)
         if not source.placement.virtual:
-            state.meet()
+            state.ensure_world()
         with loading.written_whole(state, "gz.load_pretrained()"), torch.no_grad():
             _wake(source, state, module, given)
             have = {key: x for key, x in module.state_dict().items() if isinstance(x, Tensor)}
-            fill([Wish(key, stored, have[key]) for key, stored in given.items()], Path(), {}, source.placement)
+            read_tensors(
+                [TensorRead(key, stored, have[key]) for key, stored in given.items()], Path(), {}, source.placement
+            )
         partial_update.heal(x for x in module.state_dict(keep_vars=True).values() if isinstance(x, Tensor))
 
 
@@ -93,12 +95,12 @@ def _check_world(name: str) -> None:
 
 
 def _nds(source: UserGraph, state: State) -> dict[str, Any]:
-    layouts, entries = Layouts(source, {}), meta_tensors.lifeless(state)
+    layouts, entries = ExpectedSbp(source, {}), meta_tensors.lifeless(state)
     check_trained_apart(entries)
     return {entry.path: layouts.of_tensor(entry) for entry in entries}
 
 
-def _wake(source: UserGraph, state: State, module: nn.Module, given: Mapping[str, Stored]) -> None:
+def _wake(source: UserGraph, state: State, module: nn.Module, given: Mapping[str, StoredTensor]) -> None:
     """Allocate what is on the meta device and in the files."""
     held = {id(x) for key, x in module.state_dict(keep_vars=True).items() if key in given}
     nds = _nds(source, state)
@@ -118,9 +120,11 @@ def _module_name(source: UserGraph, attribute: str | None) -> str:
     return attribute
 
 
-def _given(path: Path, module: nn.Module, rename: Mapping[str, str] | Names | None, strict: bool) -> dict[str, Stored]:
+def _given(
+    path: Path, module: nn.Module, rename: Mapping[str, str] | Names | None, strict: bool
+) -> dict[str, StoredTensor]:
     """What of the files a module takes, by its own names.  Raises CheckpointError for what does not fit."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for old, stored in files_of(path).items():
         new = _renamed(old, rename)
         if new in found:
@@ -164,11 +168,11 @@ def _renamed(name: str, rename: Mapping[str, str] | Names | None) -> str | None:
     return name if old is None else rename[old] + name[len(old) :]
 
 
-def _facts(given: Mapping[str, Stored]) -> dict[str, str]:
+def _facts(given: Mapping[str, StoredTensor]) -> dict[str, str]:
     return {key: f"{stored.dtype} {list(stored.shape)} at {stored.pieces}" for key, stored in given.items()}
 
 
-def files_of(path: Path) -> dict[str, Stored]:
+def files_of(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, or of a folder that Hugging Face's ``save_pretrained`` wrote, by name."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if not path.is_dir():
@@ -183,14 +187,14 @@ def files_of(path: Path) -> dict[str, Stored]:
     )
 
 
-def _tensors_in(file: Path) -> dict[str, Stored]:
+def _tensors_in(file: Path) -> dict[str, StoredTensor]:
     return {
-        name: Stored(entry.dtype, entry.shape, (Piece(str(file), entry.start, whole_box(entry.shape)),))
+        name: StoredTensor(entry.dtype, entry.shape, (StoredChunk(str(file), entry.start, whole_chunk(entry.shape)),))
         for name, entry in safetensors.entries(file).items()
     }
 
 
-def _of_shards(index: Path) -> dict[str, Stored]:
+def _of_shards(index: Path) -> dict[str, StoredTensor]:
     """Each tensor from the file that the index names for it."""
     try:
         names = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
@@ -198,7 +202,7 @@ def _of_shards(index: Path) -> dict[str, Stored]:
             raise ValueError("it names files that do not stand beside it")
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
-    except ODD as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
     shards = {file: _tensors_in(index.parent / file) for file in sorted(set(names.values()))}
     absent = [f"'{name}' in {file}" for name, file in names.items() if name not in shards[file]]

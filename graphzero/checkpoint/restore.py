@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE
 from graphzero.checkpoint import frozen_hashes
-from graphzero.checkpoint.expected_sbp import Layouts
+from graphzero.checkpoint.expected_sbp import ExpectedSbp
 from graphzero.checkpoint.files import blocks
 from graphzero.checkpoint.files.index import NAME as INDEX
-from graphzero.checkpoint.files.index import Index
-from graphzero.checkpoint.files.json_values import ODD, from_json
-from graphzero.checkpoint.files.read_chunks import Wish, fill
+from graphzero.checkpoint.files.index import CheckpointIndex
+from graphzero.checkpoint.files.json_values import MALFORMED, from_json
+from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.checkpoint.state_dict import collect, loading
 from graphzero.checkpoint.state_dict.loss_scale import moved_in
 from graphzero.checkpoint.state_dict.validate import StateKeys, validate_state_dict
@@ -33,7 +33,7 @@ from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.shards import local_of
 
 
-class Restore:
+class RestoreOperation:
     """One checkpoint, for one Graph.
 
     layouts: of what nobody holds yet.
@@ -41,18 +41,18 @@ class Restore:
     """
 
     def __init__(
-        self, where: Path, index: Index, state: State, schedulers: Sequence[Any], strict: bool,
-        expected_states: StateKeys, layouts: Layouts,
+        self, where: Path, index: CheckpointIndex, state: State, schedulers: Sequence[Any], strict: bool,
+        expected_states: StateKeys, layouts: ExpectedSbp,
     ) -> None:  # fmt: skip
         for name, summed in index.files.items():
-            blocks.check_size(where / name, summed)
+            blocks.check_file_size(where / name, summed)
         self._where, self._index, self._state, self._layouts = where, index, state, layouts
         self._strict = strict
         self._stand_ins: dict[int, tuple[Tensor, str]] = {}  # by id: for the values of a tensor in the files
         try:
             given = collect.with_metadata(from_json(index.state, self._given_in(index.state)))
             self.extra = from_json(index.extra, self._whole)
-        except ODD as error:
+        except MALFORMED as error:
             raise CheckpointError(f"{where / INDEX} has been altered: {type(error).__name__}: {error}") from error
         sd = moved_in(given, state.modules)
         self.checked = validate_state_dict(sd, state, schedulers, strict, expected_states, materializes=True)
@@ -102,16 +102,16 @@ class Restore:
         if stored.hashes:
             raise ValueError(f"tensors.{name} has hashes for values, and is no parameter")
         found = torch.empty(stored.shape, dtype=stored.dtype)
-        self._read([Wish(name, stored, found)])
+        self._read([TensorRead(name, stored, found)])
         return found
 
-    def _wish(self, given: Tensor, into: Tensor) -> Wish:
+    def _wish(self, given: Tensor, into: Tensor) -> TensorRead:
         _, name = self._stand_ins[id(given)]
-        return Wish(name, self._index.tensors[name], into)
+        return TensorRead(name, self._index.tensors[name], into)
 
-    def _read(self, wishes: list[Wish]) -> None:
+    def _read(self, wishes: list[TensorRead]) -> None:
         with torch.no_grad():
-            fill(wishes, self._where, self._index.files, self._state.placement)
+            read_tensors(wishes, self._where, self._index.files, self._state.placement)
 
     # ---- writing
 
@@ -162,7 +162,7 @@ class Restore:
         nd = self._state.nd_of(have) if known else self._layouts.of_state(optimizer, path, key, shape)
         return filled(shape, dtype, 0.0, nd, self._state.world)
 
-    def _of_module(self, name: str, module: nn.Module) -> Iterator[Wish]:
+    def _of_module(self, name: str, module: nn.Module) -> Iterator[TensorRead]:
         """What is read straight into a module's tensors: all of it, if its state dict is these tensors."""
         given = self.checked.modules.get(name, {})
         have = module.state_dict()

@@ -1,7 +1,7 @@
 """One ``gz.save``: all ranks write their parts of a checkpoint, together or each in a thread, or none has saved it.
 
 The first rank makes the folder, and its name when every part is there.  A rank that gives up says so to the others
-through ``Notes``, wherever it is, and what was written is removed.
+through ``SaveMarkers``, wherever it is, and what was written is removed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from graphzero.checkpoint.files import folder, save_plan
 from graphzero.checkpoint.files.async_save import Saved
-from graphzero.checkpoint.files.markers import Note, Notes
-from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, named
-from graphzero.checkpoint.snapshot import Content
+from graphzero.checkpoint.files.markers import RankPart, SaveMarkers
+from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, final_path
+from graphzero.checkpoint.snapshot import Snapshot
 from graphzero.errors import CheckpointError
 from graphzero.runtime.world.consensus import Ranks, Topic
 
@@ -28,20 +28,20 @@ _PARTS = Topic("gz.save of {}, written", "its part of the checkpoint", HINT)
 _END = Topic("gz.save of {}, completed", "the index of the checkpoint", HINT)
 
 
-class Writing:
+class SaveOperation:
     """Of one checkpoint, on one rank."""
 
-    def __init__(self, what: Content, keep: int | None, ranks: Ranks) -> None:
+    def __init__(self, what: Snapshot, keep: int | None, ranks: Ranks) -> None:
         self._what, self._keep, self._ranks = what, keep, ranks
         self._partial = PartialCheckpoint()
-        self._notes: Notes | None = None
+        self._notes: SaveMarkers | None = None
         self.saved: Saved | None = None  # what may be under way, also where ``run`` raises
 
     def run(self, path: Path, asynchronous: bool) -> Saved:
         """Every rank calls it."""
         try:
             where, notes = self._begin(path)
-            saved = self.saved = Saved(named(where), self._what.step, self._what.nbytes)
+            saved = self.saved = Saved(final_path(where), self._what.step, self._what.nbytes)
             if asynchronous:
                 copies = self._ranks.agree_on(_PARTS, lambda: self._copied(where), _nothing)
                 saved.start_thread(lambda: self._write_alone(where, notes, *copies))
@@ -54,11 +54,11 @@ class Writing:
             raise
         return saved
 
-    def _begin(self, path: Path) -> tuple[Path, Notes]:
+    def _begin(self, path: Path) -> tuple[Path, SaveMarkers]:
         what, ranks = self._what, self._ranks
-        where = first_does(ranks, _BEGIN, lambda: folder.begin(self._partial, path, what.step))
+        where = run_on_first_rank(ranks, _BEGIN, lambda: folder.begin(self._partial, path, what.step))
         store = ranks.store_of(f"save {where.name}")
-        notes = Notes(where, what.position, len(what.layout.files), store, ranks.watch(), PATIENCE)
+        notes = SaveMarkers(where, what.position, len(what.layout.files), store, ranks.watch(), PATIENCE)
         self._notes = notes
         return where, notes
 
@@ -73,29 +73,29 @@ class Writing:
         _check_shared(where)
         return self._what.staged(), self._what.frozen()
 
-    def _write_together(self, where: Path, notes: Notes) -> None:
+    def _write_together(self, where: Path, notes: SaveMarkers) -> None:
         what = self._what
 
         def write_part() -> None:
             try:
                 _check_shared(where)
-                file = save_plan.write_file(where, what.layout, what.position, what.boxes(), notes.check_now_and_then)
-                notes.leave(Note(file, what.frozen()))
+                file = save_plan.write_file(where, what.layout, what.position, what.chunks(), notes.check_now_and_then)
+                notes.leave(RankPart(file, what.frozen()))
             except Exception as error:
                 notes.fail(error)
                 raise
 
         self._ranks.agree_on(_PARTS, write_part, _nothing)
-        first_does(self._ranks, _END, lambda: self._complete(notes))
+        run_on_first_rank(self._ranks, _END, lambda: self._complete(notes))
 
-    def _write_alone(self, where: Path, notes: Notes, boxes: list[Tensor], frozen: list[str]) -> None:
+    def _write_alone(self, where: Path, notes: SaveMarkers, chunks: list[Tensor], frozen: list[str]) -> None:
         """What a thread of this rank does, without the others."""
         what = self._what
         try:
             notes.check()
-            file = save_plan.write_file(where, what.layout, what.position, boxes, notes.check_now_and_then)
-            boxes.clear()
-            notes.leave(Note(file, frozen))
+            file = save_plan.write_file(where, what.layout, what.position, chunks, notes.check_now_and_then)
+            chunks.clear()
+            notes.leave(RankPart(file, frozen))
             if what.is_first:
                 notes.wait_for_parts()
                 self._complete(notes)
@@ -107,16 +107,16 @@ class Writing:
                 raise told from error
             raise
 
-    def _complete(self, notes: Notes) -> Path:
+    def _complete(self, notes: SaveMarkers) -> Path:
         what = self._what
         done = save_plan.complete(self._partial, what.layout, notes.parts(), what.index, self._keep)
         notes.complete()
         return done
 
 
-def first_does(ranks: Ranks, topic: Topic, make: Callable[[], Path]) -> Path:
+def run_on_first_rank(ranks: Ranks, topic: Topic, make: Callable[[], Path]) -> Path:
     """What the first rank makes, on all ranks; what it raises, all raise."""
-    made = ranks.agree_on(topic, lambda: make() if save_plan.place_of(ranks.placement) == 0 else None, _nothing)
+    made = ranks.agree_on(topic, lambda: make() if save_plan.rank_position(ranks.placement) == 0 else None, _nothing)
     return Path(ranks.share(lambda: str(made)))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphzero._compat import storage_id
 from graphzero.checkpoint.files import blocks, save_plan
-from graphzero.checkpoint.files.index import Index
+from graphzero.checkpoint.files.index import CheckpointIndex
 from graphzero.checkpoint.files.json_values import to_json
-from graphzero.checkpoint.files.save_plan import Layout
+from graphzero.checkpoint.files.save_plan import SavePlan
 from graphzero.checkpoint.state_dict import collect
 from graphzero.errors import CheckpointError
 from graphzero.runtime.tensors.shards import local_of
@@ -24,7 +24,7 @@ from graphzero.step.user_graph import UserGraph
 EXTRA = "extra"
 
 
-class Content:
+class Snapshot:
     """All of one.  outline: what there is to save, see ``collect.outline``.  extra: of the user.
 
     is_hashed: whether of frozen parameters only hashes are kept.
@@ -45,11 +45,11 @@ class Content:
         self.placement = source.placement
         found = state.tensors().values()
         frozen = {storage_id(local_of(x.tensor)) for x in found if x.kind == "param" and not x.tensor.requires_grad}
-        self.layout: Layout = save_plan.lay_out(
+        self.layout: SavePlan = save_plan.make_save_plan(
             self.tensors, self.placement, lambda _: state.program is None,
             lambda name: is_hashed and name.startswith("modules.") and self._storage(name) in frozen,
         )  # fmt: skip
-        self.position = save_plan.place_of(self.placement)
+        self.position = save_plan.rank_position(self.placement)
 
     def _keep(self, x: Tensor, path: str) -> str:
         name = path.removeprefix(".")
@@ -81,20 +81,22 @@ class Content:
     def nbytes(self) -> int:
         return sum(save_plan.nbytes(self.layout, position) for position in range(len(self.layout.files)))
 
-    def boxes(self) -> list[Tensor]:
-        return save_plan.own_boxes(self.layout.files[self.position], self.tensors)
+    def chunks(self) -> list[Tensor]:
+        return save_plan.local_views(self.layout.files[self.position], self.tensors)
 
     def frozen(self) -> list[str]:
         """Hashes of what this rank only hashes, in order."""
-        return [blocks.sha256_of(box) for box in save_plan.own_boxes(self.layout.frozen[self.position], self.tensors)]
+        return [
+            blocks.sha256_of(chunk) for chunk in save_plan.local_views(self.layout.frozen[self.position], self.tensors)
+        ]
 
     def staged(self) -> list[Tensor]:
         """Copies of them, which the next step does not write to."""
-        return [box.detach().to("cpu", copy=True).contiguous() for box in self.boxes()]
+        return [chunk.detach().to("cpu", copy=True).contiguous() for chunk in self.chunks()]
 
-    def index(self, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+    def index(self, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> CheckpointIndex:
         made_by = {"torch": torch.__version__, "python": platform.python_version(), "ranks": self.placement.size}
-        return Index(self.step, tensors, files, self._state, self._extra, made_by)
+        return CheckpointIndex(self.step, tensors, files, self._state, self._extra, made_by)
 
 
 def _in_words(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:

@@ -69,7 +69,7 @@ class FullParameters:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
             found = ranks.agree_on(_BEGIN, self._found, lambda found: full_tensors.facts(state, found))
-            state.meet()
+            state.ensure_world()
             self._shown = full_tensors.gather(state, found)
         _compat.note_change(self._put_back)
         self._is_open = True

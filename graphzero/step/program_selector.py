@@ -108,7 +108,7 @@ class ProgramSelector:
         elif failure is not None:
             raise failure
         assert call is not None and known is not None
-        state.meet()
+        state.ensure_world()
         if running:
             call = self._begun(call, restart and (is_talking or not talks))
         program = self.programs.find(call, known)

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 import graphzero as gz
-from graphzero.checkpoint.files.chunks import SMALL, Box, covers, held_at, whole_box, writers
+from graphzero.checkpoint.files.chunks import (
+    SMALL_CHUNK,
+    Chunk,
+    assign_writers,
+    cover_exactly_once,
+    local_chunks,
+    whole_chunk,
+)
 from graphzero.runtime.tensors.shards import piece
 
 B, S = gz.sbp.B, gz.sbp.S
@@ -27,63 +34,67 @@ def test_held_boxes_are_the_pieces(hierarchy, nd, shape):
     for position in range(torch.Size(hierarchy).numel()):
         mine = piece(x, nd, hierarchy, position)
         made = torch.full_like(mine, -1)
-        for held in held_at(shape, nd, hierarchy, position):
-            held.here.of(made).copy_(held.box.of(x))
+        for held in local_chunks(shape, nd, hierarchy, position):
+            held.here.of(made).copy_(held.chunk.of(x))
         assert torch.equal(made, mine)
 
 
 @pytest.mark.parametrize("hierarchy, nd", LAYOUTS)
 def test_each_element_is_written_once_and_by_one_who_holds_it(hierarchy, nd):
-    shapes = [(shape, nd, False) for shape in [(12, 12), (240, 120), (6 * SMALL, 24), (0, 6)]]
-    found = writers(shapes, hierarchy)
+    shapes = [(shape, nd, False) for shape in [(12, 12), (240, 120), (6 * SMALL_CHUNK, 24), (0, 6)]]
+    found = assign_writers(shapes, hierarchy)
     for (shape, _, _), parts in zip(shapes, found, strict=True):
-        assert covers(shape, [held.box for _, held in parts])
+        assert cover_exactly_once(shape, [held.chunk for _, held in parts])
         for position, held in parts:
-            mine = [one.box for one in held_at(shape, nd, hierarchy, position)]
-            assert any(box.meet(held.box) == held.box for box in mine)
+            mine = [one.chunk for one in local_chunks(shape, nd, hierarchy, position)]
+            assert any(chunk.intersect(held.chunk) == held.chunk for chunk in mine)
     assert {position for position, _ in found[2]} == set(range(torch.Size(hierarchy).numel())), "all write"
 
 
 def test_what_is_no_cover_is_seen():
     shape = (6, 4, 2)
-    halves = [Box((0, 0, 0), (3, 4, 2)), Box((3, 0, 0), (3, 4, 2))]
-    assert covers(shape, halves) and covers(shape, [whole_box(shape)]) and covers((), [Box((), ())])
-    assert covers((0, 3), []) and not covers((0, 3), [Box((0, 0), (0, 3))])
+    halves = [Chunk((0, 0, 0), (3, 4, 2)), Chunk((3, 0, 0), (3, 4, 2))]
+    assert (
+        cover_exactly_once(shape, halves)
+        and cover_exactly_once(shape, [whole_chunk(shape)])
+        and cover_exactly_once((), [Chunk((), ())])
+    )
+    assert cover_exactly_once((0, 3), []) and not cover_exactly_once((0, 3), [Chunk((0, 0), (0, 3))])
     for wrong in (
-        [], halves[:1], halves * 2, [*halves, Box((0, 0, 0), (1, 1, 1))], [Box((1, 0, 0), shape)],
-        [Box((0, 0, 0), (6, 4, 3))], [Box((0, 0), (6, 4))], [halves[0], halves[0]],
-        [Box((0, 0, 0), (4, 4, 2)), Box((2, 0, 0), (2, 4, 2))],
+        [], halves[:1], halves * 2, [*halves, Chunk((0, 0, 0), (1, 1, 1))], [Chunk((1, 0, 0), shape)],
+        [Chunk((0, 0, 0), (6, 4, 3))], [Chunk((0, 0), (6, 4))], [halves[0], halves[0]],
+        [Chunk((0, 0, 0), (4, 4, 2)), Chunk((2, 0, 0), (2, 4, 2))],
     ):  # fmt: skip
-        assert not covers(shape, wrong), wrong
+        assert not cover_exactly_once(shape, wrong), wrong
 
 
 def test_covers_is_what_counting_says():
     draw = random.Random(0)
     for _ in range(300):
         shape = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
-        boxes = split(draw, whole_box(shape), draw.randint(1, 6))
+        chunks = split(draw, whole_chunk(shape), draw.randint(1, 6))
         if draw.random() < 0.5:
-            spoiled = draw.choice(boxes)
+            spoiled = draw.choice(chunks)
             at = tuple(max(0, a + draw.choice((-1, 0, 1))) for a in spoiled.start)
-            boxes[boxes.index(spoiled)] = Box(at, tuple(max(1, n + draw.choice((-1, 0, 1))) for n in spoiled.sizes))
+            chunks[chunks.index(spoiled)] = Chunk(at, tuple(max(1, n + draw.choice((-1, 0, 1))) for n in spoiled.sizes))
         counts = {}
-        for box in boxes:
-            for place in itertools.product(*(range(a, a + n) for a, n in zip(box.start, box.sizes, strict=True))):
+        for chunk in chunks:
+            for place in itertools.product(*(range(a, a + n) for a, n in zip(chunk.start, chunk.sizes, strict=True))):
                 counts[place] = counts.get(place, 0) + 1
         everywhere = set(itertools.product(*map(range, shape)))
-        assert covers(shape, boxes) == (counts.keys() == everywhere and set(counts.values()) == {1})
+        assert cover_exactly_once(shape, chunks) == (counts.keys() == everywhere and set(counts.values()) == {1})
 
 
-def split(draw, box, times):
+def split(draw, chunk, times):
     """In up to so many cuts."""
-    boxes = [box]
+    chunks = [chunk]
     for _ in range(times):
-        one = draw.choice(boxes)
+        one = draw.choice(chunks)
         dim = draw.randrange(len(one.sizes))
         if one.sizes[dim] > 1:
             at = draw.randrange(1, one.sizes[dim])
-            boxes.remove(one)
+            chunks.remove(one)
             for start, size in ((0, at), (at, one.sizes[dim] - at)):
                 begin = (*one.start[:dim], one.start[dim] + start, *one.start[dim + 1 :])
-                boxes.append(Box(begin, (*one.sizes[:dim], size, *one.sizes[dim + 1 :])))
-    return boxes
+                chunks.append(Chunk(begin, (*one.sizes[:dim], size, *one.sizes[dim + 1 :])))
+    return chunks

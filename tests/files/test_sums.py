@@ -11,18 +11,18 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from graphzero.checkpoint.files.blocks import BLOCK, Summed, seen, sizes_add_up, write  # noqa: E402
-from graphzero.checkpoint.files.checksum import ROW, RUN, Sum  # noqa: E402
-from graphzero.checkpoint.files.chunks import Box, whole_box  # noqa: E402
-from graphzero.checkpoint.files.read_chunks import of_box  # noqa: E402
-from graphzero.checkpoint.files.verified_read import Target, scatter  # noqa: E402
+from graphzero.checkpoint.files.blocks import BLOCK, FileChecksums, has_checksum_per_block, memory_of, write  # noqa: E402
+from graphzero.checkpoint.files.checksum import ROW, RUN, Checksum  # noqa: E402
+from graphzero.checkpoint.files.chunks import Chunk, whole_chunk  # noqa: E402
+from graphzero.checkpoint.files.read_chunks import chunk_ranges  # noqa: E402
+from graphzero.checkpoint.files.verified_read import ByteRange, read_ranges  # noqa: E402
 from graphzero.errors import CheckpointError  # noqa: E402
 
 WORDS = ROW // 8
 
 
 def summed(*parts):
-    made = Sum()
+    made = Checksum()
     for part in parts:
         made.add(memoryview(part))
     return made.end()
@@ -58,7 +58,7 @@ def test_it_is_the_same_however_the_bytes_come():
     odd = memoryview(bytearray(len(data) + 3))[3:]  # where words are not aligned
     odd[:] = data
     assert summed(odd) == wanted
-    made = Sum()
+    made = Checksum()
     for _ in range(2):
         made.add(memoryview(data))
         assert made.end() == wanted, "the next one begins anew"
@@ -181,7 +181,7 @@ def file(tmp_path_factory):
 
 def wanted(start, size):
     memory = bytearray(size)
-    return Target(f"at {start}", start, size, lambda: memoryview(memory)), memory
+    return ByteRange(f"at {start}", start, size, lambda: memoryview(memory)), memory
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -194,7 +194,7 @@ def test_every_target_has_its_bytes_however_they_lie(file, is_known):
         for size in draw.choices([1, 5, 1000, 65_536, RUN + 1, BLOCK + 9, len(content)], k=draw.randrange(1, 40)):
             ranges.append((draw.randrange(len(content) - size + 1), size))
         made = [wanted(*one) for one in ranges]
-        scatter(path, sums if is_known else None, [target for target, _ in made])
+        read_ranges(path, sums if is_known else None, [target for target, _ in made])
         for (start, size), (_, memory) in zip(ranges, made, strict=True):
             assert memory == content[start : start + size]
 
@@ -204,9 +204,9 @@ def test_a_target_is_told_once_when_all_of_it_is_there(file):
     told = []
     for start, size in [(0, 10), (RUN - 5, 10), (9, BLOCK), (BLOCK - 1, 2)]:
         memory = bytearray(size)
-        target = Target("x", start, size, lambda memory=memory: memoryview(memory))
+        target = ByteRange("x", start, size, lambda memory=memory: memoryview(memory))
         target.done = lambda memory=memory, at=start: told.append((at, memory == content[at : at + len(memory)]))
-        scatter(path, sums, [target])
+        read_ranges(path, sums, [target])
     assert told == [(0, True), (RUN - 5, True), (9, True), (BLOCK - 1, True)]
 
 
@@ -215,16 +215,16 @@ def test_damage_is_told_with_the_tensors_that_are_in_it_and_only_where_it_is_rea
     path, at = tmp_path / "file", BLOCK + RUN + 3
     path.write_bytes(content[:at] + bytes([content[at] ^ 128]) + content[at + 1 :])
     for start, size in [(0, BLOCK), (2 * BLOCK, 50)]:
-        scatter(path, sums, [wanted(start, size)[0]])
+        read_ranges(path, sums, [wanted(start, size)[0]])
     for start, size in [(BLOCK, 1), (2 * BLOCK - 1, 1), (BLOCK - 10, BLOCK), (0, len(content))]:
         message = f"its bytes {BLOCK} to {2 * BLOCK} are not those that were saved, of at {start}; load"
         with pytest.raises(CheckpointError, match=message):
-            scatter(path, sums, [wanted(start, size)[0], wanted(0, 1)[0]])
+            read_ranges(path, sums, [wanted(start, size)[0], wanted(0, 1)[0]])
     path.write_bytes(content[: BLOCK + 5])
     with pytest.raises(CheckpointError, match="is cut short: .* bytes are missing"):
-        scatter(path, sums, [wanted(BLOCK, 10)[0]])
+        read_ranges(path, sums, [wanted(BLOCK, 10)[0]])
     with pytest.raises(CheckpointError, match="is cut short"):
-        scatter(path, None, [wanted(BLOCK, 10)[0]])
+        read_ranges(path, None, [wanted(BLOCK, 10)[0]])
 
 
 @pytest.mark.parametrize("swapped", [ROW, 4096, RUN, BLOCK])
@@ -233,22 +233,24 @@ def test_parts_that_change_places_within_a_file_are_told(file, tmp_path, swapped
     path = tmp_path / "file"
     path.write_bytes(content[swapped : 2 * swapped] + content[:swapped] + content[2 * swapped :])
     with pytest.raises(CheckpointError, match="has been altered: its bytes 0 to"):
-        scatter(path, sums, [wanted(0, len(content))[0]])
+        read_ranges(path, sums, [wanted(0, len(content))[0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape, box", [
-    ((3, 400_000), Box((1, 7), (2, 300_000))),  # rows too large for the buffer
-    ((50, 40, 3), Box((4, 0, 1), (46, 40, 2))), ((7, 5), whole_box((7, 5))), ((), whole_box(())),
+    ((3, 400_000), Chunk((1, 7), (2, 300_000))),  # rows too large for the buffer
+    ((50, 40, 3), Chunk((4, 0, 1), (46, 40, 2))), ((7, 5), whole_chunk((7, 5))), ((), whole_chunk(())),
 ])  # fmt: skip
-def test_boxes_go_to_tensors_that_lie_otherwise(tmp_path, shape, box, dtype):
+def test_boxes_go_to_tensors_that_lie_otherwise(tmp_path, shape, chunk, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    sums = write(tmp_path / "x", [memoryview(b"12345678"), seen(x)])
-    into = torch.zeros(box.sizes[::-1], dtype=dtype).permute([*range(len(shape))][::-1])
-    scatter(tmp_path / "x", sums, of_box("x", 8, torch.float32, shape, box, into))
-    assert torch.equal(into, box.of(x).to(dtype))
+    sums = write(tmp_path / "x", [memoryview(b"12345678"), memory_of(x)])
+    into = torch.zeros(chunk.sizes[::-1], dtype=dtype).permute([*range(len(shape))][::-1])
+    read_ranges(tmp_path / "x", sums, chunk_ranges("x", 8, torch.float32, shape, chunk, into))
+    assert torch.equal(into, chunk.of(x).to(dtype))
 
 
 def test_sums_that_are_too_few_are_no_sums():
-    assert sizes_add_up(Summed(BLOCK + 1, ("a", "b"))) and sizes_add_up(Summed(0, ()))
-    assert not sizes_add_up(Summed(BLOCK + 1, ("a",))) and not sizes_add_up(Summed(BLOCK, ("a", "b")))
+    assert has_checksum_per_block(FileChecksums(BLOCK + 1, ("a", "b"))) and has_checksum_per_block(FileChecksums(0, ()))
+    assert not has_checksum_per_block(FileChecksums(BLOCK + 1, ("a",))) and not has_checksum_per_block(
+        FileChecksums(BLOCK, ("a", "b"))
+    )

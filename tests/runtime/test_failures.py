@@ -182,7 +182,7 @@ def killed_while_all_save(rank: int, path: str, asynchronous: bool) -> Any:
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
-        markers.Notes.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        markers.SaveMarkers.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return [tried(lambda: gz.save(graph, path, asynchronous=asynchronous).wait() or 0)]
 
 

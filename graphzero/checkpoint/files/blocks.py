@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.checkpoint.files.checksum import RUN, Sum
+from graphzero.checkpoint.files.checksum import RUN, Checksum
 from graphzero.errors import CheckpointError
 
 BLOCK = 1 << 23  # bytes
@@ -27,17 +27,17 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 
 
 @dataclass(frozen=True)
-class Summed:
+class FileChecksums:
     """nbytes: of the whole file.  blocks: the sum of each block of it, of which the last may be shorter."""
 
     nbytes: int
     blocks: tuple[str, ...]
 
 
-def write(path: Path, parts: Iterable[memoryview], rest: Callable[[], None] = lambda: None) -> Summed:
+def write(path: Path, parts: Iterable[memoryview], rest: Callable[[], None] = lambda: None) -> FileChecksums:
     """A new file of ``parts``, on the disk when it returns.  rest: what is done behind each block."""
     sums: list[str] = []
-    total, current = 0, Sum()
+    total, current = 0, Checksum()
     with open(path, "wb", buffering=0) as file:
         for part in parts:
             while part:
@@ -53,7 +53,7 @@ def write(path: Path, parts: Iterable[memoryview], rest: Callable[[], None] = la
         if total % BLOCK:
             sums.append(current.end())
         os.fsync(file.fileno())
-    return Summed(total, tuple(sums))
+    return FileChecksums(total, tuple(sums))
 
 
 def _write_all(file: Any, data: memoryview) -> None:
@@ -85,28 +85,28 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 
-def values_of(x: Tensor) -> Iterator[memoryview]:
+def iterate_bytes(x: Tensor) -> Iterator[memoryview]:
     """The bytes of a dense tensor, row by row, from wherever it is; what has to be copied for it is a block at most, if
     no row is larger."""
     x = x.detach()
     if x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
-        yield seen(x)
+        yield memory_of(x)
     elif x.numel() * x.element_size() <= BLOCK or not x.dim():
         held = _plain(x)
-        yield seen(held)
+        yield memory_of(held)
     elif x.shape[0] == 1:
-        yield from values_of(x[0])
+        yield from iterate_bytes(x[0])
     else:
         rows = max(1, x.shape[0] * BLOCK // (x.numel() * x.element_size()))
         for piece in torch.split(x, rows):
-            yield from values_of(piece)
+            yield from iterate_bytes(piece)
 
 
 def _plain(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def seen(x: Tensor) -> memoryview:
+def memory_of(x: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor with elements, as long as that lives.
 
     ``Tensor.numpy`` would make its storage one that cannot be resized any more.
@@ -118,12 +118,12 @@ def sha256_of(x: Tensor) -> str:
     """Of the bytes of a dense tensor, row by row."""
     found = hashlib.sha256()
     if x.numel():
-        for part in values_of(x):
+        for part in iterate_bytes(x):
             found.update(part)
     return found.hexdigest()
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Bytes of a file.  Raises CheckpointError for one that is not there, and for what is no file."""
     try:
         found = path.stat()
@@ -134,19 +134,19 @@ def size_of(path: Path) -> int:
     return found.st_size
 
 
-def check_size(path: Path, summed: Summed) -> None:
+def check_file_size(path: Path, summed: FileChecksums) -> None:
     """Raise CheckpointError for a file that is not there, or has another size than was written."""
-    size = size_of(path)
+    size = file_size(path)
     if size != summed.nbytes:
         how = "cut short" if size < summed.nbytes else "altered"
         raise CheckpointError(f"{path} has been {how}: it has {size} bytes, {summed.nbytes} were saved")
 
 
-def sizes_add_up(summed: Summed) -> bool:
+def has_checksum_per_block(summed: FileChecksums) -> bool:
     return len(summed.blocks) == -(-summed.nbytes // BLOCK)
 
 
-def typed(room: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
+def view_bytes_as(room: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
     """The first bytes of ``room``, uint8, as a tensor of that type."""
     count = dtype.itemsize
     for size in sizes:

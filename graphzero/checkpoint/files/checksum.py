@@ -38,7 +38,7 @@ def _weights() -> Words:
 _OF_WORDS, _OF_UPPER_HALVES = _weights()
 
 
-class Sum:
+class Checksum:
     """Of bytes that come one after the other."""
 
     def __init__(self) -> None:

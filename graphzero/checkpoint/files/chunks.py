@@ -17,11 +17,11 @@ from graphzero.runtime.tensors.shards import coordinates
 from graphzero.sbp.shards import bounds, cutting, unfold
 from graphzero.sbp.types import Nd
 
-SMALL = 1 << 14  # elements: what is not larger is written by one of its holders alone
+SMALL_CHUNK = 1 << 14  # elements: what is not larger is written by one of its holders alone
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """start: of its first element, per dim; sizes: elements per dim."""
 
     start: tuple[int, ...]
@@ -38,11 +38,11 @@ class Box:
                 whole = whole.narrow(dim, start, size)
         return whole
 
-    def within(self, other: Box) -> Box:
+    def relative_to(self, other: Chunk) -> Chunk:
         """It, counted from where ``other`` begins."""
-        return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.sizes)
+        return Chunk(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.sizes)
 
-    def meet(self, other: Box) -> Box | None:
+    def intersect(self, other: Chunk) -> Chunk | None:
         """What lies in both; None for nothing."""
         starts = tuple(map(max, self.start, other.start))
         ends = (
@@ -50,61 +50,64 @@ class Box:
             for a, n, b, m in zip(self.start, self.sizes, other.start, other.sizes, strict=True)
         )  # fmt: skip
         sizes = tuple(end - start for end, start in zip(ends, starts, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalChunk:
     """A box of a whole tensor, and where it lies in the piece of a rank that holds it."""
 
-    box: Box
-    here: Box
+    chunk: Chunk
+    here: Chunk
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+def whole_chunk(shape: Sequence[int]) -> Chunk:
+    return Chunk((0,) * len(shape), tuple(shape))
 
 
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+def cover_exactly_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     """Whether each element of a tensor lies in exactly one of the boxes, and nothing else does.
 
     So it is where boxes lie within the tensor and apart, and have as many elements as it has.
     """
     if not all(shape):
-        return not boxes
-    whole = whole_box(shape)
-    if any(len(box.sizes) != len(shape) or len(box.start) != len(shape) or box.meet(whole) != box for box in boxes):
+        return not chunks
+    whole = whole_chunk(shape)
+    if any(
+        len(chunk.sizes) != len(shape) or len(chunk.start) != len(shape) or chunk.intersect(whole) != chunk
+        for chunk in chunks
+    ):
         return False
-    return sum(box.numel for box in boxes) == whole.numel and _are_apart(boxes, 2 * len(shape))
+    return sum(chunk.numel for chunk in chunks) == whole.numel and _are_disjoint(chunks, 2 * len(shape))
 
 
-def _are_apart(boxes: Sequence[Box], depth: int) -> bool:
+def _are_disjoint(chunks: Sequence[Chunk], depth: int) -> bool:
     """Whether planes tell them from each other, in up to ``depth`` dims one after the other.
 
     They do in what ranks write: their pieces are a grid, and each box is a slice of a piece.
     """
-    if len(boxes) == 1:
+    if len(chunks) == 1:
         return True
-    for dim in range(len(boxes[0].start)):
-        groups = _between_planes(boxes, dim)
+    for dim in range(len(chunks[0].start)):
+        groups = _groups_between_planes(chunks, dim)
         if len(groups) > 1:
-            return depth > 0 and all(_are_apart(group, depth - 1) for group in groups)
+            return depth > 0 and all(_are_disjoint(group, depth - 1) for group in groups)
     return False
 
 
-def _between_planes(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+def _groups_between_planes(chunks: Sequence[Chunk], dim: int) -> list[list[Chunk]]:
     """Boxes by the planes across ``dim`` that cut none of them."""
-    groups: list[list[Box]] = []
+    groups: list[list[Chunk]] = []
     end = -1
-    for box in sorted(boxes, key=lambda box: box.start[dim]):
-        if box.start[dim] >= end:
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start[dim]):
+        if chunk.start[dim] >= end:
             groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.start[dim] + box.sizes[dim])
+        groups[-1].append(chunk)
+        end = max(end, chunk.start[dim] + chunk.sizes[dim])
     return groups
 
 
-def held_at(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> list[Held]:
+def local_chunks(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> list[LocalChunk]:
     """The boxes that the rank at ``position`` holds of a tensor of ``shape``, in the order of its own elements."""
     cut = cutting(nd, hierarchy)
     apart = unfold(shape, cut)
@@ -114,7 +117,9 @@ def held_at(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: 
     for each in itertools.product(*runs):
         sizes = tuple(size for _, _, size in each)
         if all(sizes):
-            found.append(Held(Box(tuple(run[0] for run in each), sizes), Box(tuple(run[1] for run in each), sizes)))
+            found.append(
+                LocalChunk(Chunk(tuple(run[0] for run in each), sizes), Chunk(tuple(run[1] for run in each), sizes))
+            )
     return found
 
 
@@ -130,9 +135,9 @@ def _runs(sizes: Sequence[int], held: Sequence[tuple[int, int]]) -> Iterator[tup
         yield section * sizes[-1] + start, number * length, length
 
 
-def writers(
+def assign_writers(
     shapes: Iterable[tuple[Sequence[int], Nd, bool]], hierarchy: tuple[int, ...]
-) -> list[list[tuple[int, Held]]]:
+) -> list[list[tuple[int, LocalChunk]]]:
     """Who writes what of tensors: for each, (position, what of its own it writes).
 
     Every element is written once.  shapes: of each tensor its shape, its SBP, and whether the rank at position 0 is to
@@ -141,21 +146,21 @@ def writers(
     load = [0] * prod(hierarchy)
     found = []
     for shape, nd, alone in shapes:
-        parts: list[tuple[int, Held]] = []
-        for holders in _holders(shape, nd, hierarchy):
-            pieces = held_at(shape, nd, hierarchy, holders[0])
+        parts: list[tuple[int, LocalChunk]] = []
+        for holders in _replica_groups(shape, nd, hierarchy):
+            pieces = local_chunks(shape, nd, hierarchy, holders[0])
             sharing = holders[:1] if alone else holders
-            if len(sharing) > 1 and sum(piece.box.numel for piece in pieces) <= SMALL:
+            if len(sharing) > 1 and sum(piece.chunk.numel for piece in pieces) <= SMALL_CHUNK:
                 sharing = [min(sharing, key=lambda position: load[position])]
             for piece in pieces:
                 parts += zip(sharing, _cut(piece, len(sharing)), strict=False)
         for position, part in parts:
-            load[position] += part.box.numel
+            load[position] += part.chunk.numel
         found.append(parts)
     return found
 
 
-def _holders(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> list[list[int]]:
+def _replica_groups(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> list[list[int]]:
     """Positions that hold the same, together."""
     axes = [axis for axis, sbp in enumerate(cutting(nd, hierarchy)) if sbp.is_split]
     found: dict[tuple[int, ...], list[int]] = {}
@@ -165,9 +170,9 @@ def _holders(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> list[l
     return list(found.values())
 
 
-def _cut(piece: Held, count: int) -> list[Held]:
+def _cut(piece: LocalChunk, count: int) -> list[LocalChunk]:
     """A piece in up to ``count`` slices of its first dim that has so many elements, else of its longest."""
-    sizes = piece.box.sizes
+    sizes = piece.chunk.sizes
     if count == 1 or not sizes:
         return [piece]
     dim = next((dim for dim, size in enumerate(sizes) if size >= count), max(range(len(sizes)), key=sizes.__getitem__))
@@ -175,9 +180,9 @@ def _cut(piece: Held, count: int) -> list[Held]:
     return [_slice(piece, dim, start, min(step, sizes[dim] - start)) for start in range(0, sizes[dim], step)]
 
 
-def _slice(piece: Held, dim: int, start: int, size: int) -> Held:
-    def cut(box: Box) -> Box:
-        starts = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
-        return Box(starts, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+def _slice(piece: LocalChunk, dim: int, start: int, size: int) -> LocalChunk:
+    def cut(chunk: Chunk) -> Chunk:
+        starts = (*chunk.start[:dim], chunk.start[dim] + start, *chunk.start[dim + 1 :])
+        return Chunk(starts, (*chunk.sizes[:dim], size, *chunk.sizes[dim + 1 :]))
 
-    return Held(cut(piece.box), cut(piece.here))
+    return LocalChunk(cut(piece.chunk), cut(piece.here))

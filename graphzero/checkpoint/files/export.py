@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from graphzero.checkpoint.files import blocks, folder, index, safetensors
-from graphzero.checkpoint.files.index import Index, Stored
-from graphzero.checkpoint.files.read_chunks import Wish, fill
+from graphzero.checkpoint.files.index import CheckpointIndex, StoredTensor
+from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.errors import CheckpointError
 from graphzero.sbp.placement import Placement, placement
 
@@ -26,7 +26,7 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
     where = folder.chosen(checkpoint)
     found = index.read(where)
     for name, summed in found.files.items():
-        blocks.check_size(where / name, summed)
+        blocks.check_file_size(where / name, summed)
     tensors = _of_module(found, module, where)
     shards = list(_shards(tensors, dtype, shard_bytes))
     names = [SINGLE] if len(shards) == 1 else _numbered(len(shards))
@@ -42,7 +42,7 @@ def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype 
     return [path / name for name in names]
 
 
-def _of_module(found: Index, module: str | None, where: Path) -> dict[str, Stored]:
+def _of_module(found: CheckpointIndex, module: str | None, where: Path) -> dict[str, StoredTensor]:
     """Name in the module -> tensor; of tied ones the first alone, as the files' readers expect."""
     modules = sorted(found.state["modules"])
     if module is None and len(modules) == 1:
@@ -64,21 +64,21 @@ def _of_module(found: Index, module: str | None, where: Path) -> dict[str, Store
     }  # fmt: skip
 
 
-def _nbytes(stored: Stored, dtype: torch.dtype | None) -> int:
+def _nbytes(stored: StoredTensor, dtype: torch.dtype | None) -> int:
     count = 1
     for size in stored.shape:
         count *= size
     return count * _written_as(stored, dtype).itemsize
 
 
-def _written_as(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+def _written_as(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
     made = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
     if made not in safetensors.NAMES:
         raise CheckpointError(f"safetensors files hold no {made}; give dtype=, to which floating tensors are cast")
     return made
 
 
-def _shards(tensors: Mapping[str, Stored], dtype: torch.dtype | None, most: int) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, most: int) -> Iterator[list[str]]:
     """Names of the tensors of each file, in order, none larger than ``most`` bytes unless one tensor is."""
     current: list[str] = []
     size = 0
@@ -97,7 +97,7 @@ def _numbered(count: int) -> list[str]:
 
 
 def _write(
-    path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype | None, where: Path, found: Index, alone: Placement
+    path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, where: Path, found: CheckpointIndex, alone: Placement
 ) -> None:  # fmt: skip
     head, _ = safetensors.head((name, _written_as(held, dtype), held.shape) for name, held in tensors.items())
 
@@ -105,9 +105,9 @@ def _write(
         yield memoryview(head)
         for name, held in tensors.items():
             whole = torch.empty(held.shape, dtype=_written_as(held, dtype))
-            fill([Wish(name, held, whole)], where, found.files, alone)
+            read_tensors([TensorRead(name, held, whole)], where, found.files, alone)
             if whole.numel():
-                yield from blocks.values_of(whole)
+                yield from blocks.iterate_bytes(whole)
 
     hidden = path.with_suffix(".part")
     blocks.write(hidden, parts())

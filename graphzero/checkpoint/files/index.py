@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from graphzero.checkpoint.files.blocks import BLOCK, Summed, sizes_add_up
-from graphzero.checkpoint.files.chunks import Box, covers
-from graphzero.checkpoint.files.json_values import DTYPES, ODD, STORED, tensor_names
+from graphzero.checkpoint.files.blocks import BLOCK, FileChecksums, has_checksum_per_block
+from graphzero.checkpoint.files.chunks import Chunk, cover_exactly_once
+from graphzero.checkpoint.files.json_values import DTYPES, MALFORMED, STORED, tensor_names
 from graphzero.errors import CheckpointError
 from graphzero.runtime.json_file import parse_json
 
@@ -30,16 +30,16 @@ _DIGITS = set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredChunk:
     """A box of a tensor, row by row in a file from byte ``start`` on."""
 
     file: str
     start: int
-    box: Box
+    chunk: Chunk
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint.
 
     same_as: the name of the one whose values it shares, as tied parameters do.
@@ -48,21 +48,21 @@ class Stored:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[StoredChunk, ...] = ()
     same_as: str = ""
-    hashes: tuple[tuple[str, Box], ...] = ()
+    hashes: tuple[tuple[str, Chunk], ...] = ()
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """step: how many steps had been taken.  tensors: by name.  files: by name.  state, extra: see ``json_values``.
 
     made_by: versions and ranks, for people.  sha256: of what was read.
     """
 
     step: int
-    tensors: Mapping[str, Stored]
-    files: Mapping[str, Summed]
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, FileChecksums]
     state: Any
     extra: Any
     made_by: Mapping[str, Any]
@@ -83,17 +83,17 @@ def _hash(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
-def _stored_to_json(held: Stored) -> dict[str, Any]:
+def _stored_to_json(held: StoredTensor) -> dict[str, Any]:
     if held.same_as:
         return {"same as": held.same_as}
     made = {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape)}
     if held.hashes:
-        return {**made, "sha256": [[text, list(box.start), list(box.sizes)] for text, box in held.hashes]}
-    pieces = [[piece.file, piece.start, list(piece.box.start), list(piece.box.sizes)] for piece in held.pieces]
+        return {**made, "sha256": [[text, list(chunk.start), list(chunk.sizes)] for text, chunk in held.hashes]}
+    pieces = [[piece.file, piece.start, list(piece.chunk.start), list(piece.chunk.sizes)] for piece in held.pieces]
     return {**made, "pieces": pieces}
 
 
-def read(folder: Path) -> Index:
+def read(folder: Path) -> CheckpointIndex:
     """The index of a complete checkpoint.  Raises CheckpointError for a folder that is none."""
     path = folder / NAME
     try:
@@ -114,23 +114,23 @@ def read(folder: Path) -> Index:
         if hashed != _hash(found):
             raise ValueError("it is not what was saved")
         return _from_json(found, hashed)
-    except ODD as error:
+    except MALFORMED as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise CheckpointError(f"{path} has been altered: {kind}{error}") from error
 
 
-def _from_json(found: Mapping[str, Any], sha256: str) -> Index:
-    """Raises one of ``ODD``, mostly a ValueError that says where, for an index that this module has not written."""
+def _from_json(found: Mapping[str, Any], sha256: str) -> CheckpointIndex:
+    """Raises one of ``MALFORMED``, mostly a ValueError that says where, for an index that this module has not written."""
     listed = _dict(found["files"], "files")
     files = {_file_name(name): _summed(held, f"files.{name}") for name, held in listed.items()}
     everything = _dict(found["tensors"], "tensors")
     tensors = {name: _stored(f"tensors.{name}", held, everything, files) for name, held in everything.items()}
     _check_named_once([found["state"], found["extra"]], tensors)
     made_by, step = _dict(found["made by"], "made by"), _count(found["step"], "step")
-    return Index(step, tensors, files, found["state"], found["extra"], made_by, sha256)
+    return CheckpointIndex(step, tensors, files, found["state"], found["extra"], made_by, sha256)
 
 
-def _check_named_once(state: Any, tensors: Mapping[str, Stored]) -> None:
+def _check_named_once(state: Any, tensors: Mapping[str, StoredTensor]) -> None:
     """Every tensor stands in one place of state and extra; only those of modules may be there as hashes."""
     names = collections.Counter(tensor_names(state))
     for name in names.keys() | tensors.keys():
@@ -175,15 +175,15 @@ def _file_name(name: str) -> str:
     return name
 
 
-def _summed(held: Any, where: str) -> Summed:
+def _summed(held: Any, where: str) -> FileChecksums:
     nbytes = _count(_dict(held, where)["bytes"], f"{where}.bytes")
     blocks = tuple(_text(text, f"{where}.sums", 32) for text in _list(held["sums"], f"{where}.sums"))
-    if not sizes_add_up(Summed(nbytes, blocks)):
+    if not has_checksum_per_block(FileChecksums(nbytes, blocks)):
         raise ValueError(f"{where}.sums are {len(blocks)}, of {nbytes} bytes")
-    return Summed(nbytes, blocks)
+    return FileChecksums(nbytes, blocks)
 
 
-def _stored(where: str, held: Any, everything: Mapping[str, Any], files: Mapping[str, Summed]) -> Stored:
+def _stored(where: str, held: Any, everything: Mapping[str, Any], files: Mapping[str, FileChecksums]) -> StoredTensor:
     same_as = _dict(held, where).get("same as", "")
     if same_as:
         held = _dict(everything.get(same_as), f"what {where} is the same as")
@@ -195,25 +195,26 @@ def _stored(where: str, held: Any, everything: Mapping[str, Any], files: Mapping
         raise ValueError(f"{where}.shape is {list(shape)!r:.80}, which no tensor can have")
     if "sha256" in held:
         parts = [_list(one, f"{where}.sha256", 3) for one in _list(held["sha256"], f"{where}.sha256")]
-        hashes = tuple((_text(text, f"{where}.sha256", 64), _box(box, shape, where)) for text, *box in parts)
-        _check_covered(shape, [box for _, box in hashes], f"{where}.sha256")
-        return Stored(dtype, shape, (), same_as, hashes)
+        hashes = tuple((_text(text, f"{where}.sha256", 64), _box(chunk, shape, where)) for text, *chunk in parts)
+        _check_covered(shape, [chunk for _, chunk in hashes], f"{where}.sha256")
+        return StoredTensor(dtype, shape, (), same_as, hashes)
     parts = [_list(one, f"{where}.pieces", 4) for one in _list(held["pieces"], f"{where}.pieces")]
     pieces = tuple(
-        Piece(file, _count(at, f"{where}.pieces"), _box(box, shape, f"{where}.pieces")) for file, at, *box in parts
+        StoredChunk(file, _count(at, f"{where}.pieces"), _box(chunk, shape, f"{where}.pieces"))
+        for file, at, *chunk in parts
     )
     for piece in pieces:
-        if piece.file not in files or piece.start + piece.box.numel * dtype.itemsize > files[piece.file].nbytes:
+        if piece.file not in files or piece.start + piece.chunk.numel * dtype.itemsize > files[piece.file].nbytes:
             raise ValueError(f"{where}.pieces lie outside of {piece.file!r:.80}")
-    _check_covered(shape, [piece.box for piece in pieces], f"{where}.pieces")
-    return Stored(dtype, shape, pieces, same_as)
+    _check_covered(shape, [piece.chunk for piece in pieces], f"{where}.pieces")
+    return StoredTensor(dtype, shape, pieces, same_as)
 
 
-def _box(parts: Sequence[Any], shape: tuple[int, ...], where: str) -> Box:
+def _box(parts: Sequence[Any], shape: tuple[int, ...], where: str) -> Chunk:
     start, sizes = (_counts(part, where, len(shape)) for part in parts)
-    return Box(start, sizes)
+    return Chunk(start, sizes)
 
 
-def _check_covered(shape: tuple[int, ...], boxes: list[Box], where: str) -> None:
-    if not covers(shape, boxes):
+def _check_covered(shape: tuple[int, ...], chunks: list[Chunk], where: str) -> None:
+    if not cover_exactly_once(shape, chunks):
         raise ValueError(f"{where} are not all of the tensor, once")

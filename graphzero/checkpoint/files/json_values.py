@@ -23,7 +23,14 @@ DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isin
 _NUMBER = re.compile(r"bool|u?int(8|16|32|64)|b?float(8_\w+|16|32|64)|complex\d+")
 NUMBERS = {x for name, x in DTYPES.items() if _NUMBER.fullmatch(name)}  # which torch casts to each other
 STORED = NUMBERS | {x for name, x in DTYPES.items() if name.startswith(("bits", "float"))}  # which it can copy
-ODD = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)  # of values that nobody wrote
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+)  # of values that nobody wrote
 _LONG = 1 << 10  # bits of an int that is written as it is; of longer ones Python reads so many digits only
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "float": float, "complex": complex, "bytes": bytes.fromhex, "device": torch.device,
@@ -76,7 +83,7 @@ def _dict_to_json(x: Mapping[Any, Any], path: str, tensor: Callable[[Tensor, str
 
 
 def from_json(x: Any, tensor: Callable[[str], Any]) -> Any:
-    """What ``to_json`` was given.  tensor: by name.  Raises one of ``ODD`` for what it never makes."""
+    """What ``to_json`` was given.  tensor: by name.  Raises one of ``MALFORMED`` for what it never makes."""
     if isinstance(x, list):
         return [from_json(held, tensor) for held in x]
     if not isinstance(x, dict):

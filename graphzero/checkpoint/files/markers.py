@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from graphzero.checkpoint.files import partial_checkpoint as names
-from graphzero.checkpoint.files.blocks import Summed
+from graphzero.checkpoint.files.blocks import FileChecksums
 from graphzero.errors import CheckpointError
 from graphzero.runtime.transport.failure_report import within
 
@@ -29,14 +29,14 @@ Ended = Callable[[], Collection[int]]  # positions of ranks whose processes have
 
 
 @dataclass(frozen=True)
-class Note:
+class RankPart:
     """file: what a rank has written.  frozen: hashes of what it was only to hash, in order."""
 
-    file: Summed
+    file: FileChecksums
     frozen: Sequence[str]
 
 
-class Notes:
+class SaveMarkers:
     """Of one checkpoint, on one rank.
 
     position, count: of this rank among those that write.  store: with keys of this checkpoint alone; None where
@@ -53,7 +53,7 @@ class Notes:
 
     # ---- said
 
-    def leave(self, note: Note) -> None:
+    def leave(self, note: RankPart) -> None:
         """The file of this rank is written.  Raises CheckpointError if nobody can be told."""
         text = json.dumps({"bytes": note.file.nbytes, "sums": note.file.blocks, "frozen": note.frozen})
 
@@ -63,11 +63,13 @@ class Notes:
             return True
 
         if not self._ask(write):
-            raise _Incomplete(self._partial, f"the job's store does not take what rank {self._position} has written")
+            raise _IncompleteError(
+                self._partial, f"the job's store does not take what rank {self._position} has written"
+            )
 
     def fail(self, error: BaseException) -> CheckpointError | None:
         """This rank gives up.  What another one has said that has done so before, if one has."""
-        who = None if isinstance(error, _Incomplete) else self._position
+        who = None if isinstance(error, _IncompleteError) else self._position
         told = json.dumps([who, str(error) or type(error).__name__])
         first = self._ask(lambda: self._store.compare_set("failure", "", told))
         return None if first is None or first.decode() == told else _failure(self._partial, first)
@@ -92,15 +94,15 @@ class Notes:
             self._looked = time.monotonic()
             self.check()
 
-    def parts(self) -> list[Note]:
+    def parts(self) -> list[RankPart]:
         """What all ranks have written; all of them have."""
         found = []
         for position in range(self._count):
             told = self._ask(lambda position=position: self._store.get(_part(position)))  # type: ignore[misc]
             if told is None:
-                raise _Incomplete(self._partial, f"the job's store does not say what rank {position} has written")
+                raise _IncompleteError(self._partial, f"the job's store does not say what rank {position} has written")
             held = json.loads(told)
-            found.append(Note(Summed(held["bytes"], tuple(held["sums"])), held["frozen"]))
+            found.append(RankPart(FileChecksums(held["bytes"], tuple(held["sums"])), held["frozen"]))
         return found
 
     def wait_for_parts(self) -> None:
@@ -109,7 +111,7 @@ class Notes:
         Raises CheckpointError if one could not, or has ended before, if the folder is gone, or if nobody writes
         anything for too long.
         """
-        look = _Look(self._partial, self._patience)
+        look = _StoreWait(self._partial, self._patience)
         while True:
             ended = set(self._ended())  # first: who has ended leaves no note any more
             if self._ask(lambda: self._store.add("parts", 0)) == self._count:
@@ -118,29 +120,29 @@ class Notes:
             missing = [] if not ended and not look.is_over else self._missing()
             gone = sorted(ended.intersection(missing))
             if gone:
-                raise _Incomplete(self._partial, f"rank {gone[0]} ended before its part was written")
+                raise _IncompleteError(self._partial, f"rank {gone[0]} ended before its part was written")
             look.again(f"rank {missing[0]} has not written its part" if missing else "")
 
     def wait_until_complete(self) -> None:
         """Return when the first rank has made a complete checkpoint of it.  Raises CheckpointError if it will not."""
-        done, look = names.named(self._partial), _Look(self._partial, self._patience)
+        done, look = names.final_path(self._partial), _StoreWait(self._partial, self._patience)
         while True:
             ended = 0 in self._ended()
             if self._ask(lambda: self._store.check(["complete"])) or done.exists():
                 return
             self._check_going_on()
             if ended:
-                raise _Incomplete(self._partial, "rank 0 has ended")
+                raise _IncompleteError(self._partial, "rank 0 has ended")
             look.again("rank 0 has not completed it")
 
     def _check_going_on(self) -> None:
         self.check()
         if self._silent_since and time.monotonic() - self._silent_since > _SILENT:
-            raise _Incomplete(self._partial, f"the job's store has not answered for {_SILENT:.0f} s")
-        if not self._partial.exists() and not names.named(self._partial).exists():
+            raise _IncompleteError(self._partial, f"the job's store has not answered for {_SILENT:.0f} s")
+        if not self._partial.exists() and not names.final_path(self._partial).exists():
             time.sleep(_PAUSE)  # the first rank removes it as soon as it has said why
             self.check()
-            raise _Incomplete(self._partial, "its folder was removed while it was written, by no rank of this job")
+            raise _IncompleteError(self._partial, "its folder was removed while it was written, by no rank of this job")
 
     def _missing(self) -> list[int]:
         found = self._ask(lambda: [i for i in range(self._count) if not self._store.check([_part(i)])])
@@ -164,17 +166,19 @@ def _failure(partial: Path, told: bytes) -> CheckpointError:
     rank, text = json.loads(told)
     if rank is None:
         return CheckpointError(text)
-    return CheckpointError(f"{names.named(partial)} was not completed: rank {rank} could not write its part: {text}")
+    return CheckpointError(
+        f"{names.final_path(partial)} was not completed: rank {rank} could not write its part: {text}"
+    )
 
 
-class _Incomplete(CheckpointError):
+class _IncompleteError(CheckpointError):
     """What a rank has found out of others."""
 
     def __init__(self, partial: Path, why: str) -> None:
-        super().__init__(f"{names.named(partial)} was not completed: {why}")
+        super().__init__(f"{names.final_path(partial)} was not completed: {why}")
 
 
-class _Look:
+class _StoreWait:
     """Pauses between two looks at a folder, for as long as somebody writes there."""
 
     def __init__(self, partial: Path, patience: float) -> None:
@@ -194,4 +198,4 @@ class _Look:
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()
         elif self.is_over and why:
-            raise _Incomplete(self._partial, f"{why}, and nobody has written anything for {self._patience:.0f} s")
+            raise _IncompleteError(self._partial, f"{why}, and nobody has written anything for {self._patience:.0f} s")

@@ -77,7 +77,7 @@ class PartialCheckpoint:
         """Give it its name.  All of its files are on the disk.  Raises OSError."""
         assert self.path is not None
         sync(self.path)
-        done = named(self.path)
+        done = final_path(self.path)
         self.path.rename(done)
         self.drop()
         sync(done.parent)
@@ -96,7 +96,7 @@ class PartialCheckpoint:
         self.path = self._lock = None
 
 
-def named(partial: Path) -> Path:
+def final_path(partial: Path) -> Path:
     """What an unfinished checkpoint will be called."""
     number, step = PARTIAL.fullmatch(partial.parent.name), _INNER.fullmatch(partial.name)
     assert number and step

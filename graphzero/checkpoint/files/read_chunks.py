@@ -19,34 +19,36 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero._compat import storage_id
-from graphzero.checkpoint.files.blocks import Summed, seen, typed
+from graphzero.checkpoint.files.blocks import FileChecksums, memory_of, view_bytes_as
 from graphzero.checkpoint.files.checksum import RUN
-from graphzero.checkpoint.files.chunks import Box, Held, held_at, whole_box
-from graphzero.checkpoint.files.index import Stored
-from graphzero.checkpoint.files.verified_read import Target, scatter
+from graphzero.checkpoint.files.chunks import Chunk, LocalChunk, local_chunks, whole_chunk
+from graphzero.checkpoint.files.index import StoredTensor
+from graphzero.checkpoint.files.verified_read import ByteRange, read_ranges
 from graphzero.runtime.tensors.shards import local_of, position_of
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
 
-ROOM = 1 << 20  # bytes of a buffer
-WINDOW = 4 * max(ROOM, RUN)  # bytes that are held beside the tensors, as long as few boxes share their rows
+BUFFER_BYTES = 1 << 20  # bytes of a buffer
+WINDOW = 4 * max(BUFFER_BYTES, RUN)  # bytes that are held beside the tensors, as long as few boxes share their rows
 
 
 @dataclass(frozen=True)
-class Wish:
+class TensorRead:
     """A stored tensor, by its name, and the tensor of the same shape that is to have its values, in its own dtype."""
 
     name: str
-    stored: Stored
+    stored: StoredTensor
     into: Tensor
 
 
-def fill(wishes: Iterable[Wish], folder: Path, files: Mapping[str, Summed], placement: Placement) -> None:
+def read_tensors(
+    wishes: Iterable[TensorRead], folder: Path, files: Mapping[str, FileChecksums], placement: Placement
+) -> None:
     """Read all of them, file by file, in the order of the bytes; what several names share once.
 
     Raises CheckpointError for a file that is not what was saved.
     """
-    by_file: dict[str, list[Target]] = defaultdict(list)
+    by_file: dict[str, list[ByteRange]] = defaultdict(list)
     seen_before = set()
     for wish in wishes:
         key = wish.stored.pieces, _place(wish.into)
@@ -55,7 +57,7 @@ def fill(wishes: Iterable[Wish], folder: Path, files: Mapping[str, Summed], plac
             for file, target in _targets(wish, placement):
                 by_file[file].append(target)
     for file, targets in sorted(by_file.items()):
-        scatter(folder / file, files.get(file), targets)
+        read_ranges(folder / file, files.get(file), targets)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -63,66 +65,68 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return storage_id(local), local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
 
 
-def _targets(wish: Wish, placement: Placement) -> Iterator[tuple[str, Target]]:
+def _targets(wish: TensorRead, placement: Placement) -> Iterator[tuple[str, ByteRange]]:
     held = _held(wish.into, placement)
     for piece in wish.stored.pieces:
         for mine in held:
-            meet = mine.box.meet(piece.box)
-            if meet is not None:
-                into = Box(meet.within(mine.box).start, meet.sizes).of(mine.here.of(local_of(wish.into)))
-                box = meet.within(piece.box)
-                for target in of_box(wish.name, piece.start, wish.stored.dtype, piece.box.sizes, box, into):
+            intersect = mine.chunk.intersect(piece.chunk)
+            if intersect is not None:
+                into = Chunk(intersect.relative_to(mine.chunk).start, intersect.sizes).of(
+                    mine.here.of(local_of(wish.into))
+                )
+                chunk = intersect.relative_to(piece.chunk)
+                for target in chunk_ranges(wish.name, piece.start, wish.stored.dtype, piece.chunk.sizes, chunk, into):
                     yield piece.file, target
 
 
-def _held(x: Tensor, placement: Placement) -> list[Held]:
+def _held(x: Tensor, placement: Placement) -> list[LocalChunk]:
     shape = tuple(x.shape)
     if isinstance(x, DTensor):
-        return held_at(shape, nd_on(x, placement, "a tensor"), placement.hierarchy, position_of(placement))
-    return [Held(whole_box(shape), whole_box(shape))] if x.numel() else []
+        return local_chunks(shape, nd_on(x, placement, "a tensor"), placement.hierarchy, position_of(placement))
+    return [LocalChunk(whole_chunk(shape), whole_chunk(shape))] if x.numel() else []
 
 
-def of_box(
-    name: str, start: int, dtype: torch.dtype, sizes: Sequence[int], box: Box, into: Tensor
-) -> Iterator[Target]:  # fmt: skip
+def chunk_ranges(
+    name: str, start: int, dtype: torch.dtype, sizes: Sequence[int], chunk: Chunk, into: Tensor
+) -> Iterator[ByteRange]:  # fmt: skip
     """What is wanted of a file for a box of what stands there row by row from byte ``start`` on, of ``sizes``.
 
     into: of the box's sizes.
     """
     if not sizes:
-        yield from of_box(name, start, dtype, (1,), Box((0,), (1,)), into.view(1))
+        yield from chunk_ranges(name, start, dtype, (1,), Chunk((0,), (1,)), into.view(1))
         return
     row = prod(sizes[1:]) * dtype.itemsize
-    first, count = box.start[0], box.sizes[0]
-    if box.sizes[1:] == tuple(sizes[1:]) and _is_as_stored(into, dtype):
-        yield Target(name, start + first * row, count * row, partial(seen, into))
+    first, count = chunk.start[0], chunk.sizes[0]
+    if chunk.sizes[1:] == tuple(sizes[1:]) and _is_as_stored(into, dtype):
+        yield ByteRange(name, start + first * row, count * row, partial(memory_of, into))
         return
-    inner = Box(box.start[1:], box.sizes[1:])
-    if row > ROOM:
+    inner = Chunk(chunk.start[1:], chunk.sizes[1:])
+    if row > BUFFER_BYTES:
         for i in range(count):
-            yield from of_box(name, start + (first + i) * row, dtype, sizes[1:], inner, into[i])
+            yield from chunk_ranges(name, start + (first + i) * row, dtype, sizes[1:], inner, into[i])
         return
-    most = ROOM // row
+    most = BUFFER_BYTES // row
     for i in range(0, count, most):
         now = min(most, count - i)
-        rows = _Rows(dtype, (now, *sizes[1:]), Box((0, *inner.start), (now, *inner.sizes)), into[i : i + now])
-        yield Target(name, start + (first + i) * row, now * row, rows.room, rows.done)
+        rows = _Rows(dtype, (now, *sizes[1:]), Chunk((0, *inner.start), (now, *inner.sizes)), into[i : i + now])
+        yield ByteRange(name, start + (first + i) * row, now * row, rows.room, rows.done)
 
 
 class _Rows:
     """Whole rows that go through a buffer: of them a box is wanted."""
 
-    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], box: Box, into: Tensor) -> None:
-        self._dtype, self._sizes, self._box, self._into = dtype, sizes, box, into
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], chunk: Chunk, into: Tensor) -> None:
+        self._dtype, self._sizes, self._box, self._into = dtype, sizes, chunk, into
         self._buffer: Tensor | None = None
 
     def room(self) -> memoryview:
         self._buffer = torch.empty(prod(self._sizes) * self._dtype.itemsize, dtype=torch.uint8)
-        return seen(self._buffer)
+        return memory_of(self._buffer)
 
     def done(self) -> None:
         assert self._buffer is not None
-        self._into.copy_(self._box.of(typed(self._buffer, self._dtype, self._sizes)))
+        self._into.copy_(self._box.of(view_bytes_as(self._buffer, self._dtype, self._sizes)))
         self._buffer = None
 
 

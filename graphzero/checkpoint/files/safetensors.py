@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from graphzero.checkpoint.files.blocks import size_of
-from graphzero.checkpoint.files.json_values import ODD
+from graphzero.checkpoint.files.blocks import file_size
+from graphzero.checkpoint.files.json_values import MALFORMED
 from graphzero.errors import CheckpointError
 from graphzero.runtime.json_file import parse_json
 
@@ -65,7 +65,7 @@ def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[b
 
 def entries(path: Path) -> dict[str, Entry]:
     """What a file holds.  Raises CheckpointError for one that is none, or is cut short."""
-    size = size_of(path)
+    size = file_size(path)
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -75,7 +75,7 @@ def entries(path: Path) -> dict[str, Entry]:
         found = {name: _entry(held, 8 + length) for name, held in listed.items() if name != _METADATA}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ODD as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{path} is no safetensors file: its head is {type(error).__name__}: {error}") from error
     _check_apart(found, 8 + length, size, path)
     return found

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from graphzero._compat import is_dtensor, storage_id
 from graphzero.checkpoint.files import blocks, folder, safetensors
-from graphzero.checkpoint.files.chunks import Box, Held, writers
+from graphzero.checkpoint.files.chunks import Chunk, LocalChunk, assign_writers
 from graphzero.checkpoint.files.index import NAME as INDEX
-from graphzero.checkpoint.files.index import Index, Piece, Stored
+from graphzero.checkpoint.files.index import CheckpointIndex, StoredChunk, StoredTensor
 from graphzero.checkpoint.files.json_values import STORED
-from graphzero.checkpoint.files.markers import Note
+from graphzero.checkpoint.files.markers import RankPart
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint
 from graphzero.errors import CheckpointError
 from graphzero.runtime.tensors.shards import local_of, position_of
@@ -34,63 +34,63 @@ _WORD = 8  # bytes that are summed at once: what is no multiple of them stands l
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteItem:
     """A box of a tensor that one rank writes."""
 
     tensor: str
-    held: Held
+    held: LocalChunk
     dtype: torch.dtype
     whole: tuple[int, ...]
 
     @property
     def name(self) -> str:
         """Of it in its file: the tensor's own, with its place if it is not all of it."""
-        if self.held.box.sizes == self.whole:
+        if self.held.chunk.sizes == self.whole:
             return self.tensor
-        ranges = (f"{a}:{a + n}" for a, n in zip(self.held.box.start, self.held.box.sizes, strict=True))
+        ranges = (f"{a}:{a + n}" for a, n in zip(self.held.chunk.start, self.held.chunk.sizes, strict=True))
         return f"{self.tensor}[{', '.join(ranges)}]"
 
     @property
     def nbytes(self) -> int:
-        return self.held.box.numel * self.dtype.itemsize
+        return self.held.chunk.numel * self.dtype.itemsize
 
     @property
     def as_stored(self) -> tuple[str, torch.dtype, tuple[int, ...]]:
         """Its head in a safetensors file; what that has no dtype for stands there as bytes."""
         if self.dtype in safetensors.NAMES:
-            return self.name, self.dtype, self.held.box.sizes
-        return self.name, torch.uint8, (*self.held.box.sizes, self.dtype.itemsize)
+            return self.name, self.dtype, self.held.chunk.sizes
+        return self.name, torch.uint8, (*self.held.chunk.sizes, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavePlan:
     """What a checkpoint consists of, alike on all ranks.
 
     stored: every tensor, without its pieces.  files: by position, what that rank writes, in order; frozen: what it only
     hashes.
     """
 
-    stored: Mapping[str, Stored]
-    files: Sequence[Sequence[Written]]
-    frozen: Sequence[Sequence[Written]]
+    stored: Mapping[str, StoredTensor]
+    files: Sequence[Sequence[WriteItem]]
+    frozen: Sequence[Sequence[WriteItem]]
 
     def head(self, position: int) -> tuple[bytes, list[safetensors.Entry]]:
         return safetensors.head(written.as_stored for written in self.files[position])
 
-    def tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, Stored]:
+    def tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
         """Every tensor, with its pieces.  hashes: of what is frozen, by position."""
-        boxes: dict[str, list[tuple[str, Box]]] = {name: [] for name in self.stored}
+        chunks: dict[str, list[tuple[str, Chunk]]] = {name: [] for name in self.stored}
         for file, texts in zip(self.frozen, hashes, strict=True):
             for written, text in zip(file, texts, strict=True):
-                boxes[written.tensor].append((text, written.held.box))
-        pieces: dict[str, list[Piece]] = {name: [] for name in self.stored}
+                chunks[written.tensor].append((text, written.held.chunk))
+        pieces: dict[str, list[StoredChunk]] = {name: [] for name in self.stored}
         for position, file in enumerate(self.files):
             _, places = self.head(position)
             for written, place in zip(file, places, strict=True):
-                if written.held.box.numel:
-                    pieces[written.tensor].append(Piece(file_name(position), place.start, written.held.box))
+                if written.held.chunk.numel:
+                    pieces[written.tensor].append(StoredChunk(file_name(position), place.start, written.held.chunk))
         return {
-            name: Stored(held.dtype, held.shape, tuple(pieces[name]), held.same_as, tuple(boxes[name]))
+            name: StoredTensor(held.dtype, held.shape, tuple(pieces[name]), held.same_as, tuple(chunks[name]))
             for name, held in self.stored.items()
         }  # fmt: skip
 
@@ -99,43 +99,45 @@ def file_name(position: int) -> str:
     return f"rank-{position:05d}.safetensors"
 
 
-def lay_out(
+def make_save_plan(
     tensors: Mapping[str, Tensor], placement: Placement, is_first_alone: Callable[[str], bool],
     is_frozen: Callable[[str], bool],
-) -> Layout:  # fmt: skip
+) -> SavePlan:  # fmt: skip
     """Who writes what of ``tensors``.
 
     is_first_alone: whether a plain tensor's values are those of the first rank, and others may not have them yet.
     is_frozen: whether it is to be hashed only.
     Raises CheckpointError for a tensor that no file can hold.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, x in tensors.items():
         check_savable(x, name)
         same_as = first.setdefault(_place(x), name) if x.numel() else name
-        stored[name] = Stored(x.dtype, tuple(x.shape), (), "" if same_as == name else same_as)
+        stored[name] = StoredTensor(x.dtype, tuple(x.shape), (), "" if same_as == name else same_as)
     own = {name: x for name, x in tensors.items() if not stored[name].same_as}
 
-    def shared_out(names: Sequence[str]) -> list[list[Written]]:
-        files: list[list[Written]] = [[] for _ in range(1 if placement.virtual else placement.size)]
-        parts = boxes_of([own[name] for name in names], placement, [is_first_alone(name) for name in names])
+    def shared_out(names: Sequence[str]) -> list[list[WriteItem]]:
+        files: list[list[WriteItem]] = [[] for _ in range(1 if placement.virtual else placement.size)]
+        parts = assign_chunks([own[name] for name in names], placement, [is_first_alone(name) for name in names])
         for name, held in zip(names, parts, strict=True):
             for position, one in held:
-                files[position].append(Written(name, one, stored[name].dtype, stored[name].shape))
+                files[position].append(WriteItem(name, one, stored[name].dtype, stored[name].shape))
         return [sorted(file, key=lambda written: written.nbytes % _WORD != 0) for file in files]
 
     frozen = [name for name in own if is_frozen(name) and own[name].numel()]
-    return Layout(stored, shared_out([name for name in own if name not in set(frozen)]), shared_out(frozen))
+    return SavePlan(stored, shared_out([name for name in own if name not in set(frozen)]), shared_out(frozen))
 
 
-def boxes_of(tensors: Sequence[Tensor], placement: Placement, alone: Sequence[bool]) -> list[list[tuple[int, Held]]]:
-    """Who writes what of each tensor: (position, box), all of it once.  alone: see ``lay_out``."""
+def assign_chunks(
+    tensors: Sequence[Tensor], placement: Placement, alone: Sequence[bool]
+) -> list[list[tuple[int, LocalChunk]]]:
+    """Who writes what of each tensor: (position, box), all of it once.  alone: see ``make_save_plan``."""
     shapes = [
         (tuple(x.shape), () if placement.virtual else nd_of(x, placement, "a tensor"), first and not is_dtensor(x))
         for x, first in zip(tensors, alone, strict=True)
     ]
-    return writers(shapes, () if placement.virtual else placement.hierarchy)
+    return assign_writers(shapes, () if placement.virtual else placement.hierarchy)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -158,16 +160,16 @@ def check_savable(x: Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is of {x.dtype}, which torch cannot copy; save it in a view of another dtype")
 
 
-def own_boxes(file: Sequence[Written], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def local_views(file: Sequence[WriteItem], tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Views of what this rank writes, in order."""
     return [written.held.here.of(local_of(tensors[written.tensor])) for written in file]
 
 
-def place_of(placement: Placement) -> int:
+def rank_position(placement: Placement) -> int:
     return 0 if placement.virtual else position_of(placement)
 
 
-def nbytes(layout: Layout, position: int) -> int:
+def nbytes(layout: SavePlan, position: int) -> int:
     return sum(written.nbytes for written in layout.files[position])
 
 
@@ -175,8 +177,8 @@ def nbytes(layout: Layout, position: int) -> int:
 
 
 def write_file(
-    partial: Path, layout: Layout, position: int, boxes: Sequence[Tensor], rest: Callable[[], None]
-) -> blocks.Summed:  # fmt: skip
+    partial: Path, layout: SavePlan, position: int, chunks: Sequence[Tensor], rest: Callable[[], None]
+) -> blocks.FileChecksums:  # fmt: skip
     """This rank's file.  rest: see ``blocks.write``.  Raises CheckpointError if it cannot be written."""
     size = nbytes(layout, position)
     name = file_name(position)
@@ -187,21 +189,21 @@ def write_file(
                 f"{partial / name} cannot be written: it takes {size} bytes, {free} are free. Nothing was saved; "
                 "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
             )
-        return blocks.write(partial / name, _parts(layout.head(position)[0], boxes), rest)
+        return blocks.write(partial / name, _parts(layout.head(position)[0], chunks), rest)
 
 
-def _parts(head: bytes, boxes: Sequence[Tensor]) -> Iterator[memoryview]:
+def _parts(head: bytes, chunks: Sequence[Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
-    for box in boxes:
-        if box.numel():
-            yield from blocks.values_of(box)
+    for chunk in chunks:
+        if chunk.numel():
+            yield from blocks.iterate_bytes(chunk)
 
 
 # ---- all of them
 
 
 def complete(
-    partial: PartialCheckpoint, layout: Layout, parts: Sequence[Note], make: Callable[..., Index], keep: int | None
+    partial: PartialCheckpoint, layout: SavePlan, parts: Sequence[RankPart], make: Callable[..., CheckpointIndex], keep: int | None
 ) -> Path:  # fmt: skip
     """Write the index of what all ranks have written, and give the folder its name; earlier ones are removed then."""
     assert partial.path is not None

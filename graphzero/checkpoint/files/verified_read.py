@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphzero.checkpoint.files.blocks import BLOCK, Summed
-from graphzero.checkpoint.files.checksum import RUN, Sum
+from graphzero.checkpoint.files.blocks import BLOCK, FileChecksums
+from graphzero.checkpoint.files.checksum import RUN, Checksum
 from graphzero.errors import CheckpointError
 
 _STRAIGHT = 1 << 16  # bytes from which on something is read straight to where it belongs
@@ -24,7 +24,7 @@ _AHEAD = 2  # blocks that the system is told of before they are read
 
 
 @dataclass
-class Target:
+class ByteRange:
     """Bytes of a file, at least one, that are wanted.
 
     name: of the tensor.  start: of the first, in the file.  room: makes the memory for them, just before they are read.
@@ -47,7 +47,7 @@ class Target:
         return self.memory[max(start - self.start, 0) : max(end - self.start, 0)]
 
 
-def scatter(path: Path, summed: Summed | None, targets: Iterable[Target]) -> None:
+def read_ranges(path: Path, summed: FileChecksums | None, targets: Iterable[ByteRange]) -> None:
     """Read what ``targets`` want.  summed: what the file must be; None where nobody knows, and nothing is compared.
 
     Raises CheckpointError for a file that is not what was saved; what has been read is of no use then.
@@ -57,16 +57,16 @@ def scatter(path: Path, summed: Summed | None, targets: Iterable[Target]) -> Non
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     with file:
-        _Pass(path, file, summed, sorted(targets, key=lambda target: target.start)).run()
+        _FilePass(path, file, summed, sorted(targets, key=lambda target: target.start)).run()
 
 
-class _Pass:
+class _FilePass:
     """Over one file.  Targets are waiting, then under way, then done."""
 
-    def __init__(self, path: Path, file: Any, summed: Summed | None, targets: list[Target]) -> None:
+    def __init__(self, path: Path, file: Any, summed: FileChecksums | None, targets: list[ByteRange]) -> None:
         self._path, self._file, self._summed = path, file, summed
         self._all, self._waiting = targets, deque(targets)
-        self._under_way: list[Target] = []
+        self._under_way: list[ByteRange] = []
         self._window = memoryview(bytearray(RUN))
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class _Pass:
                 for _ in self._runs(start, end):
                     pass
             return
-        current = Sum()
+        current = Checksum()
         for number in sorted(_blocks(self._all)):
             start, end = number * BLOCK, min((number + 1) * BLOCK, self._summed.nbytes)
             self._announce(start)
@@ -117,7 +117,7 @@ class _Pass:
                 return target.start
         return at + RUN
 
-    def _hand_out(self, memory: memoryview, at: int, has_it: Target | None) -> None:
+    def _hand_out(self, memory: memoryview, at: int, has_it: ByteRange | None) -> None:
         for target in self._under_way:
             if target is not has_it:
                 start, end = max(at, target.start), min(at + len(memory), target.end)
@@ -152,14 +152,14 @@ class _Pass:
         return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _blocks(targets: Iterable[Target]) -> set[int]:
+def _blocks(targets: Iterable[ByteRange]) -> set[int]:
     """Numbers of those in which something is wanted."""
     return {
         number for target in targets for number in range(target.start // BLOCK, (target.end - 1) // BLOCK + 1)
     }  # fmt: skip
 
 
-def _joined(targets: Iterable[Target]) -> Iterator[tuple[int, int]]:
+def _joined(targets: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
     """Ranges of what is wanted, in order, of which none touches the next."""
     start, end = -1, -1
     for target in targets:

@@ -105,7 +105,7 @@ class State:
         if why:
             self.tear(why)
 
-    def meet(self) -> None:
+    def ensure_world(self) -> None:
         """Have a world from here on.  Every rank calls it."""
         assert self.world is not None
 
