@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from graphzero.errors import RankError as RankError
     from graphzero.errors import SbpError as SbpError
     from graphzero.errors import VerifyError as VerifyError
-    from graphzero.files import latest as latest
-    from graphzero.files import load as load
-    from graphzero.files import save as save
     from graphzero.graph import Graph
     from graphzero.inspect import check as check
     from graphzero.ir.graph import StepGraph
@@ -42,13 +39,16 @@ if TYPE_CHECKING:
     from graphzero.plugins.profiler import TensorBoard as TensorBoard
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
-    from graphzero.pretrained import load_pretrained as load_pretrained
-    from graphzero.pretrained import materialize as materialize
-    from graphzero.pretrained import save_pretrained as save_pretrained
     from graphzero.region import local_region
     from graphzero.runtime.host_memory import keep_freed_memory
     from graphzero.sbp.link_costs import Link
     from graphzero.sbp.placement import Placement, placement
+    from graphzero.serialization import latest as latest
+    from graphzero.serialization import load as load
+    from graphzero.serialization import load_pretrained as load_pretrained
+    from graphzero.serialization import materialize as materialize
+    from graphzero.serialization import save as save
+    from graphzero.serialization import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
 
@@ -89,16 +89,16 @@ _HOMES = {
     "check": "inspect",
     "explain": "inspect.explain",
     "keep_freed_memory": "runtime.host_memory",
-    "latest": "files",
-    "load": "files",
-    "load_pretrained": "pretrained",
-    "materialize": "pretrained",
+    "latest": "serialization",
+    "load": "serialization",
+    "load_pretrained": "serialization",
+    "materialize": "serialization",
     "local_region": "region",
     "parse": "ir.text.parser",
     "placement": "sbp.placement",
-    "save": "files",
+    "save": "serialization",
     "save_page": "plugins.page",
-    "save_pretrained": "pretrained",
+    "save_pretrained": "serialization",
     "set_logs": "logs",
     "to_global": "convert",
     "to_local": "convert",

@@ -18,7 +18,7 @@ from graphzero import _compat
 from graphzero.capture import is_capturing, pin_value, placement_of_capture
 from graphzero.errors import PlacementError, SbpError, hides_frames
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
 from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
@@ -231,7 +231,7 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
 
 
 def _checked_nds(
-    module: nn.Module, held: Sequence[Found], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
+    module: nn.Module, held: Sequence[ModuleTensor], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
 ) -> list[Nd]:
     """Where each of the module's tensors is to lie."""
     if isinstance(sbp, Mapping):
@@ -265,7 +265,7 @@ def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
 
 
 def _by_name(
-    tensors: Sequence[Found], wanted: Mapping[str, Wanted], placement: Placement, module: nn.Module
+    tensors: Sequence[ModuleTensor], wanted: Mapping[str, Wanted], placement: Placement, module: nn.Module
 ) -> list[Nd]:
     """The SBP of each tensor: that of the first pattern that fits one of its names, B where none does."""
     known = {pattern: _nd(sbp, placement, module) for pattern, sbp in wanted.items()}
@@ -285,7 +285,7 @@ def _by_name(
     ]
 
 
-def _facts(held: Sequence[Found], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
+def _facts(held: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
     """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
     return {
         found.path: f"{standing(found.tensor, placement)} to {_text(nd)}" for found, nd in zip(held, nds, strict=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +68,11 @@ class RankError(GraphZeroError):
     def __init__(self, message: str, ranks: Iterable[int] = (), is_silent: bool = False) -> None:
         super().__init__(message)
         self.ranks, self.is_silent = tuple(ranks), is_silent
+
+
+def shorten_list(names: Sequence[str], most: int = 6) -> str:
+    """ "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def hides_frames(function: Callable[P, R]) -> Callable[P, R]:

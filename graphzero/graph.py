@@ -32,7 +32,7 @@ from graphzero.logs import OPTIONS
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime.state import full_tensors, modules
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.placement import Placement
@@ -406,7 +406,7 @@ class Graph:
         return last
 
 
-def _parameter_lines(found: Mapping[str, Found], nds: Mapping[str, Nd]) -> list[str]:
+def _parameter_lines(found: Mapping[str, ModuleTensor], nds: Mapping[str, Nd]) -> list[str]:
     """Path, type and SBP of every parameter, for ``repr``."""
     lines = []
     for path, entry in found.items():

@@ -67,14 +67,14 @@ def _refusal(step: Step, told: str, what: str, params: Mapping[str, Tensor], hin
 
 def check_born(step: Step, states: Iterable[StateSpec]) -> None:
     """Refuse loss scaling for states that the first step makes: it may be skipped.  Raises ConfigError."""
-    born = [spec for spec in states if spec.born]
-    if not born:
+    created = [spec for spec in states if spec.created]
+    if not created:
         return
-    kind, keys = type(step.optimizers[born[0].optimizer].optimizer).__name__, sorted({spec.key for spec in born})
+    kind, keys = type(step.optimizers[created[0].optimizer].optimizer).__name__, sorted({spec.key for spec in created})
     raise ConfigError(
         f"enable_amp(dtype=torch.float16): {kind} makes its state {', '.join(keys)} in its first step, of values that "
         f"no number stands for, and loss scaling may skip that step\n\n  at {place_of(step.build)}\n\n"
-        f"  for {len({spec.param for spec in born})} parameters, {born[0].param} the first\n\n"
+        f"  for {len({spec.param for spec in created})} parameters, {created[0].param} the first\n\n"
         "  Use enable_amp(dtype=torch.bfloat16), which skips nothing, or an optimizer whose states begin as zeros "
         "(SGD without dampening, AdamW); or load a checkpoint that has the states"
     )

@@ -135,7 +135,7 @@ class StateSpec:
     """One tensor of optimizer state: whose it is, what it looks like, what it is before the first step.
 
     ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
-    ``born``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
+    ``created``: the step makes it and nobody reads what was there; then ``fill`` means nothing.
     """
 
     optimizer: int
@@ -145,7 +145,7 @@ class StateSpec:
     shape: tuple[int, ...]
     fill: float
     placeholder: str
-    born: bool = False
+    created: bool = False
 
 
 @dataclass

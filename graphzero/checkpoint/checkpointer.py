@@ -1,7 +1,4 @@
-"""What a Graph saves and loads: state dicts, and checkpoints in files.
-
-This module has what ranks do together, and in which order.
-"""
+"""State dicts of a Graph and its checkpoints in files: the steps that ranks take together to save and load them."""
 
 from __future__ import annotations
 
@@ -12,14 +9,15 @@ from typing import Any, cast
 
 from graphzero.checkpoint import pretrained
 from graphzero.checkpoint.expected_sbp import ExpectedSbp
-from graphzero.checkpoint.files import folder, index
+from graphzero.checkpoint.files import folder
 from graphzero.checkpoint.files.async_save import Saved
+from graphzero.checkpoint.files.index import read_index
 from graphzero.checkpoint.restore import RestoreOperation
-from graphzero.checkpoint.save_operation import HINT, SaveOperation, run_on_first_rank
+from graphzero.checkpoint.save_operation import HINT, SaveOperation, no_facts, run_on_first_rank
 from graphzero.checkpoint.snapshot import Snapshot
 from graphzero.checkpoint.state_dict import collect, loading
 from graphzero.checkpoint.state_dict.expected_states import ExpectedStates
-from graphzero.checkpoint.state_dict.loss_scale import moved_in, moved_out
+from graphzero.checkpoint.state_dict.loss_scale import move_into_modules, move_out_of_modules
 from graphzero.checkpoint.state_dict.validate import (
     ValidStateDict,
     describe_contents,
@@ -36,68 +34,68 @@ from graphzero.step.user_graph import UserGraph
 
 _WRITE = Topic("gz.save of {}", "what is saved", HINT)
 _READ = Topic("gz.load of {}", "what is loaded", "Every rank must see the same files: the path must be shared")
-_SAME = Topic("gz.load of {}, compared", "what is frozen", _READ.hint)
+_COMPARE_FROZEN = Topic("gz.load of {}, compared", "what is frozen", _READ.hint)
 _FIND = Topic("gz.load of {}, found", "the checkpoint to load", _READ.hint)
 
 
 class Checkpointer:
-    """Of one Graph."""
+    """State dicts and checkpoints of one Graph."""
 
-    def __init__(self, source: UserGraph, selection: ProgramSelector) -> None:
-        self._source, self._selection = source, selection
+    def __init__(self, source: UserGraph, selector: ProgramSelector) -> None:
+        self._source, self._selector = source, selector
         self._under_way: Saved | None = None
 
     # ---- state dicts
 
     def outline(self) -> dict[str, Any]:
-        """What there is to save: live tensors."""
-        state, last = self._source.state(), self._selection.last
-        torn = state.why_torn()
-        if torn:
-            warnings.warn(torn, stacklevel=5)
+        """The state dict with live tensors."""
+        state, last = self._source.state(), self._selector.last
+        reason = state.partial_update_reason()
+        if reason:
+            warnings.warn(reason, stacklevel=5)
         program = (None, ()) if last is None else (last.graph, last.captured.states)
-        return moved_out(collect.outline(state, self._source.schedulers, *program))
+        return move_out_of_modules(collect.outline(state, self._source.schedulers, *program))
 
     def state_dict(self) -> dict[str, Any]:
         outline, ranks, placement = self.outline(), self._source.ranks, self._source.placement
         if not any(collect.is_sectioned(x) for _, x in collect.tensors_with_paths(outline)):
-            return cast("dict[str, Any]", collect.saveable(outline, placement))
+            return cast("dict[str, Any]", collect.without_sections(outline, placement))
         with ranks.together(f"state_dict() of {self._source.name}"):
             ranks.agree_on(SAVE, lambda: outline, collect.describe_tensors)
-            made: dict[str, Any] = collect.saveable(outline, placement)
-        return made
+            return cast("dict[str, Any]", collect.without_sections(outline, placement))
 
     def full_state_dict(self) -> dict[str, Any]:
-        ranks = self._source.ranks
-        with ranks.together(f"full_state_dict() of {self._source.name}"):
+        source, ranks = self._source, self._source.ranks
+        with ranks.together(f"full_state_dict() of {source.name}"):
             outline = ranks.agree_on(FULL, self.outline, collect.describe_tensors)
-            made: dict[str, Any] = collect.full(outline, self._source.placement, self._source.state().why_torn())
-        return made
+            reason = source.state().partial_update_reason()
+            return cast("dict[str, Any]", collect.gather_full(outline, source.placement, reason))
 
     def load_state_dict(self, sd: Any, strict: bool) -> None:
-        source, program = self._source, self._selection.last
+        source, program = self._source, self._selector.last
         state, schedulers = source.state(), source.schedulers
-        sd = moved_in(sd, state.modules)
+        sd = move_into_modules(sd, state.modules)
         source.forget_epochs()
 
-        def check() -> ValidStateDict:
-            return validate_state_dict(sd, state, schedulers, strict, ExpectedStates(source.optimizers, state, program))
+        def validate() -> ValidStateDict:
+            expected = ExpectedStates(source.optimizers, state, program)
+            return validate_state_dict(sd, state, schedulers, strict, expected)
 
         if program is None and not needs_all_ranks(sd, state):
-            loading.load(check(), state, schedulers, strict, self._nds())
+            loading.load_state_dict(validate(), state, schedulers, strict, self._state_nds())
         else:
             with source.ranks.together(f"load_state_dict() of {source.name}"):
-                fitting = source.ranks.agree_on(LOAD, check, describe_contents)
-                loading.load(fitting, state, schedulers, strict, self._nds())
-                self._begin_anew(fitting)
+                valid = source.ranks.agree_on(LOAD, validate, describe_contents)
+                loading.load_state_dict(valid, state, schedulers, strict, self._state_nds())
+                self._reset_progress(valid)
 
-    def _nds(self) -> Mapping[Any, Nd]:
-        program = self._selection.last
+    def _state_nds(self) -> Mapping[Any, Nd]:
+        program = self._selector.last
         return {} if program is None else program.state_nds()
 
-    def _begin_anew(self, fitting: ValidStateDict) -> None:
-        if fitting.is_complete:
-            progress = self._selection.progress
+    def _reset_progress(self, valid: ValidStateDict) -> None:
+        if valid.is_complete:
+            progress = self._selector.progress
             progress.taken = progress.completed = 0
 
     # ---- files
@@ -107,19 +105,18 @@ class Checkpointer:
         source, ranks = self._source, self._source.ranks
         self._check_world("saved")
 
-        def make() -> Snapshot:
+        def make_snapshot() -> Snapshot:
             self.wait()
             return Snapshot(source, self.outline(), path, extra, frozen == "hash")
 
         with ranks.together(f"gz.save of {source.name}"):
-            how = {"keep": str(keep), "asynchronous": str(asynchronous), "frozen": frozen}
-            what = ranks.agree_on(_WRITE, make, lambda what: {**what.facts(), **how})
-            writing = SaveOperation(what, keep, ranks)
+            options = {"keep": str(keep), "asynchronous": str(asynchronous), "frozen": frozen}
+            snapshot = ranks.agree_on(_WRITE, make_snapshot, lambda snapshot: {**snapshot.describe(), **options})
+            operation = SaveOperation(snapshot, keep, ranks)
             try:
-                made = writing.run(path, asynchronous)
+                return operation.save(path, asynchronous)
             finally:
-                self._under_way = writing.saved
-        return made
+                self._under_way = operation.saved
 
     def wait(self) -> None:
         """Until the checkpoint that is under way is complete.  Raises CheckpointError, once, if it could not be."""
@@ -128,22 +125,20 @@ class Checkpointer:
 
     def load(self, path: Path, strict: bool) -> Any:
         """See ``gz.load``."""
-        source = self._source
+        source, ranks, state = self._source, self._source.ranks, self._source.state()
         self._check_world("loaded")
-        state, schedulers = source.state(), source.schedulers
-        ranks = source.ranks
         with ranks.together(f"gz.load of {source.name}"):
             if self._under_way is not None:
-                self._under_way.join()  # if it failed, whoever waits for it or saves next is told
-            where = run_on_first_rank(ranks, _FIND, lambda: folder.chosen(path))
-            restore = ranks.agree_on(_READ, lambda: self._restore(where, strict), RestoreOperation.facts)
+                self._under_way.join()  # an error of it is raised by wait and by the next save
+            where = run_on_first_rank(ranks, _FIND, lambda: folder.find_checkpoint(path))
+            restore = ranks.agree_on(_READ, lambda: self._restore_operation(where, strict), RestoreOperation.describe)
             if not source.placement.virtual:
                 state.ensure_world()
-            different = restore.different()
-            ranks.agree_on(_SAME, lambda: restore.check(different), _nothing)
+            changed = restore.find_changed_frozen()
+            ranks.agree_on(_COMPARE_FROZEN, lambda: restore.raise_changed_frozen(changed), no_facts)
             source.forget_epochs()
-            restore.run(state, schedulers)
-            self._begin_anew(restore.checked)
+            restore.load_values()
+            self._reset_progress(restore.valid)
         event("checkpoint_loaded", f"{source.name} loaded {where}", graph=source.name, path=str(where))
         return restore.extra
 
@@ -155,16 +150,14 @@ class Checkpointer:
         """See ``gz.load_pretrained``."""
         pretrained.load_pretrained(self._source, path, module, rename, strict)
 
-    def _restore(self, where: Path, strict: bool) -> RestoreOperation:
+    def _restore_operation(self, where: Path, strict: bool) -> RestoreOperation:
         source, state = self._source, self._source.state()
-        expected_states = ExpectedStates(source.optimizers, state, self._selection.last)
-        layouts = ExpectedSbp(source, self._nds())
-        return RestoreOperation(where, index.read(where), state, source.schedulers, strict, expected_states, layouts)
+        expected_states = ExpectedStates(source.optimizers, state, self._selector.last)
+        expected_sbp = ExpectedSbp(source, self._state_nds())
+        return RestoreOperation(
+            where, read_index(where), state, source.schedulers, strict, expected_states, expected_sbp
+        )  # fmt: skip
 
-    def _check_world(self, what: str) -> None:
+    def _check_world(self, doing: str) -> None:
         if has_fake_world():
-            raise ConfigError(f"{self._source.name} is {what} in a fake world, which holds no values of other ranks")
-
-
-def _nothing(made: Any) -> Mapping[str, str]:
-    return {}
+            raise ConfigError(f"{self._source.name} is {doing} in a fake world, which holds no values of other ranks")

@@ -1,4 +1,4 @@
-"""Frozen parameters of which a checkpoint has hashes alone: whether those that stand here are the same."""
+"""Hashes that a checkpoint has in place of the values of frozen parameters, compared with the parameters here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from torch import Tensor
 from graphzero._compat import is_dtensor
 from graphzero.checkpoint.files import save_plan
 from graphzero.checkpoint.files.blocks import sha256_of
-from graphzero.checkpoint.files.chunks import Chunk
 from graphzero.checkpoint.files.index import StoredTensor
-from graphzero.errors import CheckpointError
+from graphzero.errors import CheckpointError, shorten_list
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import local_of
 from graphzero.sbp.placement import Placement
 
-_SHOWN = 6
 
-
-def check_present(stored: Mapping[str, StoredTensor], have: Mapping[str, Tensor], where: str) -> None:
-    """Raise CheckpointError for what has no values here to compare, or others at first sight."""
-    for name, x in have.items():
+def check_hashable(stored: Mapping[str, StoredTensor], params: Mapping[str, Tensor], where: str) -> None:
+    """Raise CheckpointError for parameters without values to compare, or of another dtype."""
+    for name, x in params.items():
         if x.is_meta:
             raise CheckpointError(
                 f"{where} has hashes of frozen parameters, not their values, and {name} is on the meta device here: "
@@ -31,40 +28,35 @@ def check_present(stored: Mapping[str, StoredTensor], have: Mapping[str, Tensor]
             raise CheckpointError(f"{name} is frozen, and {x.dtype} here, {stored[name].dtype} in {where}")
 
 
-def different(
-    stored: Mapping[str, StoredTensor], have: Mapping[str, Tensor], placement: Placement, is_first_alone: bool
+def find_changed(
+    stored: Mapping[str, StoredTensor], params: Mapping[str, Tensor], placement: Placement, is_first_alone: bool
 ) -> list[str]:
-    """Names of those whose hashes this rank finds to be others.  All ranks call it; where pieces are those that were
-    saved each hashes its own, else one tensor at a time is made whole.
+    """Names of the parameters whose hashes this rank finds to be others.  All ranks call it.
 
-    stored, have: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
+    Where pieces are those that were saved each rank hashes its own, else one tensor at a time is made whole.
+
+    stored, params: by name, of the same shapes.  is_first_alone: of a plain tensor the first rank's values count.
     """
-    names = list(have)
-    parts = save_plan.assign_chunks([have[name] for name in names], placement, [is_first_alone] * len(names))
-    here = save_plan.rank_position(placement)
-    found = []
-    for name, held in zip(names, parts, strict=True):
-        x, wanted = have[name], {chunk: text for text, chunk in stored[name].hashes}
-        if {one.chunk for _, one in held} == wanted.keys():
-            mine = [(one.chunk, one.here.of(local_of(x))) for position, one in held if position == here]
+    parts_of_params = save_plan.assign_chunks(list(params.values()), placement, is_first_alone)
+    here, changed = save_plan.rank_position(placement), []
+    for (name, x), parts in zip(params.items(), parts_of_params, strict=True):
+        saved_hashes = {chunk: text for text, chunk in stored[name].hashes}
+        if {part.chunk for _, part in parts} == saved_hashes.keys():
+            local = local_of(x)
+            own = [(part.chunk, part.local.view_in(local)) for position, part in parts if position == here]
         else:
-            sharing = 1 if placement.virtual or is_first_alone and not is_dtensor(x) else placement.size
-            mine = _share(list(wanted), whole(x, placement) if is_dtensor(x) else x, here, sharing)
-        if any(sha256_of(piece) != wanted[chunk] for chunk, piece in mine):
-            found.append(name)
-    return found
+            count = 1 if placement.virtual or is_first_alone and not is_dtensor(x) else placement.size
+            full = whole(x, placement) if is_dtensor(x) else x
+            own = [(chunk, chunk.view_in(full)) for i, chunk in enumerate(saved_hashes) if i % count == here]
+        if any(sha256_of(piece) != saved_hashes[chunk] for chunk, piece in own):
+            changed.append(name)
+    return changed
 
 
-def _share(chunks: list[Chunk], x: Tensor, here: int, sharing: int) -> list[tuple[Chunk, Tensor]]:
-    """What of the whole ``x`` this rank hashes, one of so many."""
-    return [(chunk, chunk.of(x)) for i, chunk in enumerate(chunks) if i % sharing == here]
-
-
-def refuse(names: list[str], where: str) -> None:
+def raise_changed(names: list[str], where: str) -> None:
     """Raise CheckpointError if there are any."""
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise CheckpointError(
-            f"{where} has hashes of frozen parameters, and {', '.join(names[:_SHOWN])}{more} have other values here; "
+            f"{where} has hashes of frozen parameters, and {shorten_list(names)} have other values here; "
             "nothing was loaded. Load what they were frozen from first"
         )

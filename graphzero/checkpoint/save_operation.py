@@ -1,7 +1,7 @@
 """One ``gz.save``: all ranks write their parts of a checkpoint, together or each in a thread, or none has saved it.
 
-The first rank makes the folder, and its name when every part is there.  A rank that gives up says so to the others
-through ``SaveMarkers``, wherever it is, and what was written is removed.
+The first rank makes the folder, and gives it its name when every part is there.  A rank that gives up says so to the
+others through ``SaveMarkers``, wherever it is, and what was written is removed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,32 @@ _END = Topic("gz.save of {}, completed", "the index of the checkpoint", HINT)
 
 
 class SaveOperation:
-    """Of one checkpoint, on one rank."""
+    """The writing of one checkpoint, on one rank.
 
-    def __init__(self, what: Snapshot, keep: int | None, ranks: Ranks) -> None:
-        self._what, self._keep, self._ranks = what, keep, ranks
+    saved: what may be under way, also where ``save`` raises.
+    """
+
+    def __init__(self, snapshot: Snapshot, keep: int | None, ranks: Ranks) -> None:
+        self._snapshot, self._keep, self._ranks = snapshot, keep, ranks
         self._partial = PartialCheckpoint()
-        self._notes: SaveMarkers | None = None
-        self.saved: Saved | None = None  # what may be under way, also where ``run`` raises
+        self._markers: SaveMarkers | None = None
+        self.saved: Saved | None = None
 
-    def run(self, path: Path, asynchronous: bool) -> Saved:
+    def save(self, path: Path, asynchronous: bool) -> Saved:
         """Every rank calls it."""
+        snapshot, ranks = self._snapshot, self._ranks
         try:
-            where, notes = self._begin(path)
-            saved = self.saved = Saved(final_path(where), self._what.step, self._what.nbytes)
+            where = run_on_first_rank(ranks, _BEGIN, lambda: folder.begin(self._partial, path, snapshot.step))
+            store = ranks.store_of(f"save {where.name}")
+            markers = self._markers = SaveMarkers(
+                where, snapshot.position, len(snapshot.plan.files), store, ranks.watch(), PATIENCE
+            )
+            saved = self.saved = Saved(final_path(where), snapshot.step, snapshot.nbytes)
             if asynchronous:
-                copies = self._ranks.agree_on(_PARTS, lambda: self._copied(where), _nothing)
-                saved.start_thread(lambda: self._write_alone(where, notes, *copies))
+                copies = ranks.agree_on(_PARTS, lambda: self._copy_values(where), no_facts)
+                saved.start_thread(lambda: self._write_alone(where, markers, *copies))
             else:
-                saved.write_now(lambda: self._write_together(where, notes))
+                saved.write_now(lambda: self._write_together(where, markers))
         except BaseException as error:
             if not asynchronous or self.saved is None or self.saved.cancel():
                 self._give_up(error)
@@ -54,73 +62,70 @@ class SaveOperation:
             raise
         return saved
 
-    def _begin(self, path: Path) -> tuple[Path, SaveMarkers]:
-        what, ranks = self._what, self._ranks
-        where = run_on_first_rank(ranks, _BEGIN, lambda: folder.begin(self._partial, path, what.step))
-        store = ranks.store_of(f"save {where.name}")
-        notes = SaveMarkers(where, what.position, len(what.layout.files), store, ranks.watch(), PATIENCE)
-        self._notes = notes
-        return where, notes
-
     def _give_up(self, error: BaseException) -> CheckpointError | None:
-        """What another rank has said before, if one has."""
+        """Remove what was written.  Returns the failure of a rank that has given up before, if one has."""
         try:
-            return None if self._notes is None else self._notes.fail(error)
+            return None if self._markers is None else self._markers.mark_failed(error)
         finally:
-            self._partial.drop()
+            self._partial.discard()
 
-    def _copied(self, where: Path) -> tuple[list[Tensor], list[str]]:
+    def _copy_values(self, where: Path) -> tuple[list[Tensor], list[str]]:
         _check_shared(where)
-        return self._what.staged(), self._what.frozen()
+        return self._snapshot.copy_chunks(), self._snapshot.hash_frozen()
 
-    def _write_together(self, where: Path, notes: SaveMarkers) -> None:
-        what = self._what
+    def _write_part(
+        self, where: Path, markers: SaveMarkers, chunks: list[Tensor], frozen: Callable[[], list[str]]
+    ) -> None:
+        plan, position = self._snapshot.plan, self._snapshot.position
+        file = save_plan.write_rank_file(where, plan, position, chunks, markers.poll_failures)
+        chunks.clear()
+        markers.mark_written(RankPart(file, frozen()))
 
+    def _write_together(self, where: Path, markers: SaveMarkers) -> None:
         def write_part() -> None:
             try:
                 _check_shared(where)
-                file = save_plan.write_file(where, what.layout, what.position, what.chunks(), notes.check_now_and_then)
-                notes.leave(RankPart(file, what.frozen()))
+                self._write_part(where, markers, self._snapshot.chunks(), self._snapshot.hash_frozen)
             except Exception as error:
-                notes.fail(error)
+                markers.mark_failed(error)
                 raise
 
-        self._ranks.agree_on(_PARTS, write_part, _nothing)
-        run_on_first_rank(self._ranks, _END, lambda: self._complete(notes))
+        self._ranks.agree_on(_PARTS, write_part, no_facts)
+        run_on_first_rank(self._ranks, _END, lambda: self._complete(markers))
 
-    def _write_alone(self, where: Path, notes: SaveMarkers, chunks: list[Tensor], frozen: list[str]) -> None:
-        """What a thread of this rank does, without the others."""
-        what = self._what
+    def _write_alone(self, where: Path, markers: SaveMarkers, chunks: list[Tensor], frozen: list[str]) -> None:
+        """The work of a thread of this rank, without the others."""
         try:
-            notes.check()
-            file = save_plan.write_file(where, what.layout, what.position, chunks, notes.check_now_and_then)
-            chunks.clear()
-            notes.leave(RankPart(file, frozen))
-            if what.is_first:
-                notes.wait_for_parts()
-                self._complete(notes)
+            markers.check_failures()
+            self._write_part(where, markers, chunks, lambda: frozen)
+            if self._snapshot.position == 0:
+                markers.wait_for_parts()
+                self._complete(markers)
             else:
-                notes.wait_until_complete()
+                markers.wait_until_complete()
         except BaseException as error:
-            told = self._give_up(error)
-            if told is not None:
-                raise told from error
+            first_failure = self._give_up(error)
+            if first_failure is not None:
+                raise first_failure from error
             raise
 
-    def _complete(self, notes: SaveMarkers) -> Path:
-        what = self._what
-        done = save_plan.complete(self._partial, what.layout, notes.parts(), what.index, self._keep)
-        notes.complete()
+    def _complete(self, markers: SaveMarkers) -> Path:
+        snapshot = self._snapshot
+        done = save_plan.complete_checkpoint(
+            self._partial, snapshot.plan, markers.read_parts(), snapshot.make_index, self._keep
+        )
+        markers.mark_complete()
         return done
 
 
 def run_on_first_rank(ranks: Ranks, topic: Topic, make: Callable[[], Path]) -> Path:
-    """What the first rank makes, on all ranks; what it raises, all raise."""
-    made = ranks.agree_on(topic, lambda: make() if save_plan.rank_position(ranks.placement) == 0 else None, _nothing)
-    return Path(ranks.share(lambda: str(made)))
+    """The path that ``make`` gives on the first rank, on all ranks; all raise what it raises."""
+    path = ranks.agree_on(topic, lambda: make() if save_plan.rank_position(ranks.placement) == 0 else None, no_facts)
+    return Path(ranks.share(lambda: str(path)))
 
 
-def _nothing(made: Any) -> Mapping[str, str]:
+def no_facts(_: Any) -> Mapping[str, str]:
+    """The facts of an agreement that compares none."""
     return {}
 
 

@@ -16,9 +16,9 @@ from graphzero.errors import CaptureError, ConfigError, GraphZeroError
 from graphzero.plan import Plan
 from graphzero.plan.plan import mega
 from graphzero.runtime.state import full_tensors, partial_update
-from graphzero.runtime.state.full_tensors import Left, Shown
+from graphzero.runtime.state.full_tensors import EagerWrite, FullTensor
 from graphzero.runtime.state.layout import check_real
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_held
 from graphzero.runtime.tensors.fingerprint import content
 from graphzero.runtime.world.consensus import Topic
@@ -46,7 +46,7 @@ class FullParameters:
     def __init__(self, source: UserGraph, plan: Plan | None) -> None:
         """``plan``: of the program used last."""
         self._source, self._plan, self._state = source, plan, source.state()
-        self._shown: Sequence[Shown] = ()
+        self._shown: Sequence[FullTensor] = ()
 
     def __enter__(self) -> None:
         self._begin()  # behind which nothing interrupts before the block
@@ -84,13 +84,13 @@ class FullParameters:
         full_tensors.let_go(self._shown)
         self._is_open = False
 
-    def _found(self) -> dict[str, Found]:
+    def _found(self) -> dict[str, ModuleTensor]:
         """What will be shown.
 
         Raises GraphZeroError for values of no whole step, ConfigError, PlacementError or SbpError for what cannot be.
         """
         source, state = self._source, self._state
-        why = state.why_torn()
+        why = state.partial_update_reason()
         if why:
             raise GraphZeroError(why)
         if has_fake_world():
@@ -151,7 +151,7 @@ class FullParameters:
                 "before does so again. Convert a copy of the module (copy.deepcopy), and write in place"
             )
 
-    def _take(self, left: Iterable[Left]) -> None:
+    def _take(self, left: Iterable[EagerWrite]) -> None:
         """Take what is the same on all ranks.  Raises CaptureError on all of them if anything is not."""
         ranks, by_path = self._source.ranks, {one.of.entry.path: one for one in left}
         values = {path: f"hash {content(one.values):x}" for path, one in by_path.items()} if ranks.active else {}

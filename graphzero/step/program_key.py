@@ -23,7 +23,7 @@ from graphzero.capture import Input, Inputs
 from graphzero.config import Settings
 from graphzero.errors import ConfigError
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.modules import Found, walk
+from graphzero.runtime.state.modules import ModuleTensor, walk
 from graphzero.runtime.state.state import State
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.world.consensus import tensor_text
@@ -58,7 +58,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._counters: tuple[Any, ...] = ()  # see ``State.counter_layout``
-        self._of: Mapping[str, Found] | None = None
+        self._of: Mapping[str, ModuleTensor] | None = None
         self._held: tuple[list[list[int]], list[Tensor]] = [], []  # by optimizers: sizes of groups, and what is in them
         self._known: dict[int, TensorRef] = {}
         self._paths: dict[int, str] = {}
@@ -66,7 +66,7 @@ class Keys:
         self._facts: tuple[Any, ...] = ()
         self._last: Key | None = None
 
-    def count(self, state: State, found: Mapping[str, Found]) -> None:
+    def count(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
         """Look at the step counters of optimizers, which somebody may have changed."""
         self._counters = state.counter_layout(tree.names(found))
 
@@ -74,7 +74,7 @@ class Keys:
         self,
         inputs: Inputs,
         state: State,
-        found: Mapping[str, Found],
+        found: Mapping[str, ModuleTensor],
         settings: Settings,
         groups: tuple[Any, ...],
     ) -> Key:
@@ -96,7 +96,7 @@ class Keys:
             self._facts = facts
         return self._last
 
-    def _look(self, state: State, found: Mapping[str, Found]) -> None:
+    def _look(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
         """At modules and at what optimizers hold."""
         groups = [[group["params"] for group in o.param_groups] for o in state.optimizers]
         sizes = [list(map(len, each)) for each in groups]
@@ -117,7 +117,7 @@ class Keys:
         self._of, self._held, self._parts = found, (sizes, params), tuple(parts)
 
     def _check_current(
-        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, Found]
+        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, ModuleTensor]
     ) -> None:
         """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
         for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:

@@ -84,7 +84,7 @@ class ProgramSelector:
         hash_, restart = 0, False
         parts: Parts = dict
         try:
-            if running and (torn := state.why_torn()):
+            if running and (torn := state.partial_update_reason()):
                 raise GraphZeroError(torn)
             call = self._calls.read(args, kwargs, state, running)
             known = self.programs.known(call.key)

@@ -85,7 +85,7 @@ class StepRunner:
             if executor.has_written and not is_schedulers_own:
                 written = program.graph.updates
                 held = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
-                state.tear(self._why_torn(error), {node.meta["role"].of for node in held})
+                state.mark_partial_update(self._why_torn(error), {node.meta["role"].of for node in held})
             raise
         return program.outputs(call, results, world)
 

@@ -228,7 +228,7 @@ def test_a_copy_of_a_graph_goes_on_as_it_would(how):
 def test_a_copy_of_a_torn_graph_is_torn():
     graph = make()
     graph(X, Y)
-    graph._source.state().tear("a call ended in the middle of its update")
+    graph._source.state().mark_partial_update("a call ended in the middle of its update")
     refused(copy.deepcopy(graph), gz.GraphZeroError, "in the middle of its update")
 
 

@@ -46,7 +46,7 @@ def cannot_open(patched):
     def refuse(path, *_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    patched.setattr(blocks, "write", refuse)
+    patched.setattr(blocks, "write_blocks", refuse)
 
 
 def is_full(patched):
@@ -57,20 +57,20 @@ def is_full(patched):
 
 
 def removes_the_folder(patched):
-    right = blocks.write
+    right = blocks.write_blocks
 
     def write(path, *args):
         shutil.rmtree(path.parents[1])
         return right(path, *args)
 
-    patched.setattr(blocks, "write", write)
+    patched.setattr(blocks, "write_blocks", write)
 
 
 def is_interrupted_before_its_thread(patched):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    patched.setattr(Saved, "start", interrupt)
+    patched.setattr(Saved, "start_thread", interrupt)
 
 
 def has_no_thread(patched):

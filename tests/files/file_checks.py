@@ -73,14 +73,14 @@ def check_a_rank_that_cannot_write_fails_all_and_leaves_nothing():
     graph = clipped_graph(everyone(), 2)
     losses(graph, 0)
     first = gz.save(graph, folder).path
-    right = blocks.write
+    right = blocks.write_blocks
 
     def full(path, parts, rest):
         raise OSError(28, "No space left on device", str(path))
 
     for asynchronous in (False, True):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(blocks, "write", full if rank == 2 else right)
+            patched.setattr(blocks, "write_blocks", full if rank == 2 else right)
             if asynchronous:  # what is written while another rank removes it stays: nobody waits for it to be gone
                 patched.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
             began = time.monotonic()

@@ -194,7 +194,7 @@ def test_an_index_that_says_something_twice_or_not_a_number_is_refused(saved, ot
     for spoiled in (text.replace("{", '{"step": 1,', 1), text.replace('"step": 2', '"step": NaN')):
         assert spoiled != text
         path.write_text(spoiled)
-        refused(other, saved, "index.json is no JSON text")
+        refused(other, saved, "index.json is not a JSON text")
     path.write_text(text.replace('"epoch": 3', '"epoch": 4'))
     refused(other, saved, "index.json has been altered")
 
@@ -245,7 +245,7 @@ def test_files_beside_it_and_links_to_it_are_no_matter(saved, other, tmp_path):
 @pytest.mark.parametrize("path", [None, 3, b"x", "", "a\0b", "a\ud800b", "~nobody-of-that-name/x"])
 def test_what_is_no_path_is_refused(trained, path):
     for ask in (lambda: gz.save(trained, path), lambda: gz.load(trained, path), lambda: gz.latest(path)):
-        with pytest.raises(gz.CheckpointError, match="the path .* is none"):
+        with pytest.raises(gz.CheckpointError, match="is not a path"):
             ask()
 
 
@@ -368,7 +368,7 @@ def test_an_interrupted_save_leaves_nothing(trained, tmp_path, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    for name in ("_write_all", "values_of"):
+    for name in ("_write_all", "iterate_bytes"):
         with monkeypatch.context() as patched:
             patched.setattr(blocks, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -602,7 +602,7 @@ def test_in_build_it_is_refused_and_no_grad_is_no_matter(trained, tmp_path):
         made = gz.save(trained, tmp_path).path
     with torch.no_grad():
         assert gz.load(trained, made) is None
-    with pytest.raises(gz.ConfigError, match="takes the Graph and a path"):
+    with pytest.raises(gz.ConfigError, match="takes a Graph first"):
         gz.save(trained.model, tmp_path)
 
 
@@ -652,13 +652,13 @@ def test_a_base_on_the_meta_device_or_of_another_dtype_is_not_taken_for_the_save
 @pytest.fixture
 def slow(monkeypatch):
     """Files are written when they are released."""
-    release, right = threading.Event(), blocks.write
+    release, right = threading.Event(), blocks.write_blocks
 
     def write(path, parts, rest):
         assert release.wait(20)
         return right(path, parts, rest)
 
-    monkeypatch.setattr(blocks, "write", write)
+    monkeypatch.setattr(blocks, "write_blocks", write)
     yield release
     release.set()
 
@@ -697,7 +697,7 @@ def test_a_failure_meanwhile_is_told_once_to_whoever_waits_or_saves_next(tmp_pat
 
     def fail():
         with monkeypatch.context() as patched:
-            patched.setattr(blocks, "write", full)
+            patched.setattr(blocks, "write_blocks", full)
             made = gz.save(graph, tmp_path, asynchronous=True)
             made.join()
         assert not [*tmp_path.iterdir()] and repr(made).startswith("not saved")

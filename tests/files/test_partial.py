@@ -65,7 +65,7 @@ def test_jobs_that_save_to_one_folder_at_once_all_succeed_with_numbers_of_their_
             save_often(tmp_path, count)
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * jobs
-    numbers = [int(made.name.partition(".")[0]) for made in folder.complete(tmp_path)]
+    numbers = [int(made.name.partition(".")[0]) for made in folder.complete_checkpoints(tmp_path)]
     assert len(numbers) == len(set(numbers)) == jobs * count == len([*tmp_path.iterdir()])
 
 
@@ -85,7 +85,7 @@ def test_what_another_host_left_is_removed_when_it_has_not_changed_for_long(tmp_
     for size, is_there in ((1, True), (2, True), (2, True), (2, False)):
         (abandoned.path / "rank-00000.safetensors").write_bytes(b"x" * size)
         now[0] += 0.6 * partial_checkpoint.ABANDONED
-        begun(tmp_path).drop()
+        begun(tmp_path).discard()
         assert abandoned.path.exists() == is_there
     with pytest.raises(FileNotFoundError):
         abandoned.finish()
@@ -100,7 +100,7 @@ def test_files_of_two_jobs_never_meet_even_where_one_has_been_taken_for_remains(
     assert second.path.parent == first.path.parent and second.path != first.path
     with pytest.raises(FileNotFoundError):
         first.finish()
-    first.drop()
+    first.discard()
     assert second.finish().name == "000001.step-1" and len([*tmp_path.iterdir()]) == 1
 
 
@@ -155,7 +155,7 @@ def test_an_interrupt_anywhere_leaves_a_whole_checkpoint_or_none_and_no_open_fil
             if thread.name.startswith("saving"):
                 thread.join()
         left = [*path.iterdir()] if path.exists() else []
-        assert left == folder.complete(path), f"line {line}"
+        assert left == folder.complete_checkpoints(path), f"line {line}"
         whole += len(left)
         assert len(os.listdir("/proc/self/fd")) == opened, f"line {line}"
     assert line > 30 and whole < line / 2

@@ -182,7 +182,7 @@ def killed_while_all_save(rank: int, path: str, asynchronous: bool) -> Any:
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
-        markers.SaveMarkers.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        markers.SaveMarkers.mark_written = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return [tried(lambda: gz.save(graph, path, asynchronous=asynchronous).wait() or 0)]
 
 
@@ -294,7 +294,7 @@ def stops_while(rank: int, what: str) -> Any:
 # Where rank 1 fails, and in which call of it.
 _FAILING: dict[str, tuple[Any, str, int]] = {
     "full_state_dict": (gather, "_copy", 1),
-    "load_state_dict": (loading, "_laid", 2),
+    "load_state_dict": (loading, "_split_as", 2),
     "to_global of a module": (modules, "from_first_rank", 3),
     "to_global of a tensor": (resplit, "_joined", 1),
     "a first call": (modules, "from_first_rank", 2),

@@ -1,6 +1,6 @@
-"""Files that are summed block by block while they are written; reading them again is ``reading``'s.
+"""Files of blocks, each with a checksum that is made while the file is written; ``verified_read`` compares them.
 
-A block is what is compared: who needs a part of a file reads the blocks in which it lies.
+A part of a file is verified by reading the blocks in which it lies.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,34 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """nbytes: of the whole file.  blocks: the sum of each block of it, of which the last may be shorter."""
+    """Size of a file, and the checksum of each of its blocks, of which the last may be shorter."""
 
     nbytes: int
     blocks: tuple[str, ...]
 
 
-def write(path: Path, parts: Iterable[memoryview], rest: Callable[[], None] = lambda: None) -> FileChecksums:
-    """A new file of ``parts``, on the disk when it returns.  rest: what is done behind each block."""
-    sums: list[str] = []
-    total, current = 0, Checksum()
+def write_blocks(
+    path: Path, parts: Iterable[memoryview], after_block: Callable[[], None] = lambda: None
+) -> FileChecksums:
+    """Write a new file of ``parts``, which is on the disk when it returns.  after_block: called after each block."""
+    checksums: list[str] = []
+    total, checksum = 0, Checksum()
     with open(path, "wb", buffering=0) as file:
         for part in parts:
             while part:
-                now = part[: min(RUN, BLOCK - total % BLOCK)]
-                current.add(now)  # it is near the processor then, for the kernel to copy
-                _write_all(file, now)
-                total += len(now)
-                part = part[len(now) :]
+                run = part[: min(RUN, BLOCK - total % BLOCK)]
+                checksum.add_bytes(run)  # it is near the processor then, for the kernel to copy
+                _write_all(file, run)
+                total += len(run)
+                part = part[len(run) :]
                 if total % BLOCK == 0:
-                    sums.append(current.end())
+                    checksums.append(checksum.end_block())
                     _begin_to_sync(file.fileno(), total - BLOCK)
-                    rest()
+                    after_block()
         if total % BLOCK:
-            sums.append(current.end())
+            checksums.append(checksum.end_block())
         os.fsync(file.fileno())
-    return FileChecksums(total, tuple(sums))
+    return FileChecksums(total, tuple(checksums))
 
 
 def _write_all(file: Any, data: memoryview) -> None:
@@ -61,8 +64,8 @@ def _write_all(file: Any, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,9 +74,9 @@ def sync(folder: Path) -> None:
 
 
 def _begin_to_sync(handle: int, start: int) -> None:
-    """Have the system bring a block to the disk while the next ones are written; else all waits for the end.
+    """Begin to write a block to the disk while the next ones are made; else all of it waits for the end.
 
-    It is Linux's own call; whether it has an effect, and errors of the disk, fsync tells.
+    A call of Linux alone; errors of the disk are fsync's.
     """
     call = _sync_file_range()
     if call is not None:
@@ -86,24 +89,19 @@ def _sync_file_range() -> Any:
 
 
 def iterate_bytes(x: Tensor) -> Iterator[memoryview]:
-    """The bytes of a dense tensor, row by row, from wherever it is; what has to be copied for it is a block at most, if
-    no row is larger."""
+    """Bytes of a dense tensor on any device, row by row.  It copies a block at a time, if no row is larger."""
     x = x.detach()
     if x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield memory_of(x)
     elif x.numel() * x.element_size() <= BLOCK or not x.dim():
-        held = _plain(x)
-        yield memory_of(held)
+        plain = x.resolve_conj().resolve_neg().cpu().contiguous()
+        yield memory_of(plain)
     elif x.shape[0] == 1:
         yield from iterate_bytes(x[0])
     else:
         rows = max(1, x.shape[0] * BLOCK // (x.numel() * x.element_size()))
         for piece in torch.split(x, rows):
             yield from iterate_bytes(piece)
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def memory_of(x: Tensor) -> memoryview:
@@ -115,40 +113,38 @@ def memory_of(x: Tensor) -> memoryview:
 
 
 def sha256_of(x: Tensor) -> str:
-    """Of the bytes of a dense tensor, row by row."""
-    found = hashlib.sha256()
+    """sha256 of the bytes of a dense tensor, row by row."""
+    digest = hashlib.sha256()
     if x.numel():
         for part in iterate_bytes(x):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file.  Raises CheckpointError for one that is not there, and for what is no file."""
+    """Bytes of a file.  Raises CheckpointError for a path where no regular file is."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} cannot be read: it is no file")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
+    return status.st_size
 
 
-def check_file_size(path: Path, summed: FileChecksums) -> None:
+def check_file_size(path: Path, checksums: FileChecksums) -> None:
     """Raise CheckpointError for a file that is not there, or has another size than was written."""
     size = file_size(path)
-    if size != summed.nbytes:
-        how = "cut short" if size < summed.nbytes else "altered"
-        raise CheckpointError(f"{path} has been {how}: it has {size} bytes, {summed.nbytes} were saved")
+    if size != checksums.nbytes:
+        how = "cut short" if size < checksums.nbytes else "altered"
+        raise CheckpointError(f"{path} has been {how}: it has {size} bytes, {checksums.nbytes} were saved")
 
 
-def has_checksum_per_block(summed: FileChecksums) -> bool:
-    return len(summed.blocks) == -(-summed.nbytes // BLOCK)
+def has_checksum_per_block(checksums: FileChecksums) -> bool:
+    return len(checksums.blocks) == -(-checksums.nbytes // BLOCK)
 
 
-def view_bytes_as(room: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
-    """The first bytes of ``room``, uint8, as a tensor of that type."""
-    count = dtype.itemsize
-    for size in sizes:
-        count *= size
-    return room[:count].view(dtype).view(tuple(sizes))
+def view_bytes_as(buffer: Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
+    """The first bytes of ``buffer``, uint8, as a tensor of that type."""
+    count = dtype.itemsize * prod(sizes)
+    return buffer[:count].view(dtype).view(tuple(sizes))

@@ -8,7 +8,7 @@ Weights are odd, so a row in which one word is altered never keeps its sums.  An
 the weights leaves them with a chance of 2**-32 at the most (of words that differ in a lower half the first sum tells,
 with 32 random bits or more; of others the second), mostly of 2**-63 and less: the bound of Carter and Wegman's
 multilinear hashing.  What that means for damage is in docs/checkpoints.md.  Rows that change places change their sums'
-places.  Who knows the weights can make bytes of any sums: against those who mean harm it is nothing.
+places.  Bytes of any checksum can be made by anyone who knows the weights: it does not protect against attackers.
 
 On one core it takes a quarter to a third of what sha256 takes there; zlib's crc32 takes as much as that, and
 ``torch.hash_tensor``, the exclusive or of all words, sees neither words that change places nor the same bit in two.
@@ -39,38 +39,38 @@ _OF_WORDS, _OF_UPPER_HALVES = _weights()
 
 
 class Checksum:
-    """Of bytes that come one after the other."""
+    """Checksum of the blocks of a file whose bytes come one after the other."""
 
     def __init__(self) -> None:
         self._rows = hashlib.sha256()
         self._halves = np.empty((RUN // ROW, _WORDS), np.uint64)
-        self._row = bytearray(ROW)  # one that has begun
-        self._begun = 0
+        self._row = bytearray(ROW)  # the last one, not full yet
+        self._filled = 0
 
-    def add(self, data: memoryview) -> None:
-        if self._begun:
-            now = data[: ROW - self._begun]
-            self._row[self._begun : self._begun + len(now)] = now
-            self._begun += len(now)
-            data = data[len(now) :]
-            if self._begun < ROW:
+    def add_bytes(self, data: memoryview) -> None:
+        if self._filled:
+            head = data[: ROW - self._filled]
+            self._row[self._filled : self._filled + len(head)] = head
+            self._filled += len(head)
+            data = data[len(head) :]
+            if self._filled < ROW:
                 return
             self._add_rows(memoryview(self._row))
-            self._begun = 0
+            self._filled = 0
         whole = len(data) // ROW * ROW
         for at in range(0, whole, RUN):
             self._add_rows(data[at : min(at + RUN, whole)])
-        self._begun = len(data) - whole
-        self._row[: self._begun] = data[whole:]
+        self._filled = len(data) - whole
+        self._row[: self._filled] = data[whole:]
 
-    def end(self) -> str:
-        """The sum of what was added since the last end."""
-        if self._begun:
-            self._row[self._begun :] = bytes(ROW - self._begun)
+    def end_block(self) -> str:
+        """The checksum of the bytes that were added since the last end."""
+        if self._filled:
+            self._row[self._filled :] = bytes(ROW - self._filled)
             self._add_rows(memoryview(self._row))
-            self._begun = 0
-        made, self._rows = self._rows.hexdigest()[:32], hashlib.sha256()
-        return made
+            self._filled = 0
+        text, self._rows = self._rows.hexdigest()[:32], hashlib.sha256()
+        return text
 
     def _add_rows(self, data: memoryview) -> None:
         words: Words = np.frombuffer(data, np.uint64).reshape(-1, _WORDS)

@@ -7,44 +7,49 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
 
-from graphzero.checkpoint.files import blocks, folder, index, safetensors
-from graphzero.checkpoint.files.index import CheckpointIndex, StoredTensor
+from graphzero.checkpoint.files import blocks, folder, safetensors
+from graphzero.checkpoint.files.index import CheckpointIndex, StoredTensor, read_index
 from graphzero.checkpoint.files.read_chunks import TensorRead, read_tensors
 from graphzero.errors import CheckpointError
-from graphzero.sbp.placement import Placement, placement
+from graphzero.sbp.placement import placement
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(checkpoint: Path, path: Path, module: str | None, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
     """See ``gz.save_pretrained``.  Returns the files, in order."""
-    where = folder.chosen(checkpoint)
-    found = index.read(where)
-    for name, summed in found.files.items():
-        blocks.check_file_size(where / name, summed)
-    tensors = _of_module(found, module, where)
-    shards = list(_shards(tensors, dtype, shard_bytes))
-    names = [SINGLE] if len(shards) == 1 else _numbered(len(shards))
-    alone = placement("cpu", range(1), virtual=True)
-    total = sum(_nbytes(tensors[name], dtype) for shard in shards for name in shard)
-    with folder.explained(f"{path}", total):
+    where = folder.find_checkpoint(checkpoint)
+    index = read_index(where)
+    for name, checksums in index.files.items():
+        blocks.check_file_size(where / name, checksums)
+    tensors = _tensors_of_module(index, module, where)
+    shards = list(_split_into_shards(tensors, dtype, shard_bytes))
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    total = sum(_nbytes(stored, dtype) for stored in tensors.values())
+    with folder.explain_write_errors(f"{path}", total):
         path.mkdir(parents=True, exist_ok=True)
         for name, shard in zip(names, shards, strict=True):
-            _write(path / name, {key: tensors[key] for key in shard}, dtype, where, found, alone)
-        if len(shards) > 1:
-            _write_index(path, dict(zip(names, shards, strict=True)), total)
-        blocks.sync(path)
+            _write_shard(path / name, {key: tensors[key] for key in shard}, dtype, where, index)
+        if count > 1:
+            weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+            hidden = path / f"{INDEX}.part"
+            hidden.write_text(text, encoding="utf-8")
+            os.replace(hidden, path / INDEX)
+        blocks.sync_folder(path)
     return [path / name for name in names]
 
 
-def _of_module(found: CheckpointIndex, module: str | None, where: Path) -> dict[str, StoredTensor]:
-    """Name in the module -> tensor; of tied ones the first alone, as the files' readers expect."""
-    modules = sorted(found.state["modules"])
+def _tensors_of_module(index: CheckpointIndex, module: str | None, where: Path) -> dict[str, StoredTensor]:
+    """Tensors by their names in the module; of tied ones the first alone, as readers of such files expect."""
+    modules = sorted(index.state["modules"])
     if module is None and len(modules) == 1:
         module = modules[0]
     if module not in modules:
@@ -52,71 +57,60 @@ def _of_module(found: CheckpointIndex, module: str | None, where: Path) -> dict[
             f"gz.save_pretrained(module={module!r}): say which module of {where} to write; it has {', '.join(modules)}"
         )
     prefix = f"modules.{module}."
-    hashed = [name for name, stored in found.tensors.items() if name.startswith(prefix) and stored.hashes]
+    stored_by_name = {name: stored for name, stored in index.tensors.items() if name.startswith(prefix)}
+    hashed = [name for name, stored in stored_by_name.items() if stored.hashes]
     if hashed:
         raise CheckpointError(
             f"{where} has only hashes of frozen parameters, {hashed[0]} first: frozen='hash' saved it"
         )
     return {
         name.removeprefix(prefix): stored
-        for name, stored in found.tensors.items()
-        if name.startswith(prefix) and not stored.same_as.startswith(prefix)
-    }  # fmt: skip
+        for name, stored in stored_by_name.items()
+        if not stored.same_as.startswith(prefix)
+    }
 
 
 def _nbytes(stored: StoredTensor, dtype: torch.dtype | None) -> int:
-    count = 1
-    for size in stored.shape:
-        count *= size
-    return count * _written_as(stored, dtype).itemsize
+    return prod(stored.shape) * _written_dtype(stored, dtype).itemsize
 
 
-def _written_as(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    made = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-    if made not in safetensors.NAMES:
-        raise CheckpointError(f"safetensors files hold no {made}; give dtype=, to which floating tensors are cast")
-    return made
+def _written_dtype(stored: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+    written = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+    if written not in safetensors.NAMES:
+        raise CheckpointError(f"safetensors files hold no {written}; give dtype=, to which floating tensors are cast")
+    return written
 
 
-def _shards(tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, most: int) -> Iterator[list[str]]:
+def _split_into_shards(
+    tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, most: int
+) -> Iterator[list[str]]:  # fmt: skip
     """Names of the tensors of each file, in order, none larger than ``most`` bytes unless one tensor is."""
-    current: list[str] = []
+    shard: list[str] = []
     size = 0
     for name, stored in tensors.items():
-        now = _nbytes(stored, dtype)
-        if current and size + now > most:
-            yield current
-            current, size = [], 0
-        current.append(name)
-        size += now
-    yield current
+        nbytes = _nbytes(stored, dtype)
+        if shard and size + nbytes > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += nbytes
+    yield shard
 
 
-def _numbered(count: int) -> list[str]:
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _write(
-    path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, where: Path, found: CheckpointIndex, alone: Placement
+def _write_shard(
+    path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, where: Path, index: CheckpointIndex
 ) -> None:  # fmt: skip
-    head, _ = safetensors.head((name, _written_as(held, dtype), held.shape) for name, held in tensors.items())
+    header, _ = safetensors.make_header((name, _written_dtype(x, dtype), x.shape) for name, x in tensors.items())
+    one_process = placement("cpu", range(1), virtual=True)
 
     def parts() -> Iterator[memoryview]:
-        yield memoryview(head)
-        for name, held in tensors.items():
-            whole = torch.empty(held.shape, dtype=_written_as(held, dtype))
-            read_tensors([TensorRead(name, held, whole)], where, found.files, alone)
+        yield memoryview(header)
+        for name, stored in tensors.items():
+            whole = torch.empty(stored.shape, dtype=_written_dtype(stored, dtype))
+            read_tensors([TensorRead(name, stored, whole)], where, index.files, one_process)
             if whole.numel():
                 yield from blocks.iterate_bytes(whole)
 
     hidden = path.with_suffix(".part")
-    blocks.write(hidden, parts())
+    blocks.write_blocks(hidden, parts())
     os.replace(hidden, path)
-
-
-def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total: int) -> None:
-    names = {name: file for file, held in shards.items() for name in held}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True)
-    hidden = path / f"{INDEX}.part"
-    hidden.write_text(text, encoding="utf-8")
-    os.replace(hidden, path / INDEX)

@@ -19,7 +19,7 @@ from graphzero.checkpoint.files.partial_checkpoint import (
     NAME,
     PARTIAL,
     PartialCheckpoint,
-    is_removed,
+    is_being_removed,
     remove,
     remove_abandoned,
 )
@@ -27,61 +27,58 @@ from graphzero.errors import CheckpointError
 from graphzero.logs import event
 
 
-def path_of(given: object, asked: str) -> Path:
-    """What a user gives as a path, absolute.  Raises CheckpointError for what is none.  asked: "gz.save"."""
+def absolute_path(given: object, caller: str) -> Path:
+    """A path from a user, absolute.  Raises CheckpointError for other objects.  caller: "gz.save"."""
     try:
-        found = Path(given).expanduser().absolute()  # type: ignore[arg-type]
-        os.fsencode(found)
-        if "\0" not in str(found) and given != "":
-            return found
+        path = Path(given).expanduser().absolute()  # type: ignore[arg-type]
+        os.fsencode(path)
+        if "\0" not in str(path) and given != "":
+            return path
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{asked}: the path {given!r:.80} is none: {error}") from None
+        raise CheckpointError(f"{caller}: {given!r:.80} is not a path: {error}") from None
     why = "it holds a null character" if given else "it is empty"
-    raise CheckpointError(f"{asked}: the path {given!r:.80} is none: {why}")
+    raise CheckpointError(f"{caller}: {given!r:.80} is not a path: {why}")
 
 
-def complete(path: Path) -> list[Path]:
+def complete_checkpoints(path: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; none if there is no such folder.  Raises CheckpointError for one that
-    cannot be looked into."""
+    cannot be read."""
     try:
-        found = [(int(match[1]), child) for child in path.iterdir() if (match := NAME.fullmatch(child.name))]
+        numbered = [(int(match[1]), child) for child in path.iterdir() if (match := NAME.fullmatch(child.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    return [child for _, child in sorted(found) if is_complete(child)]
+    return [child for _, child in sorted(numbered) if is_complete(child)]
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether it is one.  Raises CheckpointError where one may not look."""
+    """Whether a folder is a complete checkpoint.  Raises CheckpointError where it cannot be read."""
     try:
         return (checkpoint / INDEX).is_file()
     except OSError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from error
 
 
-def chosen(path: Path) -> Path:
-    """The checkpoint that ``path`` is, or the newest of those in it.  Raises CheckpointError if there is none."""
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint ``path``, or the newest in the folder ``path``.  Raises CheckpointError if there is none."""
     if is_complete(path):
         return path
-    found = complete(path)
-    if found:
-        return found[-1]
+    checkpoints = complete_checkpoints(path)
+    if checkpoints:
+        return checkpoints[-1]
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; gz.latest({str(path)!r}) is None where nothing was saved yet")
-    begun = " Saving one has begun and not ended;" * any(PARTIAL.fullmatch(child.name) for child in _children(path))
+    children = path.iterdir() if path.is_dir() else ()
+    begun = " Saving one has begun and not ended;" * any(PARTIAL.fullmatch(child.name) for child in children)
     raise CheckpointError(
         f"{path} holds no complete checkpoint.{begun} gz.latest({str(path)!r}) is None where nothing was saved yet"
     )
 
 
-def _children(path: Path) -> list[Path]:
-    return list(path.iterdir()) if path.is_dir() else []
-
-
 def begin(partial: PartialCheckpoint, path: Path, step: int) -> Path:
     """A new empty folder in ``path`` to write the next checkpoint to; what earlier ones left unfinished is removed."""
-    with explained(f"the checkpoint folder {path}"):
+    with explain_write_errors(f"the checkpoint folder {path}"):
         if is_complete(path):
             raise CheckpointError(
                 f"{path} is a checkpoint itself; give the folder that holds checkpoints: {str(path.parent)!r}"
@@ -90,27 +87,27 @@ def begin(partial: PartialCheckpoint, path: Path, step: int) -> Path:
         for child in path.iterdir():
             if PARTIAL.fullmatch(child.name):
                 remove_abandoned(child)
-            elif is_removed(child):
+            elif is_being_removed(child):
                 shutil.rmtree(child, ignore_errors=True)
         return partial.begin(path, step)
 
 
 def keep_last(done: Path, count: int) -> None:
     """Remove all complete checkpoints beside ``done``, which has just been saved, but for the last ``count``."""
-    for old in complete(done.parent)[:-count]:
+    for old in complete_checkpoints(done.parent)[:-count]:
         if old != done and not remove(old, old.parent):  # other jobs that save there may have later ones
             message = f"{old} could not be removed, as keep={count} asks"
             event("checkpoint_kept", message, logging.WARNING, path=str(old))
 
 
 @contextmanager
-def explained(what: str, needed: int = 0) -> Iterator[None]:
-    """Raise what the system says of writing as a CheckpointError.  needed: bytes."""
+def explain_write_errors(what: str, nbytes: int = 0) -> Iterator[None]:
+    """A block whose OSErrors are raised as a CheckpointError.  nbytes: that it writes."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        need = f"; this rank writes {needed} bytes" if error.errno in (errno.ENOSPC, errno.EDQUOT) and needed else ""
+        need = f"; this rank writes {nbytes} bytes" if error.errno in (errno.ENOSPC, errno.EDQUOT) and nbytes else ""
         raise CheckpointError(
             f"{what} cannot be written: {error.strerror or error}{where}{need}. Nothing was saved; earlier "
             "checkpoints are as they were"

@@ -1,6 +1,6 @@
-"""The index of a checkpoint: which tensors there are, where their pieces stand, and all that is no tensor.
+"""The index of a checkpoint: its tensors and where their pieces stand, and all values that are not tensors.
 
-It is one JSON text.  It has the sums of files, so whoever has the index can tell whether the files are those of it.
+It is one JSON text, with the checksums of the files, by which a reader can tell whether they belong to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGITS = set("0123456789abcdef")
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, row by row in a file from byte ``start`` on."""
+    """A chunk of a tensor, row by row in a file from byte ``start`` on."""
 
     file: str
     start: int
@@ -43,7 +43,7 @@ class StoredTensor:
     """A tensor of a checkpoint.
 
     same_as: the name of the one whose values it shares, as tied parameters do.
-    hashes: if its values are not there: sha256 of each of its boxes, row by row.
+    hashes: if its values are not there: sha256 of each of its chunks, row by row.
     """
 
     dtype: torch.dtype
@@ -52,12 +52,22 @@ class StoredTensor:
     same_as: str = ""
     hashes: tuple[tuple[str, Chunk], ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        if self.same_as:
+            return {"same as": self.same_as}
+        entry = {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
+        if self.hashes:
+            return {**entry, "sha256": [[text, list(chunk.offsets), list(chunk.sizes)] for text, chunk in self.hashes]}
+        pieces = [[p.file, p.start, list(p.chunk.offsets), list(p.chunk.sizes)] for p in self.pieces]
+        return {**entry, "pieces": pieces}
+
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """step: how many steps had been taken.  tensors: by name.  files: by name.  state, extra: see ``json_values``.
+    """Contents of a checkpoint.
 
-    made_by: versions and ranks, for people.  sha256: of what was read.
+    step: how many steps had been taken.  tensors: by name.  files: by name.  state, extra: see ``json_values``.
+    made_by: versions and ranks, for people.  sha256: of the text that was read.
     """
 
     step: int
@@ -68,9 +78,9 @@ class CheckpointIndex:
     made_by: Mapping[str, Any]
     sha256: str = ""
 
-    def text(self) -> str:
-        tensors = {name: _stored_to_json(held) for name, held in self.tensors.items()}
-        files = {name: {"bytes": held.nbytes, "sums": list(held.blocks)} for name, held in self.files.items()}
+    def to_json(self) -> str:
+        tensors = {name: stored.to_json() for name, stored in self.tensors.items()}
+        files = {name: {"bytes": file.nbytes, "sums": list(file.blocks)} for name, file in self.files.items()}
         body = {
             "format": FORMAT, "version": VERSION, "made by": self.made_by, "step": self.step, "block": BLOCK,
             "files": files, "state": self.state, "extra": self.extra, "tensors": tensors,
@@ -79,55 +89,45 @@ class CheckpointIndex:
 
 
 def _hash(body: Mapping[str, Any]) -> str:
-    """Of everything in an index, however its text is laid out."""
+    """sha256 of everything in an index, however its text is laid out."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
-def _stored_to_json(held: StoredTensor) -> dict[str, Any]:
-    if held.same_as:
-        return {"same as": held.same_as}
-    made = {"dtype": str(held.dtype).removeprefix("torch."), "shape": list(held.shape)}
-    if held.hashes:
-        return {**made, "sha256": [[text, list(chunk.start), list(chunk.sizes)] for text, chunk in held.hashes]}
-    pieces = [[piece.file, piece.start, list(piece.chunk.start), list(piece.chunk.sizes)] for piece in held.pieces]
-    return {**made, "pieces": pieces}
-
-
-def read(folder: Path) -> CheckpointIndex:
-    """The index of a complete checkpoint.  Raises CheckpointError for a folder that is none."""
+def read_index(folder: Path) -> CheckpointIndex:
+    """The index of a complete checkpoint.  Raises CheckpointError for a folder that is not one."""
     path = folder / NAME
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON text: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a JSON text: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the index of a graphzero checkpoint")
-    if found.get("version") != VERSION or found.get("block") != BLOCK:
+    if body.get("version") != VERSION or body.get("block") != BLOCK:
         raise CheckpointError(
-            f"{path} is of version {found.get('version')}, in blocks of {found.get('block')} bytes; this graphzero "
+            f"{path} is of version {body.get('version')}, in blocks of {body.get('block')} bytes; this graphzero "
             f"reads version {VERSION}, in blocks of {BLOCK}"
         )
-    hashed = found.pop("sha256", None)
+    sha256 = body.pop("sha256", None)
     try:
-        if hashed != _hash(found):
+        if sha256 != _hash(body):
             raise ValueError("it is not what was saved")
-        return _from_json(found, hashed)
+        return _parse_index(body, sha256)
     except MALFORMED as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise CheckpointError(f"{path} has been altered: {kind}{error}") from error
 
 
-def _from_json(found: Mapping[str, Any], sha256: str) -> CheckpointIndex:
-    """Raises one of ``MALFORMED``, mostly a ValueError that says where, for an index that this module has not written."""
-    listed = _dict(found["files"], "files")
-    files = {_file_name(name): _summed(held, f"files.{name}") for name, held in listed.items()}
-    everything = _dict(found["tensors"], "tensors")
-    tensors = {name: _stored(f"tensors.{name}", held, everything, files) for name, held in everything.items()}
-    _check_named_once([found["state"], found["extra"]], tensors)
-    made_by, step = _dict(found["made by"], "made by"), _count(found["step"], "step")
-    return CheckpointIndex(step, tensors, files, found["state"], found["extra"], made_by, sha256)
+def _parse_index(body: Mapping[str, Any], sha256: str) -> CheckpointIndex:
+    """Raises one of ``MALFORMED``, mostly a ValueError that says where, for an index that was not written here."""
+    file_entries = _check_dict(body["files"], "files")
+    files = {_check_file_name(name): _parse_file(entry, f"files.{name}") for name, entry in file_entries.items()}
+    entries = _check_dict(body["tensors"], "tensors")
+    tensors = {name: _parse_tensor(f"tensors.{name}", entry, entries, files) for name, entry in entries.items()}
+    _check_named_once([body["state"], body["extra"]], tensors)
+    made_by, step = _check_dict(body["made by"], "made by"), _check_count(body["step"], "step")
+    return CheckpointIndex(step, tensors, files, body["state"], body["extra"], made_by, sha256)
 
 
 def _check_named_once(state: Any, tensors: Mapping[str, StoredTensor]) -> None:
@@ -138,81 +138,86 @@ def _check_named_once(state: Any, tensors: Mapping[str, StoredTensor]) -> None:
             times = f"{names[name]} times, tensors {name in tensors:d}"
             raise ValueError(f"state and extra name the tensor {name!r:.80} {times}")
         if tensors[name].hashes and not name.startswith("modules."):
-            raise ValueError(f"tensors.{name} has hashes for values, and is no parameter")
+            raise ValueError(f"tensors.{name} has hashes for values, and is not a parameter")
 
 
-def _dict(x: Any, where: str) -> dict[str, Any]:
+def _check_dict(x: Any, where: str) -> dict[str, Any]:
     if not isinstance(x, dict):
         raise ValueError(f"{where} is a {type(x).__name__}, not an object")
     return x
 
 
-def _list(x: Any, where: str, length: int | None = None) -> list[Any]:
+def _check_list(x: Any, where: str, length: int | None = None) -> list[Any]:
     if not isinstance(x, list) or length not in (None, len(x)):
         raise ValueError(f"{where} is {x!r:.40}, not a list" + ("" if length is None else f" of {length}"))
     return x
 
 
-def _count(x: Any, where: str) -> int:
+def _check_count(x: Any, where: str) -> int:
     if type(x) is not int or not 0 <= x < _MOST:
         raise ValueError(f"{where} is {x!r:.40}, not a number from 0 to 2^63")
     return x
 
 
-def _text(x: Any, where: str, digits: int) -> str:
-    if not isinstance(x, str) or len(x) != digits or set(x) - _DIGITS:
-        raise ValueError(f"{where} is {x!r:.80}, not {digits} hexadecimal digits")
+def _check_digits(x: Any, where: str, count: int) -> str:
+    if not isinstance(x, str) or len(x) != count or set(x) - _DIGITS:
+        raise ValueError(f"{where} is {x!r:.80}, not {count} hexadecimal digits")
     return x
 
 
-def _counts(x: Any, where: str, length: int | None = None) -> tuple[int, ...]:
-    return tuple(_count(one, where) for one in _list(x, where, length))
+def _check_counts(x: Any, where: str, length: int | None = None) -> tuple[int, ...]:
+    return tuple(_check_count(count, where) for count in _check_list(x, where, length))
 
 
-def _file_name(name: str) -> str:
+def _check_file_name(name: str) -> str:
     if name in ("", ".", "..", NAME) or set(name) & set("/\\\0"):
-        raise ValueError(f"files.{name!r:.80} is no file of it")
+        raise ValueError(f"files.{name!r:.80} is not a file of it")
     return name
 
 
-def _summed(held: Any, where: str) -> FileChecksums:
-    nbytes = _count(_dict(held, where)["bytes"], f"{where}.bytes")
-    blocks = tuple(_text(text, f"{where}.sums", 32) for text in _list(held["sums"], f"{where}.sums"))
-    if not has_checksum_per_block(FileChecksums(nbytes, blocks)):
-        raise ValueError(f"{where}.sums are {len(blocks)}, of {nbytes} bytes")
-    return FileChecksums(nbytes, blocks)
+def _parse_file(entry: Any, where: str) -> FileChecksums:
+    nbytes = _check_count(_check_dict(entry, where)["bytes"], f"{where}.bytes")
+    texts = _check_list(entry["sums"], f"{where}.sums")
+    checksums = FileChecksums(nbytes, tuple(_check_digits(text, f"{where}.sums", 32) for text in texts))
+    if not has_checksum_per_block(checksums):
+        raise ValueError(f"{where}.sums are {len(texts)}, of {nbytes} bytes")
+    return checksums
 
 
-def _stored(where: str, held: Any, everything: Mapping[str, Any], files: Mapping[str, FileChecksums]) -> StoredTensor:
-    same_as = _dict(held, where).get("same as", "")
+def _parse_tensor(
+    where: str, entry: Any, entries: Mapping[str, Any], files: Mapping[str, FileChecksums]
+) -> StoredTensor:  # fmt: skip
+    same_as = _check_dict(entry, where).get("same as", "")
     if same_as:
-        held = _dict(everything.get(same_as), f"what {where} is the same as")
-    name, shape = held["dtype"], _counts(held["shape"], f"{where}.shape")
+        entry = _check_dict(entries.get(same_as), f"the tensor that {where} is the same as")
+    name, shape = entry["dtype"], _check_counts(entry["shape"], f"{where}.shape")
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype not in STORED:
         raise ValueError(f"{where}.dtype is {name!r:.40}, of which no tensor is saved")
     if len(shape) > _MOST_DIMS or prod(size or 1 for size in shape) * dtype.itemsize >= _MOST:
         raise ValueError(f"{where}.shape is {list(shape)!r:.80}, which no tensor can have")
-    if "sha256" in held:
-        parts = [_list(one, f"{where}.sha256", 3) for one in _list(held["sha256"], f"{where}.sha256")]
-        hashes = tuple((_text(text, f"{where}.sha256", 64), _box(chunk, shape, where)) for text, *chunk in parts)
-        _check_covered(shape, [chunk for _, chunk in hashes], f"{where}.sha256")
+    if "sha256" in entry:
+        where = f"{where}.sha256"
+        parts = [_check_list(part, where, 3) for part in _check_list(entry["sha256"], where)]
+        hashes = tuple((_check_digits(text, where, 64), _parse_chunk(chunk, shape, where)) for text, *chunk in parts)
+        _check_covered(shape, [chunk for _, chunk in hashes], where)
         return StoredTensor(dtype, shape, (), same_as, hashes)
-    parts = [_list(one, f"{where}.pieces", 4) for one in _list(held["pieces"], f"{where}.pieces")]
+    where = f"{where}.pieces"
+    parts = [_check_list(part, where, 4) for part in _check_list(entry["pieces"], where)]
     pieces = tuple(
-        StoredChunk(file, _count(at, f"{where}.pieces"), _box(chunk, shape, f"{where}.pieces"))
-        for file, at, *chunk in parts
+        StoredChunk(file, _check_count(start, where), _parse_chunk(chunk, shape, where))
+        for file, start, *chunk in parts
     )
     for piece in pieces:
         if piece.file not in files or piece.start + piece.chunk.numel * dtype.itemsize > files[piece.file].nbytes:
-            raise ValueError(f"{where}.pieces lie outside of {piece.file!r:.80}")
-    _check_covered(shape, [piece.chunk for piece in pieces], f"{where}.pieces")
+            raise ValueError(f"{where} lie outside of {piece.file!r:.80}")
+    _check_covered(shape, [piece.chunk for piece in pieces], where)
     return StoredTensor(dtype, shape, pieces, same_as)
 
 
-def _box(parts: Sequence[Any], shape: tuple[int, ...], where: str) -> Chunk:
-    start, sizes = (_counts(part, where, len(shape)) for part in parts)
-    return Chunk(start, sizes)
+def _parse_chunk(parts: Sequence[Any], shape: tuple[int, ...], where: str) -> Chunk:
+    offsets, sizes = (_check_counts(part, where, len(shape)) for part in parts)
+    return Chunk(offsets, sizes)
 
 
 def _check_covered(shape: tuple[int, ...], chunks: list[Chunk], where: str) -> None:

@@ -1,7 +1,7 @@
 """Python values as JSON and back, of the same types and bits; nothing that is read runs any code.
 
-What JSON has no word for is ``{"": kind, ...}``: tuples, dicts with keys that are no strings, numbers that are not
-finite, tensors (by name; they stand in a file of their own).
+Values that JSON lacks are ``{"": kind, ...}``: tuples, dicts with keys that are not strings, numbers that are not
+finite, tensors (by name; their values stand in files of their own).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MALFORMED = (
     AttributeError,
     RuntimeError,
     OverflowError,
-)  # of values that nobody wrote
+)  # raised for altered values
 _LONG = 1 << 10  # bits of an int that is written as it is; of longer ones Python reads so many digits only
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "float": float, "complex": complex, "bytes": bytes.fromhex, "device": torch.device,
@@ -42,7 +42,7 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {
 
 
 def to_json(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
-    """``x`` in JSON's words.  tensor: keeps a tensor and says its name.  Raises CheckpointError for other objects."""
+    """``x`` as JSON.  tensor: gives the name of a tensor with a path.  Raises CheckpointError for other objects."""
     if isinstance(x, np.generic):
         x = x.item()
     if x is None or isinstance(x, (bool, str)):
@@ -54,8 +54,8 @@ def to_json(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
     if isinstance(x, Tensor):
         return {MARK: "tensor", "name": tensor(x, path)}
     if type(x) in (list, tuple):
-        made = [to_json(held, f"{path}.{i}", tensor) for i, held in enumerate(x)]
-        return made if type(x) is list else {MARK: "tuple", "items": made}
+        items = [to_json(item, f"{path}.{i}", tensor) for i, item in enumerate(x)]
+        return items if type(x) is list else {MARK: "tuple", "items": items}
     if isinstance(x, (torch.dtype, torch.device)):
         return {MARK: type(x).__name__, "value": str(x).removeprefix("torch.")}
     if isinstance(x, complex):
@@ -65,49 +65,49 @@ def to_json(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
     if isinstance(x, Mapping):
         return _dict_to_json(x, path, tensor)
     raise CheckpointError(
-        f"{path} is a {type(x).__module__}.{type(x).__qualname__}, for which a checkpoint has no words: it holds "
+        f"{path} is a {type(x).__module__}.{type(x).__qualname__}, which a checkpoint cannot hold: it holds "
         "numbers, strings, tensors, and lists, tuples and dicts of these, and never code; keep what is needed to make "
         "it anew in extra=, and make it before gz.load"
     )
 
 
 def _dict_to_json(x: Mapping[Any, Any], path: str, tensor: Callable[[Tensor, str], str]) -> Any:
-    kind = next((name for name, made in _DICTS.items() if type(x) is made), "dict")
+    kind = next((name for name, cls in _DICTS.items() if type(x) is cls), "dict")
     if kind == "dict" and all(isinstance(key, str) for key in x) and MARK not in x:
-        return {key: to_json(held, f"{path}.{key}", tensor) for key, held in x.items()}
+        return {key: to_json(value, f"{path}.{key}", tensor) for key, value in x.items()}
     items = [
-        [to_json(key, f"the key {key!r} of {path}", tensor), to_json(held, f"{path}.{key}", tensor)]
-        for key, held in x.items()
+        [to_json(key, f"the key {key!r} of {path}", tensor), to_json(value, f"{path}.{key}", tensor)]
+        for key, value in x.items()
     ]
     return {MARK: kind, "items": items}
 
 
 def from_json(x: Any, tensor: Callable[[str], Any]) -> Any:
-    """What ``to_json`` was given.  tensor: by name.  Raises one of ``MALFORMED`` for what it never makes."""
+    """The value that ``to_json`` has written.  tensor: of a name.  Raises one of ``MALFORMED`` for other texts."""
     if isinstance(x, list):
-        return [from_json(held, tensor) for held in x]
+        return [from_json(item, tensor) for item in x]
     if not isinstance(x, dict):
         return x
     if MARK not in x:
-        return {key: from_json(held, tensor) for key, held in x.items()}
+        return {key: from_json(item, tensor) for key, item in x.items()}
     kind = x[MARK]
     if kind == "tensor":
         return tensor(x["name"])
     if kind == "tuple":
-        return tuple(from_json(held, tensor) for held in x["items"])
+        return tuple(from_json(item, tensor) for item in x["items"])
     if kind in _DICTS:
-        return _DICTS[kind]({from_json(key, tensor): from_json(held, tensor) for key, held in x["items"]})
+        return _DICTS[kind]({from_json(key, tensor): from_json(item, tensor) for key, item in x["items"]})
     if kind not in _TEXTS or not isinstance(x["value"], str):
-        raise ValueError(f"{kind!r} {x['value']!r:.40} is no value of a checkpoint")
+        raise ValueError(f"{kind!r} {x['value']!r:.40} is not a value of a checkpoint")
     return _TEXTS[kind](x["value"])
 
 
 def tensor_names(x: Any) -> Iterator[str]:
-    """Of the tensors in what ``to_json`` has made, in order; raises TypeError for a name that is no text."""
+    """Names of the tensors in JSON from ``to_json``, in order.  Raises TypeError for a name that is not a string."""
     if isinstance(x, dict) and x.get(MARK) == "tensor":
         if not isinstance(x.get("name"), str):
-            raise TypeError(f"{x.get('name')!r:.40} is no name of a tensor")
+            raise TypeError(f"{x.get('name')!r:.40} is not the name of a tensor")
         yield x["name"]
     elif isinstance(x, (dict, list)):
-        for held in x.values() if isinstance(x, dict) else x:
-            yield from tensor_names(held)
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from tensor_names(item)

@@ -7,7 +7,7 @@
         step-120.3f2a9c41.9bd0.../    the files; no other folder is ever called that
 
 The folder of the files becomes ``000003.step-120`` in one rename.  So two jobs that save to one folder have numbers of
-their own, and a job whose folder was removed is told so: its files cannot end up among those of another one.
+their own, and the files of a job whose folder was removed cannot end up among those of another one.
 
 What a crash left is removed by the next save.  Locks tell a crash from a job that is still writing, but only on one
 host: what another host began is removed when nothing has changed in it for a long time on the clock of this process.
@@ -25,7 +25,7 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-from graphzero.checkpoint.files.blocks import sync
+from graphzero.checkpoint.files.blocks import sync_folder
 from graphzero.errors import CheckpointError
 
 ABANDONED = 1200.0  # seconds without a change, twice as long as ranks wait for each other
@@ -39,7 +39,7 @@ _unchanged: dict[Path, tuple[int, float]] = {}  # of other hosts: bytes in it, a
 
 
 class PartialCheckpoint:
-    """One on the first rank.  On other ranks, and before ``begin``, there is nothing to finish or drop.
+    """A checkpoint that the first rank is writing.  On other ranks, and before ``begin``, there is nothing to discard.
 
     path: of the folder that files are written to.
     """
@@ -58,14 +58,14 @@ class PartialCheckpoint:
                     assert self.path is not None
                     return self.path
             if self._lock is not None:
-                self.drop()
+                self.discard()
         raise CheckpointError(f"{folder}: other jobs have taken every number first; give this one a folder of its own")
 
     def _take(self, numbered: Path, path: Path) -> bool:
         """Whether the number is this job's now."""
         self.path = path  # first, so that an interrupt from here on leaves nothing
         numbered.mkdir()
-        self._lock = open(numbered / _LOCK, "xb")  # noqa: SIM115 - closed by drop
+        self._lock = open(numbered / _LOCK, "xb")  # noqa: SIM115 - closed by discard
         _acquire(self._lock)
         path.mkdir()
         if os.stat(numbered / _LOCK).st_ino != os.fstat(self._lock.fileno()).st_ino:
@@ -76,14 +76,14 @@ class PartialCheckpoint:
     def finish(self) -> Path:
         """Give it its name.  All of its files are on the disk.  Raises OSError."""
         assert self.path is not None
-        sync(self.path)
+        sync_folder(self.path)
         done = final_path(self.path)
         self.path.rename(done)
-        self.drop()
-        sync(done.parent)
+        self.discard()
+        sync_folder(done.parent)
         return done
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Remove what has not been finished; other ranks may be writing there, and find it gone."""
         if self.path is None:
             return
@@ -97,25 +97,25 @@ class PartialCheckpoint:
 
 
 def final_path(partial: Path) -> Path:
-    """What an unfinished checkpoint will be called."""
+    """The path that an unfinished checkpoint will have."""
     number, step = PARTIAL.fullmatch(partial.parent.name), _INNER.fullmatch(partial.name)
     assert number and step
     return partial.parents[1] / f"{number[1]}.{step[1]}"
 
 
 def number_of(path: Path) -> int:
-    """Of a checkpoint, complete or not; 0 for all else."""
+    """Number of a checkpoint, complete or not; 0 for other paths."""
     match = NAME.fullmatch(path.name) or PARTIAL.fullmatch(path.name)
     return int(match[1]) if match else 0
 
 
-def is_removed(path: Path) -> bool:
-    """Whether it is what somebody has begun to remove."""
+def is_being_removed(path: Path) -> bool:
+    """Whether ``path`` has the name of a checkpoint that somebody has begun to remove."""
     return bool(_REMOVED.fullmatch(path.name))
 
 
 def remove(path: Path, folder: Path) -> bool:
-    """Remove a checkpoint, finished or not.  Whether nobody finds it any more.
+    """Remove a checkpoint, finished or not.  Returns whether it is gone from its path.
 
     It gets another name first, in ``folder``: it is gone at once, and nobody adds to it.
     """
@@ -169,17 +169,17 @@ def _acquire(lock: IO[bytes]) -> bool:
 
 
 def _is_unchanged(numbered: Path) -> bool:
-    """Whether this process has seen it as it is for so long that no job writes there any more."""
-    now, (size, since) = time.monotonic(), _unchanged.get(numbered, (-1, 0.0))
-    found = bytes_in(numbered)
-    if found != size:
-        _unchanged[numbered] = found, now
+    """Whether this process has seen no change in it for so long that no job writes there any more."""
+    now, (known_size, since) = time.monotonic(), _unchanged.get(numbered, (-1, 0.0))
+    size = bytes_in(numbered)
+    if size != known_size:
+        _unchanged[numbered] = size, now
         return False
     return now - since > ABANDONED
 
 
 def bytes_in(path: Path) -> int:
-    """Of all files in a folder; none where it is gone."""
+    """Bytes of all files in a folder; 0 where it is gone."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -189,7 +189,7 @@ def bytes_in(path: Path) -> int:
 
 
 def _host() -> str:
-    """Of the running kernel, which is what locks are of: eight digits."""
+    """Eight digits that name the running kernel, within which locks hold."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:

@@ -1,6 +1,6 @@
-"""Writing a checkpoint: who writes what, each rank's file, and what makes of all files a whole.
+"""The plan of a checkpoint: which rank writes which chunks of which tensors; and the writing of it.
 
-No rank needs another one's attention while it writes: see ``notes``.
+No rank waits for another one while it writes: see ``markers``.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphzero._compat import is_dtensor, storage_id
+from graphzero._compat import is_dtensor
 from graphzero.checkpoint.files import blocks, folder, safetensors
 from graphzero.checkpoint.files.chunks import Chunk, LocalChunk, assign_writers
 from graphzero.checkpoint.files.index import NAME as INDEX
@@ -25,46 +24,42 @@ from graphzero.checkpoint.files.json_values import STORED
 from graphzero.checkpoint.files.markers import RankPart
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint
 from graphzero.errors import CheckpointError
-from graphzero.runtime.tensors.shards import local_of, position_of
+from graphzero.runtime.tensors.shards import local_of, memory_key, position_of
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.placement import Placement
-from graphzero.sbp.types import B, Nd
+from graphzero.sbp.types import B
 
-_WORD = 8  # bytes that are summed at once: what is no multiple of them stands last, so that the others begin at one
+_WORD = 8  # bytes that are summed at once: items of other sizes stand last, so that all others begin at a word
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A box of a tensor that one rank writes."""
+    """A chunk of a tensor that one rank writes.  shape: of the whole tensor."""
 
     tensor: str
-    held: LocalChunk
+    part: LocalChunk
     dtype: torch.dtype
-    whole: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """Of it in its file: the tensor's own, with its place if it is not all of it."""
-        if self.held.chunk.sizes == self.whole:
-            return self.tensor
-        ranges = (f"{a}:{a + n}" for a, n in zip(self.held.chunk.start, self.held.chunk.sizes, strict=True))
-        return f"{self.tensor}[{', '.join(ranges)}]"
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.held.chunk.numel * self.dtype.itemsize
+        return self.part.chunk.numel * self.dtype.itemsize
 
     @property
-    def as_stored(self) -> tuple[str, torch.dtype, tuple[int, ...]]:
-        """Its head in a safetensors file; what that has no dtype for stands there as bytes."""
+    def entry(self) -> tuple[str, torch.dtype, tuple[int, ...]]:
+        """Name, dtype and shape in a safetensors file; a dtype that the format lacks stands there as bytes."""
+        chunk, name = self.part.chunk, self.tensor
+        if chunk.sizes != self.shape:
+            ranges = (f"{a}:{a + n}" for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            name += f"[{', '.join(ranges)}]"
         if self.dtype in safetensors.NAMES:
-            return self.name, self.dtype, self.held.chunk.sizes
-        return self.name, torch.uint8, (*self.held.chunk.sizes, self.dtype.itemsize)
+            return name, self.dtype, chunk.sizes
+        return name, torch.uint8, (*chunk.sizes, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a checkpoint consists of, alike on all ranks.
+    """Contents of a checkpoint, alike on all ranks.
 
     stored: every tensor, without its pieces.  files: by position, what that rank writes, in order; frozen: what it only
     hashes.
@@ -74,24 +69,26 @@ class SavePlan:
     files: Sequence[Sequence[WriteItem]]
     frozen: Sequence[Sequence[WriteItem]]
 
-    def head(self, position: int) -> tuple[bytes, list[safetensors.Entry]]:
-        return safetensors.head(written.as_stored for written in self.files[position])
+    def file_bytes(self, position: int) -> int:
+        return sum(item.nbytes for item in self.files[position])
 
-    def tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
+    def make_header(self, position: int) -> tuple[bytes, list[safetensors.SafetensorsEntry]]:
+        return safetensors.make_header(item.entry for item in self.files[position])
+
+    def stored_tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
         """Every tensor, with its pieces.  hashes: of what is frozen, by position."""
-        chunks: dict[str, list[tuple[str, Chunk]]] = {name: [] for name in self.stored}
-        for file, texts in zip(self.frozen, hashes, strict=True):
-            for written, text in zip(file, texts, strict=True):
-                chunks[written.tensor].append((text, written.held.chunk))
+        hashes_of: dict[str, list[tuple[str, Chunk]]] = {name: [] for name in self.stored}
+        for items, texts in zip(self.frozen, hashes, strict=True):
+            for item, text in zip(items, texts, strict=True):
+                hashes_of[item.tensor].append((text, item.part.chunk))
         pieces: dict[str, list[StoredChunk]] = {name: [] for name in self.stored}
-        for position, file in enumerate(self.files):
-            _, places = self.head(position)
-            for written, place in zip(file, places, strict=True):
-                if written.held.chunk.numel:
-                    pieces[written.tensor].append(StoredChunk(file_name(position), place.start, written.held.chunk))
+        for position, items in enumerate(self.files):
+            for item, entry in zip(items, self.make_header(position)[1], strict=True):
+                if item.part.chunk.numel:
+                    pieces[item.tensor].append(StoredChunk(file_name(position), entry.start, item.part.chunk))
         return {
-            name: StoredTensor(held.dtype, held.shape, tuple(pieces[name]), held.same_as, tuple(chunks[name]))
-            for name, held in self.stored.items()
+            name: replace(stored, pieces=tuple(pieces[name]), hashes=tuple(hashes_of[name]))
+            for name, stored in self.stored.items()
         }  # fmt: skip
 
 
@@ -100,57 +97,50 @@ def file_name(position: int) -> str:
 
 
 def make_save_plan(
-    tensors: Mapping[str, Tensor], placement: Placement, is_first_alone: Callable[[str], bool],
-    is_frozen: Callable[[str], bool],
+    tensors: Mapping[str, Tensor], placement: Placement, is_first_alone: bool, is_frozen: Callable[[str], bool]
 ) -> SavePlan:  # fmt: skip
-    """Who writes what of ``tensors``.
+    """The plan for ``tensors``.
 
-    is_first_alone: whether a plain tensor's values are those of the first rank, and others may not have them yet.
-    is_frozen: whether it is to be hashed only.
+    is_first_alone: whether plain tensors' values are those of the first rank, and others may not have them yet.
+    is_frozen: whether a tensor, by its name, is to be hashed only.
     Raises CheckpointError for a tensor that no file can hold.
     """
     stored: dict[str, StoredTensor] = {}
-    first: dict[tuple[Any, ...], str] = {}
+    names_by_memory: dict[object, str] = {}
     for name, x in tensors.items():
-        check_savable(x, name)
-        same_as = first.setdefault(_place(x), name) if x.numel() else name
+        _check_savable(x, name)
+        same_as = names_by_memory.setdefault(memory_key(x), name) if x.numel() else name
         stored[name] = StoredTensor(x.dtype, tuple(x.shape), (), "" if same_as == name else same_as)
     own = {name: x for name, x in tensors.items() if not stored[name].same_as}
 
-    def shared_out(names: Sequence[str]) -> list[list[WriteItem]]:
+    def plan_files(names: Sequence[str]) -> list[list[WriteItem]]:
         files: list[list[WriteItem]] = [[] for _ in range(1 if placement.virtual else placement.size)]
-        parts = assign_chunks([own[name] for name in names], placement, [is_first_alone(name) for name in names])
-        for name, held in zip(names, parts, strict=True):
-            for position, one in held:
-                files[position].append(WriteItem(name, one, stored[name].dtype, stored[name].shape))
-        return [sorted(file, key=lambda written: written.nbytes % _WORD != 0) for file in files]
+        parts_of_tensors = assign_chunks([own[name] for name in names], placement, is_first_alone)
+        for name, parts in zip(names, parts_of_tensors, strict=True):
+            for position, part in parts:
+                files[position].append(WriteItem(name, part, stored[name].dtype, stored[name].shape))
+        return [sorted(items, key=lambda item: item.nbytes % _WORD != 0) for items in files]
 
     frozen = [name for name in own if is_frozen(name) and own[name].numel()]
-    return SavePlan(stored, shared_out([name for name in own if name not in set(frozen)]), shared_out(frozen))
+    return SavePlan(stored, plan_files([name for name in own if name not in set(frozen)]), plan_files(frozen))
 
 
 def assign_chunks(
-    tensors: Sequence[Tensor], placement: Placement, alone: Sequence[bool]
+    tensors: Sequence[Tensor], placement: Placement, is_first_alone: bool
 ) -> list[list[tuple[int, LocalChunk]]]:
-    """Who writes what of each tensor: (position, box), all of it once.  alone: see ``make_save_plan``."""
+    """For each tensor, (position, chunk that the rank there writes), all of it once.  See ``make_save_plan``."""
+    if placement.virtual:
+        return assign_writers([(tuple(x.shape), (), is_first_alone) for x in tensors], ())
+    broadcast = (B,) * len(placement.names)
     shapes = [
-        (tuple(x.shape), () if placement.virtual else nd_of(x, placement, "a tensor"), first and not is_dtensor(x))
-        for x, first in zip(tensors, alone, strict=True)
-    ]
-    return assign_writers(shapes, () if placement.virtual else placement.hierarchy)
+        (tuple(x.shape), nd_on(x, placement, "a tensor") if isinstance(x, DTensor) else broadcast,
+         is_first_alone and not is_dtensor(x))
+        for x in tensors
+    ]  # fmt: skip
+    return assign_writers(shapes, placement.hierarchy)
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
-    local = local_of(x)
-    return type(x) is DTensor, storage_id(local), local.storage_offset(), x.shape, local.stride(), x.dtype
-
-
-def nd_of(x: Tensor, placement: Placement, what: str) -> Nd:
-    """How ``x`` lies on a real placement."""
-    return nd_on(x, placement, what) if isinstance(x, DTensor) else (B,) * len(placement.names)
-
-
-def check_savable(x: Tensor, name: str) -> None:
+def _check_savable(x: Tensor, name: str) -> None:
     if x.is_meta:
         raise CheckpointError(f"{name} is on the meta device and has no values to save")
     if x.layout is not torch.strided or x.is_nested or x.is_quantized:
@@ -160,58 +150,51 @@ def check_savable(x: Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is of {x.dtype}, which torch cannot copy; save it in a view of another dtype")
 
 
-def local_views(file: Sequence[WriteItem], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def local_views(items: Sequence[WriteItem], tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Views of what this rank writes, in order."""
-    return [written.held.here.of(local_of(tensors[written.tensor])) for written in file]
+    return [item.part.local.view_in(local_of(tensors[item.tensor])) for item in items]
 
 
 def rank_position(placement: Placement) -> int:
     return 0 if placement.virtual else position_of(placement)
 
 
-def nbytes(layout: SavePlan, position: int) -> int:
-    return sum(written.nbytes for written in layout.files[position])
+# ---- writing
 
 
-# ---- one rank
-
-
-def write_file(
-    partial: Path, layout: SavePlan, position: int, chunks: Sequence[Tensor], rest: Callable[[], None]
+def write_rank_file(
+    partial: Path, plan: SavePlan, position: int, chunks: Sequence[Tensor], after_block: Callable[[], None]
 ) -> blocks.FileChecksums:  # fmt: skip
-    """This rank's file.  rest: see ``blocks.write``.  Raises CheckpointError if it cannot be written."""
-    size = nbytes(layout, position)
-    name = file_name(position)
-    with folder.explained(f"{partial / name}", size):
+    """Write this rank's file.  Raises CheckpointError if it cannot be written."""
+    nbytes, path = plan.file_bytes(position), partial / file_name(position)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(plan.make_header(position)[0])
+        for chunk in chunks:
+            if chunk.numel():
+                yield from blocks.iterate_bytes(chunk)
+
+    with folder.explain_write_errors(f"{path}", nbytes):
         free = shutil.disk_usage(partial).free
-        if free < size:
+        if free < nbytes:
             raise CheckpointError(
-                f"{partial / name} cannot be written: it takes {size} bytes, {free} are free. Nothing was saved; "
+                f"{path} cannot be written: it takes {nbytes} bytes, {free} are free. Nothing was saved; "
                 "earlier checkpoints are as they were; keep=k has gz.save remove all but the last k"
             )
-        return blocks.write(partial / name, _parts(layout.head(position)[0], chunks), rest)
+        return blocks.write_blocks(path, parts(), after_block)
 
 
-def _parts(head: bytes, chunks: Sequence[Tensor]) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for chunk in chunks:
-        if chunk.numel():
-            yield from blocks.iterate_bytes(chunk)
-
-
-# ---- all of them
-
-
-def complete(
-    partial: PartialCheckpoint, layout: SavePlan, parts: Sequence[RankPart], make: Callable[..., CheckpointIndex], keep: int | None
+def complete_checkpoint(
+    partial: PartialCheckpoint, plan: SavePlan, parts: Sequence[RankPart], make_index: Callable[..., CheckpointIndex],
+    keep: int | None,
 ) -> Path:  # fmt: skip
     """Write the index of what all ranks have written, and give the folder its name; earlier ones are removed then."""
     assert partial.path is not None
-    with folder.explained(f"{partial.path}"):
-        files = {file_name(position): note.file for position, note in enumerate(parts)}
-        index = make(tensors=layout.tensors([note.frozen for note in parts]), files=files)
+    with folder.explain_write_errors(f"{partial.path}"):
+        files = {file_name(position): part.file for position, part in enumerate(parts)}
+        index = make_index(tensors=plan.stored_tensors([part.frozen for part in parts]), files=files)
         with open(partial.path / INDEX, "w", encoding="utf-8") as file:
-            file.write(index.text())
+            file.write(index.to_json())
             file.flush()
             os.fsync(file.fileno())
         done = partial.finish()

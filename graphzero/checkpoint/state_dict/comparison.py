@@ -61,23 +61,18 @@ class StateDictComparison:
 
     def raise_differences(self, strict: bool) -> None:
         """Raise CheckpointError if anything is wrong or, with ``strict``, missing or unexpected."""
-        kinds = [("missing", self.missing), ("unexpected", self.unexpected)] if strict else []
-        lines = [
-            f"\n  {kind}: {', '.join(paths[:SHOWN])}" + f" ... and {len(paths) - SHOWN} more" * (len(paths) > SHOWN)
-            for kind, paths in [*kinds, ("wrong", self.wrong)]
-            if paths
-        ]
+        lines = difference_lines(self.missing, self.unexpected, self.wrong, strict)
         if lines:
             hint = "\n  strict=False loads what fits" if strict and not self.wrong else ""
-            raise CheckpointError(f"the state dict does not fit this graph; nothing was loaded{''.join(lines)}{hint}")
+            raise CheckpointError(f"the state dict does not fit this graph; nothing was loaded{lines}{hint}")
 
     def _tensor_mismatch(self, current: Tensor | None, given: Tensor, is_replaced: bool) -> str:
         if given.is_meta:
             return "has no values in the state dict (meta device)"
         if not _is_dense(given):
             return f"is not a dense tensor in the state dict ({given.layout})"
-        if partial_update.of(given):
-            return f"was saved when {partial_update.of(given)}"
+        if partial_update.reason_of(given):
+            return f"was saved when {partial_update.reason_of(given)}"
         if current is None:
             return "" if given.dtype in NUMBERS else f"is {tensor_text(given)} in the state dict, which are not numbers"
         if current.is_meta and not self._materializes:
@@ -97,6 +92,16 @@ class StateDictComparison:
             except PlacementError as error:
                 return f"cannot be brought here: {error}"
         return ""
+
+
+def difference_lines(missing: list[str], unexpected: list[str], wrong: list[str], strict: bool) -> str:
+    """Lines of a message with the first differences of each kind."""
+    kinds = [("missing", missing), ("unexpected", unexpected)] if strict else []
+    return "".join(
+        f"\n  {kind}: {', '.join(paths[:SHOWN])}" + f" ... and {len(paths) - SHOWN} more" * (len(paths) > SHOWN)
+        for kind, paths in [*kinds, ("wrong", wrong)]
+        if paths
+    )
 
 
 def _is_dense(x: Tensor) -> bool:

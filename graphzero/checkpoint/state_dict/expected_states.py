@@ -1,4 +1,4 @@
-"""Which states an optimizer will hold that holds none yet: what a state dict is checked against."""
+"""Keys of the states that an optimizer will hold that holds none yet: a state dict is checked against them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from graphzero.step.program import StepProgram
 
 
 class ExpectedStates:
-    """Those of the program that is there, else those that a tiny twin of the optimizer makes in its first step."""
+    """Keys from the current program, else those that a tiny twin of the optimizer makes in its first step."""
 
     def __init__(self, optimizers: Sequence[OptimizerSpec], state: State, program: StepProgram | None) -> None:
-        self._optimizers, self._found = optimizers, state.tensors()
+        self._optimizers, self._tensors = optimizers, state.tensors()
         self._known: dict[tuple[int, str], set[str]] = {}
-        self._of_twins: dict[tuple[int, int, int], Collection[str]] = {}
+        self._twin_keys: dict[tuple[int, int, int], Collection[str]] = {}
         for spec in () if program is None else program.captured.states:
             self._known.setdefault((spec.optimizer, spec.param), set()).add(spec.key)
         for carry in () if program is None else program.captured.carries:
@@ -23,13 +23,13 @@ class ExpectedStates:
                 self._known.setdefault((carry.optimizer, path), set()).add(carry.key_of_state)
 
     def __call__(self, optimizer: int, path: str) -> Collection[str]:
-        """Names of the states of the parameter ``path``; none where nobody knows."""
+        """Keys of the states of the parameter ``path``; none where they are not known."""
         if (optimizer, path) in self._known:
             return self._known[optimizer, path]
-        own, param = self._optimizers[optimizer].optimizer, self._found[path].tensor
-        group = next(j for j, held in enumerate(own.param_groups) if any(p is param for p in held["params"]))
+        own, param = self._optimizers[optimizer].optimizer, self._tensors[path].tensor
+        group = next(j for j, entry in enumerate(own.param_groups) if any(p is param for p in entry["params"]))
         kind = optimizer, group, param.dim()
-        if kind not in self._of_twins:
+        if kind not in self._twin_keys:
             numbers = {h.key_of_state for h in hypers_of_group(optimizer, own, group) if h.is_of_states}
-            self._of_twins[kind] = {*(initial_fill(Stepping(own), group, param.dim()) or {}), *numbers}
-        return self._of_twins[kind]
+            self._twin_keys[kind] = {*(initial_fill(Stepping(own), group, param.dim()) or {}), *numbers}
+        return self._twin_keys[kind]

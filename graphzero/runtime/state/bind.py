@@ -19,15 +19,19 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import preflight
-from graphzero.runtime.state.binding import Bound, Counter, Spec
-from graphzero.runtime.state.layout import Laid, filled, lay_out
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.binding import Binding, Spec, StepCounter
+from graphzero.runtime.state.layout import TensorLayout, filled, lay_out
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
 from graphzero.runtime.state.tensor_ref import TensorRef
 
 
 def bind(
-    state: State, graph: StepGraph, specs: Sequence[Spec], constants: Mapping[str, Tensor], found: Mapping[str, Found]
+    state: State,
+    graph: StepGraph,
+    specs: Sequence[Spec],
+    constants: Mapping[str, Tensor],
+    found: Mapping[str, ModuleTensor],
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
@@ -49,11 +53,11 @@ def bind(
 
 
 class _Binder:
-    def __init__(self, state: State, found: Mapping[str, Found], updates: Container[str]) -> None:
+    def __init__(self, state: State, found: Mapping[str, ModuleTensor], updates: Container[str]) -> None:
         """updates: names of the placeholders that the program writes."""
         self.state, self.found, self.updates = state, found, updates
         self.world, self.optimizers = state.world, state.optimizers
-        self.bound = Bound()
+        self.bound = Binding()
 
     def tensors(self, graph: StepGraph) -> dict[str, list[Tensor]]:
         """Parameters and buffers."""
@@ -80,7 +84,7 @@ class _Binder:
                 values[node.name] = self._state(node, here[0])
         return values
 
-    def _tensor(self, node: fx.Node, entry: Found) -> list[Tensor]:
+    def _tensor(self, node: fx.Node, entry: ModuleTensor) -> list[Tensor]:
         state = self.state
         if not isinstance(entry.tensor, DTensor):
             state.first_values.take(entry.tensor, entry.path)
@@ -101,9 +105,9 @@ class _Binder:
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
         what, nd = preflight.name_of(spec), value.nd_of(node)
         param = self.found[spec.param].tensor
-        if spec.born:
+        if spec.created:
             laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
-            self.bound.births.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
+            self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
             self.state.first_values.note(laid.kept, what)
             return self._ranks(node, laid)
         state = self.optimizers[spec.optimizer].state[param]
@@ -132,18 +136,18 @@ class _Binder:
             tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
             self.state.first_values.take_count(tensor, map(preflight.name_of, specs))
             copies = tensor.expand(len(specs)).clone()
-            counter = self.state.counters[which] = Counter(tensor, copies, copies.unbind())
+            counter = self.state.counters[which] = StepCounter(tensor, copies, copies.unbind())
         for spec, own in zip(specs, counter.own, strict=True):
             optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
-            if spec.born:
-                self.bound.births.append((optimizer, param, spec.key, own))
+            if spec.created:
+                self.bound.created.append((optimizer, param, spec.key, own))
             else:
                 optimizer.state[param][spec.key] = own
                 self.bound.add(spec, param, optimizer.state[param])
         self.bound.counters.append(counter)
         return [counter.tensor] * len(self.world.local_ranks)
 
-    def _ranks(self, node: fx.Node, laid: Laid) -> list[Tensor]:
+    def _ranks(self, node: fx.Node, laid: TensorLayout) -> list[Tensor]:
         self.bound.copies += laid.copies
         if node.name in self.updates:
             self.bound.written += laid.copies

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphzero.runtime.state.modules import Found, Holder
+from graphzero.runtime.state.modules import Holder, ModuleTensor
 from graphzero.runtime.state.mutation_watch import StatesWatch
 
 
@@ -32,11 +32,11 @@ class Spec(Protocol):
     @property
     def placeholder(self) -> str: ...
     @property
-    def born(self) -> bool: ...
+    def created(self) -> bool: ...
 
 
 @dataclass
-class Counter:
+class StepCounter:
     """A 0-d state that a program keeps once: its tensor, and the user's copies, one per parameter.
 
     copies: one tensor; what the user holds are its elements, ``own``, so that one write sets all.
@@ -51,7 +51,7 @@ class Counter:
 
 
 @dataclass
-class Bound:
+class Binding:
     """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
 
     copies: (place in the whole tensor, piece) where a rank's tensor is no view; written: those that a step writes.
@@ -60,12 +60,12 @@ class Bound:
     holder: what keeps them for the program.
     """
 
-    counters: list[Counter] = field(default_factory=list)
+    counters: list[StepCounter] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
-    births: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
-    found: Mapping[str, Found] = field(default_factory=dict)
+    created: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
+    found: Mapping[str, ModuleTensor] = field(default_factory=dict)
     params: list[Tensor] = field(default_factory=list)
     watch: StatesWatch | None = None
     holder: Holder | None = None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.errors import ConfigError
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import as_dtensor, is_whole
 from graphzero.sbp.placement import Placement
@@ -30,19 +30,19 @@ _MEMORY: Any = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack
 _SHOWN = 4
 
 
-class Initialising(TorchDispatchMode):
+class DeferredInit(TorchDispatchMode):
     """entries: the stand-ins; nds: how each is to lie, by path.
 
     placed: paths of those that are to be DTensors even if every rank holds all of them.
     """
 
     def __init__(
-        self, entries: Sequence[Found], nds: Mapping[str, Nd], placed: Container[str], placement: Placement
+        self, entries: Sequence[ModuleTensor], nds: Mapping[str, Nd], placed: Container[str], placement: Placement
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._by_storage = {_compat.storage_id(entry.tensor): entry for entry in entries}
         self._nds, self._placed, self._placement = nds, placed, placement
-        self._open: dict[str, Found] = {}
+        self._open: dict[str, ModuleTensor] = {}
         self._kept: dict[str, DTensor] = {}  # pieces of those that are not open
         self._written: set[str] = set()
 
@@ -59,7 +59,7 @@ class Initialising(TorchDispatchMode):
         self._close(set())
         return {entry.path: (self._final(entry), self._nds[entry.path]) for entry in entries}
 
-    def _final(self, entry: Found) -> Tensor:
+    def _final(self, entry: ModuleTensor) -> Tensor:
         x, nd = entry.tensor.detach(), self._nds[entry.path]
         if entry.path in self._kept:
             return self._kept[entry.path]
@@ -79,7 +79,7 @@ class Initialising(TorchDispatchMode):
             self._written.update(entry.path for entry in written if entry is not None)
         return func(*args, **kwargs)
 
-    def _entry(self, x: Any) -> Found | None:
+    def _entry(self, x: Any) -> ModuleTensor | None:
         return self._by_storage.get(_compat.storage_id(x)) if isinstance(x, Tensor) else None
 
     def cut_path(self, x: Any) -> str:
@@ -90,7 +90,7 @@ class Initialising(TorchDispatchMode):
     def _is_cut(self, path: str) -> bool:
         return not (self._placement.virtual or is_whole(self._nds[path]))
 
-    def _hold(self, entry: Found, fresh: bool) -> None:
+    def _hold(self, entry: ModuleTensor, fresh: bool) -> None:
         """Have the whole tensor; ``fresh``: its values do not matter."""
         if entry.path in self._open:
             return
@@ -108,10 +108,10 @@ class Initialising(TorchDispatchMode):
             entry.tensor.untyped_storage().resize_(0)
 
 
-class NoMemory(TorchFunctionMode):
+class NoMemoryAccess(TorchFunctionMode):
     """Within it nobody gets at the memory of a stand-in that is to be cut: it comes and goes with the ops on it."""
 
-    def __init__(self, mode: Initialising) -> None:
+    def __init__(self, mode: DeferredInit) -> None:
         super().__init__()
         self._mode = mode
 
@@ -130,7 +130,7 @@ def fill_storage(x: Tensor) -> None:
 
 
 @_compat.contextmanager
-def stood_in(entries: Sequence[Found], device: torch.device) -> Iterator[list[Found]]:
+def stand_ins_for(entries: Sequence[ModuleTensor], device: torch.device) -> Iterator[list[ModuleTensor]]:
     """Within it modules hold plain tensors without storage, in place of what is on the meta device."""
     made = []
     for entry in entries:
@@ -143,7 +143,7 @@ def stood_in(entries: Sequence[Found], device: torch.device) -> Iterator[list[Fo
         yield made
 
 
-def _exchange(entries: Sequence[Found]) -> None:
+def _exchange(entries: Sequence[ModuleTensor]) -> None:
     for entry in entries:
         for module, name in entry.places:
             held: dict[str, Any] = module._parameters if entry.kind == "param" else module._buffers
@@ -163,7 +163,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield from (x for x in pytree.tree_leaves(given) if isinstance(x, Tensor))
 
 
-def _writes_all(func: Any, x: Tensor, entry: Found) -> bool:
+def _writes_all(func: Any, x: Tensor, entry: ModuleTensor) -> bool:
     name = func._schema.name.rpartition("::")[2]
     return name in _OVERWRITE and x.numel() == entry.tensor.numel()
 

@@ -18,7 +18,7 @@ from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.world.world import World
 
-Held = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> dtype, shape, whether it is a DTensor
+StateTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> dtype, shape, whether it is a DTensor
 
 
 class FirstValues:
@@ -65,7 +65,7 @@ class Decisions:
 
     groups: list[list[dict[str, Any]]]
     schedulers: list[dict[str, Any]]
-    states: dict[tuple[int, str], Held]
+    states: dict[tuple[int, str], StateTypes]
 
 
 def decisions_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], names: Mapping[int, str]) -> Decisions:
@@ -75,7 +75,7 @@ def decisions_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], nam
         for optimizer in optimizers
     ]
     counts = [{k: v for k, v in vars(s).items() if _is_plain(v)} if s is not None else {} for s in schedulers]
-    states: dict[tuple[int, str], Held] = {}
+    states: dict[tuple[int, str], StateTypes] = {}
     for i, optimizer in enumerate(optimizers):
         for param, held in optimizer.state.items():
             if id(param) in names:
@@ -108,7 +108,7 @@ def _is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str))
 
 
-def _match_states(optimizer: Optimizer, param: Tensor, wanted: Held) -> None:
+def _match_states(optimizer: Optimizer, param: Tensor, wanted: StateTypes) -> None:
     held = optimizer.state.get(param, {})
     for key in [key for key, x in held.items() if isinstance(x, Tensor) and key not in wanted]:
         del held[key]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.modules import Found
-from graphzero.runtime.state.preflight import lies
+from graphzero.runtime.state.modules import ModuleTensor
+from graphzero.runtime.state.preflight import describe_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.gather import WINDOW, take_piece, wholes
 from graphzero.runtime.tensors.shards import local_of
@@ -23,14 +23,14 @@ _open: dict[int, str] = {}  # id of a module -> the Graph that shows whole tenso
 
 
 @dataclass(frozen=True)
-class Shown:
+class FullTensor:
     """One tensor while eager code may see it.
 
     entry: what stands there else, and where.  memory: this rank's values of that, as they stood.
     made: what stands there now, None if that is the same, for it is whole.
     """
 
-    entry: Found
+    entry: ModuleTensor
     memory: Tensor
     made: Tensor | None
 
@@ -54,10 +54,10 @@ def type_of(x: Tensor) -> tuple[bool, torch.Size, torch.dtype]:
 
 
 @dataclass(frozen=True)
-class Left:
+class EagerWrite:
     """What eager code has left in the place of one tensor: its values, which are to be taken."""
 
-    of: Shown
+    of: FullTensor
     values: Tensor
 
     def take(self) -> None:
@@ -73,18 +73,18 @@ def _held(kind: str, module: nn.Module) -> Mapping[str, Tensor | None]:
     return module._parameters if kind == "param" else module._buffers
 
 
-def extra_bytes(found: Mapping[str, Found]) -> int:
+def extra_bytes(found: Mapping[str, ModuleTensor]) -> int:
     """What ``show`` allocates: the split tensors once more, whole, and while it gathers, pieces on their way."""
     split = [entry.tensor for entry in found.values() if isinstance(entry.tensor, DTensor)]
     return sum(x.numel() * x.element_size() for x in split) + WINDOW * bool(split)
 
 
-def facts(state: State, found: Mapping[str, Found]) -> dict[str, str]:
+def facts(state: State, found: Mapping[str, ModuleTensor]) -> dict[str, str]:
     """What must be the same on all ranks, by name."""
-    return {f"{entry.kind} {entry.path}": lies(state, entry.tensor, entry.path) for entry in found.values()}
+    return {f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in found.values()}
 
 
-def gather(state: State, found: Mapping[str, Found]) -> list[Shown]:
+def gather(state: State, found: Mapping[str, ModuleTensor]) -> list[FullTensor]:
     """Whole tensors for ``show``; every rank calls it when ``facts`` are the same.
 
     As in a first call, a plain tensor that nobody has seen moves to the device and takes rank 0's values.
@@ -97,18 +97,18 @@ def gather(state: State, found: Mapping[str, Found]) -> list[Shown]:
     shown = []
     for path, entry in found.items():
         stands = tree.like(made[path], entry.tensor) if path in made else None
-        shown.append(Shown(entry, local_of(entry.tensor), stands))
+        shown.append(FullTensor(entry, local_of(entry.tensor), stands))
     return shown
 
 
-def show(shown: Iterable[Shown]) -> None:
+def show(shown: Iterable[FullTensor]) -> None:
     """Put them into the modules."""
     for one in shown:
         if one.made is not None:
             tree.put(one.entry, one.made)
 
 
-def put_back(shown: Iterable[Shown]) -> tuple[list[Left], list[str]]:
+def put_back(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
     """What stood in the modules stands there again, in the memory that it had; no rank is needed.
 
     Returns what is to be taken into it, and the paths of those where something stood that cannot be.  A whole buffer in
@@ -120,7 +120,7 @@ def put_back(shown: Iterable[Shown]) -> tuple[list[Left], list[str]]:
         kept = entry.tensor
         if one.fits(now):
             assert now is not None
-            left.append(Left(one, now.detach()))
+            left.append(EagerWrite(one, now.detach()))
             if kept is not now and kept.requires_grad != now.requires_grad:
                 kept.requires_grad_(now.requires_grad)
         elif now is not None and now is not kept and entry.kind == "buffer" and not one.is_split:
@@ -133,7 +133,7 @@ def put_back(shown: Iterable[Shown]) -> tuple[list[Left], list[str]]:
     return left, lost
 
 
-def let_go(shown: Iterable[Shown]) -> None:
+def let_go(shown: Iterable[FullTensor]) -> None:
     """Empty the whole tensors: who still holds one, or writes to it, finds nothing."""
     for made in (one.made for one in shown):
         if made is not None:
@@ -153,12 +153,12 @@ def opened(modules: Mapping[str, nn.Module]) -> str:
     return next((_open[id(module)] for _, module in tree.walk(modules) if id(module) in _open), "")
 
 
-def mark(shown: Iterable[Shown], who: str) -> None:
+def mark(shown: Iterable[FullTensor], who: str) -> None:
     """Note it of all modules that hold what is shown."""
     _open.update({id(module): who for one in shown for module, _ in one.entry.places})
 
 
-def unmark(shown: Iterable[Shown]) -> None:
+def unmark(shown: Iterable[FullTensor]) -> None:
     for one in shown:
         for module, _ in one.entry.places:
             _open.pop(id(module), None)

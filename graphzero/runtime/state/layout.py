@@ -24,7 +24,7 @@ from graphzero.sbp.types import Nd
 
 
 @dataclass
-class Laid:
+class TensorLayout:
     """kept: what the user holds from now on.  ranks: one tensor per local rank.
 
     copies: (place in the whole tensor, piece) where a rank's tensor is not a view of what the user holds.
@@ -35,7 +35,7 @@ class Laid:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = False) -> Laid:
+def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = False) -> TensorLayout:
     """Lay out a tensor that is on the device already.
 
     plain: give a tensor that every rank holds whole as a plain tensor, even if it comes as a DTensor.
@@ -53,21 +53,23 @@ def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = Fa
         tensor = as_dtensor(tensor.detach(), world.placement, nd)
     if not isinstance(tensor, DTensor):
         annotate(tensor, world.placement, nd)
-    return Laid(tensor, [local_of(tensor)])
+    return TensorLayout(tensor, [local_of(tensor)])
 
 
-def _virtual(tensor: Tensor, nd: Nd, world: World) -> Laid:
+def _virtual(tensor: Tensor, nd: Nd, world: World) -> TensorLayout:
     annotate(tensor, world.placement, nd)
     whole = tensor.detach()
     if is_whole(nd):
-        return Laid(tensor, [whole] * len(world.local_ranks))
+        return TensorLayout(tensor, [whole] * len(world.local_ranks))
     hierarchy = world.placement.hierarchy
     pieces = [piece(whole, nd, hierarchy, position) for position in world.local_ranks]
     if all(p.is_contiguous() for p in pieces) and not any(sbp.sections > 1 for sbp in nd):
-        return Laid(tensor, pieces)
+        return TensorLayout(tensor, pieces)
     own = [p.clone(memory_format=torch.contiguous_format) for p in pieces]
     windows = (window(whole, nd, hierarchy, coordinates(hierarchy, position)) for position in world.local_ranks)
-    return Laid(tensor, own, [(place, mine.view(place.shape)) for place, mine in zip(windows, own, strict=True)])
+    return TensorLayout(
+        tensor, own, [(place, mine.view(place.shape)) for place, mine in zip(windows, own, strict=True)]
+    )
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: float, nd: Nd, world: World) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors of the meta device come to life: each rank allocates what it is to hold, and nothing else."""
+"""Materialisation of tensors on the meta device: each rank allocates what it is to hold, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphzero.runtime.state import modules as tree
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.state import Moved, State
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.tensors.shards import is_whole, local_shape, wrap
@@ -17,13 +17,17 @@ from graphzero.sbp.dtensor import annotate
 from graphzero.sbp.types import Nd
 
 
-def lifeless(state: State) -> list[Found]:
+def meta_tensors(state: State) -> list[ModuleTensor]:
     """Parameters and buffers on the meta device."""
     return [entry for entry in state.tensors().values() if entry.tensor.is_meta]
 
 
-def allocated(entry: Found, nd: Nd, state: State) -> Tensor:
-    """A tensor for an entry, without values, as the user is to hold it."""
+def allocate_tensors(state: State, entries: Mapping[str, tuple[ModuleTensor, Nd]]) -> None:
+    """Put tensors without values, as the user is to hold them, in place of tensors on the meta device, by path."""
+    replace_tensors(state, {path: (_allocate(entry, nd, state), nd) for path, (entry, nd) in entries.items()})
+
+
+def _allocate(entry: ModuleTensor, nd: Nd, state: State) -> Tensor:
     shape, placement, world = tuple(entry.tensor.shape), state.placement, state.world
     dtype, device = entry.tensor.dtype, world.device
     if placement.virtual or is_whole(nd) and not isinstance(entry.tensor, DTensor):
@@ -32,14 +36,14 @@ def allocated(entry: Found, nd: Nd, state: State) -> Tensor:
     return wrap(torch.empty(local, dtype=dtype, device=device), placement.mesh(), nd, shape)
 
 
-def put(state: State, news: Mapping[str, tuple[Tensor, Nd]]) -> None:
-    """Put tensors with values in place of those without: by path, with how each lies.
+def replace_tensors(state: State, new_tensors: Mapping[str, tuple[Tensor, Nd]]) -> None:
+    """Put allocated tensors in place of those on the meta device: by path, with the SBP of each.
 
     Where ZeRO is the reason that one is split, a program for another stage still begins from how its user placed it.
     """
-    for entry in lifeless(state):
-        if entry.path in news:
-            new, nd = news[entry.path]
+    for entry in meta_tensors(state):
+        if entry.path in new_tensors:
+            new, nd = new_tensors[entry.path]
             given, was_plain = state.given(entry), not isinstance(entry.tensor, DTensor)
             tree.replace(entry, new, state.optimizers)
             if not isinstance(new, DTensor):

@@ -19,14 +19,14 @@ _MAPS, _BOOT = Path("/proc/self/maps"), Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
-class Place:
+class MappedMemory:
     """can_write: whether this process may.  shared: what processes that share it have in common, else ""."""
 
     can_write: bool
     shared: str
 
 
-def places(tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+def find_mapped_memory(tensors: Mapping[str, Tensor]) -> dict[str, MappedMemory]:
     """Where tensors on the CPU lie whose memory is not torch's own, by name."""
     foreign = {name: local.data_ptr() for name, x in tensors.items() if _is_foreign(local := _compat.local_tensor(x))}
     if not foreign:
@@ -47,7 +47,7 @@ def _is_foreign(x: Tensor) -> bool:
     return storage.is_shared() or not storage.resizable()
 
 
-def _place(lines: list[str], starts: list[int], boot: str, address: int) -> Place | None:
+def _place(lines: list[str], starts: list[int], boot: str, address: int) -> MappedMemory | None:
     at = bisect_right(starts, address) - 1
     if at < 0:
         return None
@@ -55,4 +55,4 @@ def _place(lines: list[str], starts: list[int], boot: str, address: int) -> Plac
     if address >= int(span.partition("-")[2], 16):
         return None
     inside = address - starts[at] + int(offset, 16)
-    return Place("w" in access, f"{boot} {device} {inode} {inside}" if "s" in access else "")
+    return MappedMemory("w" in access, f"{boot} {device} {inode} {inside}" if "s" in access else "")

@@ -53,7 +53,7 @@ def know_holder(holder: Holder) -> None:
 
 
 @dataclass
-class Found:
+class ModuleTensor:
     """One parameter or buffer: its path, itself, and (module, name) wherever it stands."""
 
     path: str
@@ -77,10 +77,10 @@ def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
         stack.extend(reversed(children))
 
 
-def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
+def tensors(modules: Mapping[str, nn.Module]) -> dict[str, ModuleTensor]:
     """Parameters and buffers by path; ties are one entry with several places."""
-    found: dict[str, Found] = {}
-    by_id: dict[int, Found] = {}
+    found: dict[str, ModuleTensor] = {}
+    by_id: dict[int, ModuleTensor] = {}
     for path, module in walk(modules):
         prefix = f"{path}." if path else ""
         for kind, held in (("param", module._parameters), ("buffer", module._buffers)):
@@ -89,12 +89,12 @@ def tensors(modules: Mapping[str, nn.Module]) -> dict[str, Found]:
                     continue
                 entry = by_id.get(id(tensor))
                 if entry is None:
-                    entry = by_id[id(tensor)] = found[prefix + name] = Found(prefix + name, kind, tensor)
+                    entry = by_id[id(tensor)] = found[prefix + name] = ModuleTensor(prefix + name, kind, tensor)
                 entry.places.append((module, name))
     return found
 
 
-def names(found: Mapping[str, Found]) -> dict[int, str]:
+def names(found: Mapping[str, ModuleTensor]) -> dict[int, str]:
     """id of each tensor -> its path."""
     return {id(entry.tensor): path for path, entry in found.items()}
 
@@ -140,7 +140,7 @@ def storage(x: Tensor) -> int:
     return _compat.local_tensor(x).data_ptr()
 
 
-def put(found: Found, x: Tensor) -> None:
+def put(found: ModuleTensor, x: Tensor) -> None:
     """Have ``x``, a parameter if ``found`` is one, stand in modules wherever ``found`` does."""
     for module, name in found.places:
         if found.kind == "param":
@@ -160,7 +160,7 @@ def like(new: Tensor, old: Tensor) -> Tensor:
     return new
 
 
-def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
+def replace(found: ModuleTensor, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
     """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
 
     Optimizers that any Graph has been given follow, beside ``optimizers``.
@@ -174,8 +174,8 @@ def replace(found: Found, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> 
     return new
 
 
-def _stand_in(found: Found, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    partial_update.follow(old, new)
+def _stand_in(found: ModuleTensor, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    partial_update.move_mark(old, new)
     put(found, new)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from graphzero import _compat
-from graphzero.runtime.state.modules import Found, hooks, mode, storage, walk
+from graphzero.runtime.state.modules import ModuleTensor, hooks, mode, storage, walk
 
 _DICT, _VERSION = map(attrgetter, ("__dict__", "_version"))
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -36,15 +36,19 @@ class ModulesWatch:
     Raises CaptureError for tensors of a lazy module, which have no shape yet.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[str, Found]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[str, ModuleTensor]) -> None:
         every = [module for _, module in walk(modules)]
-        self._plain = PlainModules([module for module in every if _is_plain(module)])
+        self._plain = PlainModulesWatch([module for module in every if _is_plain(module)])
         self._others = [module for module in every if not _is_plain(module)]
         self._facts = list(map(_slowly, self._others))
         tensors = [entry.tensor for entry in found.values()]
         for tensor in tensors:
             storage(tensor)
-        self._storages, self._layouts, self._hooks = Storages(tensors), Layouts(tensors), TensorHooks(tensors)
+        self._storages, self._layouts, self._hooks = (
+            StorageWatch(tensors),
+            TensorTypeWatch(tensors),
+            TensorHooksWatch(tensors),
+        )
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -68,7 +72,7 @@ def _slowly(module: nn.Module) -> tuple[Any, ...]:
     return type(module), mode(module), *map(list, named)
 
 
-class PlainModules:
+class PlainModulesWatch:
     """Class, mode, hooks, ``forward`` and entries of modules.  Those written to since the last look are looked into."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -134,7 +138,7 @@ def same_tensors(a: Any, b: Any) -> bool:
             return False
 
 
-class Storages:
+class StorageWatch:
     """Where the values of tensors begin, of DTensors those of this process' pieces."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -150,7 +154,7 @@ class Storages:
         return list(map(Tensor.data_ptr, chain(self._plain, map(_compat.local_of_dtensor, self._sharded))))
 
 
-class Layouts:
+class TensorTypeWatch:
     """Class, dtype, shape and strides of tensors, and ``requires_grad``."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -170,7 +174,7 @@ class Layouts:
         return [(type(x), x.dtype, x.shape, x.stride(), x.requires_grad) for x in tensors]
 
 
-class TensorHooks:
+class TensorHooksWatch:
     """Hooks of tensors.  torch numbers the hooks of everything in one sequence: while that stands, none has come."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -206,7 +210,7 @@ class StatesWatch:
         self._bound = [(itemgetter(*keys), dicts) for keys, dicts in by_keys.items()]
         self._all_dicts = all(isinstance(held, dict) for _, held, _ in states.values())
         self._held, self._writes = self._now(), self._count()
-        self._storages = Storages([held[key] for _, held, keys in states.values() for key in keys])
+        self._storages = StorageWatch([held[key] for _, held, keys in states.values() for key in keys])
         self._counters = counters
         self.settle()
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from graphzero import _compat
 from graphzero.errors import ConfigError, PlacementError, SbpError
 from graphzero.ir.storage.overlap import Regions, shares_elements
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.tensors.shards import check_mesh
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.sbp.dtensor import annotation, said_placement
@@ -41,7 +41,7 @@ def check_here(x: Tensor, placement: Placement, what: str) -> None:
         )
 
 
-def check_held(found: Found, placement: Placement) -> None:
+def check_held(found: ModuleTensor, placement: Placement) -> None:
     """Both, for a parameter or buffer."""
     if isinstance(found.tensor, DTensor):
         nd = nd_on(found.tensor, placement, found.path)
@@ -52,7 +52,7 @@ def check_held(found: Found, placement: Placement) -> None:
     check_kept(nd, f"the {name_of_tensor(found)}")
 
 
-def name_of_tensor(found: Found) -> str:
+def name_of_tensor(found: ModuleTensor) -> str:
     """What to call a parameter or buffer in messages."""
     return f"{'parameter' if found.kind == 'param' else found.kind} {found.path}"
 
@@ -82,7 +82,7 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
             )
 
 
-def check_trained_apart(found: Iterable[Found]) -> None:
+def check_trained_apart(found: Iterable[ModuleTensor]) -> None:
     """The same for parameters and buffers of which those are written that want a gradient."""
     by_name = {name_of_tensor(entry): entry.tensor for entry in found}
     check_apart(by_name, [name for name, x in by_name.items() if x.requires_grad])

@@ -21,8 +21,8 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.replicated import arithmetic
 from graphzero.runtime.state.binding import Spec
 from graphzero.runtime.state.layout import check_real
-from graphzero.runtime.state.memory_maps import places
-from graphzero.runtime.state.modules import Found
+from graphzero.runtime.state.memory_maps import find_mapped_memory
+from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_apart, name_of_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.fingerprint import content
@@ -31,7 +31,7 @@ from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
 
-def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> dict[str, str]:
+def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> dict[str, str]:
     """Raise ConfigError for a tensor without values, a state that does not fit, or memory that a step cannot write;
     CaptureError for states that do not belong to one step.
 
@@ -43,7 +43,7 @@ def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[
         check_real(found[role.of].tensor, f"{role.kind} {role.of}")
     counts, held_states = counters(graph, specs, found), {}
     for spec in specs:
-        held = None if spec.born else held_state(state, spec, found)
+        held = None if spec.created else held_state(state, spec, found)
         if held is not None:
             _check_state(held, spec, is_counter(found[spec.param].tensor, spec))
             if spec.placeholder not in counts:
@@ -68,29 +68,33 @@ def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]
 
 
 def facts(
-    state: State, specs: Sequence[Spec], constants: Mapping[str, Tensor], found: Mapping[str, Found], repeated: str
+    state: State,
+    specs: Sequence[Spec],
+    constants: Mapping[str, Tensor],
+    found: Mapping[str, ModuleTensor],
+    repeated: str,
 ) -> dict[str, str]:
     """What each rank brings along, by name, as text: compared among ranks before any of them binds.
 
     repeated: what each computes for itself, for states that are to stay equal.
     """
-    told = {f"{entry.kind} {entry.path}": lies(state, entry.tensor, entry.path) for entry in found.values()}
+    told = {f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in found.values()}
     for spec in specs:
         what, held = name_of(spec), held_state(state, spec, found)
-        if spec.born or held is None:
+        if spec.created or held is None:
             told[what] = "none yet"
         elif is_counter(found[spec.param].tensor, spec):
             is_new = not state.first_values.has_counted(what)
             told[what] = "a count, to be taken from rank 0" if is_new else f"a count, {float(held):g}"
         else:
-            told[what] = lies(state, held, what)
+            told[what] = describe_tensor(state, held, what)
     told.update((f"constant {name}", f"{tensor_text(x)}, hash {content(x):x}") for name, x in constants.items())
     if repeated:
         told[f"arithmetic of {repeated}, which each rank does for itself"] = arithmetic(state.world.device)
     return told
 
 
-def counters(graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Found]) -> dict[str, list[Spec]]:
+def counters(graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> dict[str, list[Spec]]:
     """Placeholder -> the counts that it stands for; a placeholder may stand for the equal counts of many parameters."""
     members: dict[str, list[Spec]] = {node.name: [] for node in graph.placeholders("state")}
     for spec in specs:
@@ -108,7 +112,7 @@ def is_counter(param: Tensor, spec: Spec) -> bool:
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
 
 
-def lies(state: State, x: Any, what: str) -> str:
+def describe_tensor(state: State, x: Any, what: str) -> str:
     """What a tensor is and how it lies, and whether its values are still to be taken from rank 0."""
     if not isinstance(x, Tensor):
         return repr(x)
@@ -122,19 +126,19 @@ def name_of(spec: Spec) -> str:
     return f"state {spec.param}/{spec.key}" + f" of optimizer {spec.optimizer}" * bool(spec.optimizer)
 
 
-def held_state(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
+def held_state(state: State, spec: Spec, found: Mapping[str, ModuleTensor]) -> Any:
     """What the optimizer holds for a state: a tensor, a number, or None."""
     return state.optimizers[spec.optimizer].state.get(found[spec.param].tensor, {}).get(spec.key)
 
 
-def count_of(state: State, spec: Spec, found: Mapping[str, Found]) -> Any:
+def count_of(state: State, spec: Spec, found: Mapping[str, ModuleTensor]) -> Any:
     """How many steps one parameter has taken: a number, or a tensor with one."""
-    held = None if spec.born else held_state(state, spec, found)
-    return (0.0 if spec.born else spec.fill) if held is None else held
+    held = None if spec.created else held_state(state, spec, found)
+    return (0.0 if spec.created else spec.fill) if held is None else held
 
 
 def _check_memory(
-    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, Found]
+    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, ModuleTensor]
 ) -> dict[str, str]:
     """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own to write.
 
@@ -149,7 +153,7 @@ def _check_memory(
     named = {name_of(spec): held for spec, held in states.items()}
     written = {name for name, x in tensors.items() if x.requires_grad} | updated.keys() | named.keys()
     check_apart(tensors | named, written)
-    foreign = places(tensors | named)
+    foreign = find_mapped_memory(tensors | named)
     takes = state.ranks.active
     for name, place in foreign.items():
         if not place.can_write and (name in written or takes):
@@ -182,7 +186,7 @@ def _check_state(held: Any, spec: Spec, counts: bool) -> None:
         )
 
 
-def _check_equal(state: State, specs: Sequence[Spec], found: Mapping[str, Found]) -> None:
+def _check_equal(state: State, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> None:
     if len({float(count_of(state, spec, found)) for spec in specs}) > 1:
         raise CaptureError(
             f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "

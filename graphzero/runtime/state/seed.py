@@ -35,7 +35,7 @@ def key_tensor(seed: int, step: int, device: torch.device | None = None) -> Tens
     return torch.full((), step_key(seed, step), dtype=torch.int64, device=device)  # on CUDA torch.tensor would wait
 
 
-class Stream:
+class RandomStream:
     """The draws of one Graph.
 
     seed: None until a step draws, or a checkpoint has said it.  step: counts those that trained or drew.

@@ -25,13 +25,13 @@ from graphzero import _compat
 from graphzero.ir.value import Role
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state import partial_update
-from graphzero.runtime.state.binding import Bound, Counter, Spec
+from graphzero.runtime.state.binding import Binding, Spec, StepCounter
 from graphzero.runtime.state.first_rank import FirstValues, decisions_of, follow
 from graphzero.runtime.state.layout import check_real
-from graphzero.runtime.state.modules import Found, Holder
+from graphzero.runtime.state.modules import Holder, ModuleTensor
 from graphzero.runtime.state.mutation_watch import ModulesWatch, StatesWatch
 from graphzero.runtime.state.placement_checks import check_held
-from graphzero.runtime.state.seed import Stream
+from graphzero.runtime.state.seed import RandomStream
 from graphzero.runtime.state.tensor_ref import TensorRef
 from graphzero.runtime.tensors.submesh import nd_on
 from graphzero.runtime.world.consensus import Ranks
@@ -72,16 +72,16 @@ class State:
     ):
         self.placement, self._make_world = ranks.placement, world
         self.ranks, self.modules, self.optimizers = ranks, modules, optimizers
-        self.random = Stream()
+        self.random = RandomStream()
         self.moved: dict[str, Moved] = {}  # by path
-        self.counters: dict[tuple[Any, ...], Counter] = {}
+        self.counters: dict[tuple[Any, ...], StepCounter] = {}
         self.program: object = None
         self.apart: WeakKeyDictionary[object, list[Any]] = WeakKeyDictionary()
-        self._bound: Bound | None = None
+        self._bound: Binding | None = None
         self._stateless: str | None = None  # see ``stateless``; None: look
-        self._nds: tuple[tuple[Mapping[str, Found], int], tuple[Nd, ...]] | None = None
+        self._nds: tuple[tuple[Mapping[str, ModuleTensor], int], tuple[Nd, ...]] | None = None
         self._watch: ModulesWatch | None = None
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, ModuleTensor] = {}
         self.is_started = False
 
     @cached_property
@@ -101,9 +101,9 @@ class State:
             for path, moved in other.moved.items()
             if path in here and path in there and moved.tensor.is_of(there[path].tensor)
         }
-        why = other.why_torn()
+        why = other.partial_update_reason()
         if why:
-            self.tear(why)
+            self.mark_partial_update(why)
 
     def ensure_world(self) -> None:
         """Have a world from here on.  Every rank calls it."""
@@ -116,7 +116,7 @@ class State:
 
     # ---- what there is
 
-    def tensors(self) -> dict[str, Found]:
+    def tensors(self) -> dict[str, ModuleTensor]:
         """Parameters and buffers by path; the same object as long as nothing has changed."""
         if self._watch is None or not self._watch.holds():
             self._found = tree.tensors(self.modules)
@@ -132,20 +132,20 @@ class State:
             return known[1]
         return (B,) * len(self.placement.names)
 
-    def given(self, entry: Found) -> Nd:
+    def given(self, entry: ModuleTensor) -> Nd:
         """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
         check_held(entry, self.placement)
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
         return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
 
-    def nds(self, found: Mapping[str, Found]) -> tuple[Nd, ...]:
+    def nds(self, found: Mapping[str, ModuleTensor]) -> tuple[Nd, ...]:
         """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""
         now = (found, annotation_count())
         if self._nds is None or self._nds[0][0] is not found or self._nds[0][1] != now[1]:
             self._nds = (now, tuple(map(self.given, found.values())))
         return self._nds[1]
 
-    def placed(self, found: Mapping[str, Found], specs: Sequence[Spec]) -> dict[Role, Nd]:
+    def placed(self, found: Mapping[str, ModuleTensor], specs: Sequence[Spec]) -> dict[Role, Nd]:
         """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""
         placed = {Role(entry.kind, path): self.given(entry) for path, entry in found.items()}
         for spec in specs:
@@ -190,7 +190,7 @@ class State:
         self.invalidate()
         self._watch = self._nds = None
 
-    def hold(self, bound: Bound) -> None:
+    def hold(self, bound: Binding) -> None:
         """``bound`` is what a program reads and writes, when ``settle`` has been called."""
         self._bound, self.program = bound, None
 
@@ -209,7 +209,7 @@ class State:
 
     # ---- values of no whole number of steps
 
-    def tear(self, why: str, paths: Container[str] | None = None) -> None:
+    def mark_partial_update(self, why: str, paths: Container[str] | None = None) -> None:
         """Mark what a step, or a load, writes as ``torn``.  paths: of the parameters and buffers; all if None.
 
         A buffer that no state dict has is left out: none could bring it back.
@@ -218,12 +218,12 @@ class State:
         partial_update.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
         partial_update.mark(self._states(), why)
 
-    def why_torn(self) -> str:
+    def partial_update_reason(self) -> str:
         """What has happened to the first torn tensor, or nothing."""
-        if not partial_update.is_marked():
+        if not partial_update.is_any_marked():
             return ""
         held = chain((entry.tensor for entry in self.tensors().values()), self._states())
-        return next(filter(None, map(partial_update.of, held)), "")
+        return next(filter(None, map(partial_update.reason_of, held)), "")
 
     def _states(self) -> Iterator[Tensor]:
         """The tensors in optimizers' states of parameters of this Graph."""
@@ -235,7 +235,7 @@ class State:
 
     # ---- every call
 
-    def look(self) -> tuple[dict[str, Found], bool]:
+    def look(self) -> tuple[dict[str, ModuleTensor], bool]:
         """``tensors()``, and whether what is bound is as it was left: nobody has put other tensors in place of bound
         ones, or written to a step counter.  If it is not, nothing is bound any more."""
         found, bound = self.tensors(), self._bound
@@ -260,9 +260,9 @@ class State:
             bound.watch.settle()
         if bound.written:
             torch._foreach_copy_([place for place, _ in bound.written], [own for _, own in bound.written])
-        for optimizer, param, key, made in bound.births:
+        for optimizer, param, key, made in bound.created:
             optimizer.state[param][key] = made
-        if bound.births:
+        if bound.created:
             self.invalidate()  # the next step is another: it finds this state
         self.random.step += training or drew
 

@@ -128,3 +128,10 @@ def check_mesh(x: DTensor, placement: Placement, what: str) -> None:
 def local_of(x: Tensor) -> Tensor:
     """What this process holds of ``x``: a DTensor's piece, a plain tensor itself; detached, same storage."""
     return _compat.local_tensor(x).detach()
+
+
+def memory_key(x: Tensor) -> tuple[object, ...]:
+    """A key that is equal for tensors of the same shape whose local values are the same elements of memory."""
+    local = local_of(x)
+    is_dtensor = _compat.is_dtensor(x)
+    return is_dtensor, _compat.storage_id(local), local.storage_offset(), x.shape, local.stride(), local.dtype

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from graphzero.checkpoint.files.blocks import BLOCK, FileChecksums, has_checksum_per_block, memory_of, write  # noqa: E402
+from graphzero.checkpoint.files.blocks import BLOCK, FileChecksums, has_checksum_per_block, memory_of, write_blocks  # noqa: E402
 from graphzero.checkpoint.files.checksum import ROW, RUN, Checksum  # noqa: E402
 from graphzero.checkpoint.files.chunks import Chunk, whole_chunk  # noqa: E402
 from graphzero.checkpoint.files.read_chunks import chunk_ranges  # noqa: E402
@@ -24,8 +24,8 @@ WORDS = ROW // 8
 def summed(*parts):
     made = Checksum()
     for part in parts:
-        made.add(memoryview(part))
-    return made.end()
+        made.add_bytes(memoryview(part))
+    return made.end_block()
 
 
 def by_hand(data):
@@ -60,8 +60,8 @@ def test_it_is_the_same_however_the_bytes_come():
     assert summed(odd) == wanted
     made = Checksum()
     for _ in range(2):
-        made.add(memoryview(data))
-        assert made.end() == wanted, "the next one begins anew"
+        made.add_bytes(memoryview(data))
+        assert made.end_block() == wanted, "the next one begins anew"
 
 
 def words(kind):
@@ -176,7 +176,7 @@ def file(tmp_path_factory):
     draw, cuts = random.Random(2), [0]
     while cuts[-1] < len(content):
         cuts.append(min(len(content), cuts[-1] + draw.choice([1, 100, 70_000, 3 * RUN])))
-    return path, content, write(path, (memoryview(content)[a:b] for a, b in zip(cuts, cuts[1:], strict=False)))
+    return path, content, write_blocks(path, (memoryview(content)[a:b] for a, b in zip(cuts, cuts[1:], strict=False)))
 
 
 def wanted(start, size):
@@ -237,16 +237,16 @@ def test_parts_that_change_places_within_a_file_are_told(file, tmp_path, swapped
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape, box", [
+@pytest.mark.parametrize("shape, chunk", [
     ((3, 400_000), Chunk((1, 7), (2, 300_000))),  # rows too large for the buffer
     ((50, 40, 3), Chunk((4, 0, 1), (46, 40, 2))), ((7, 5), whole_chunk((7, 5))), ((), whole_chunk(())),
 ])  # fmt: skip
-def test_boxes_go_to_tensors_that_lie_otherwise(tmp_path, shape, chunk, dtype):
+def test_chunks_go_to_tensors_that_lie_otherwise(tmp_path, shape, chunk, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    sums = write(tmp_path / "x", [memoryview(b"12345678"), memory_of(x)])
+    sums = write_blocks(tmp_path / "x", [memoryview(b"12345678"), memory_of(x)])
     into = torch.zeros(chunk.sizes[::-1], dtype=dtype).permute([*range(len(shape))][::-1])
     read_ranges(tmp_path / "x", sums, chunk_ranges("x", 8, torch.float32, shape, chunk, into))
-    assert torch.equal(into, chunk.of(x).to(dtype))
+    assert torch.equal(into, chunk.view_in(x).to(dtype))
 
 
 def test_sums_that_are_too_few_are_no_sums():

@@ -1,4 +1,4 @@
-"""Boxes of tensors: what ranks hold, what they write, and whether that is all of a tensor, once."""
+"""Chunks of tensors: what ranks hold, what they write, and whether that is all of a tensor, once."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def test_held_boxes_are_the_pieces(hierarchy, nd, shape):
         mine = piece(x, nd, hierarchy, position)
         made = torch.full_like(mine, -1)
         for held in local_chunks(shape, nd, hierarchy, position):
-            held.here.of(made).copy_(held.chunk.of(x))
+            held.local.view_in(made).copy_(held.chunk.view_in(x))
         assert torch.equal(made, mine)
 
 
@@ -75,11 +75,11 @@ def test_covers_is_what_counting_says():
         chunks = split(draw, whole_chunk(shape), draw.randint(1, 6))
         if draw.random() < 0.5:
             spoiled = draw.choice(chunks)
-            at = tuple(max(0, a + draw.choice((-1, 0, 1))) for a in spoiled.start)
+            at = tuple(max(0, a + draw.choice((-1, 0, 1))) for a in spoiled.offsets)
             chunks[chunks.index(spoiled)] = Chunk(at, tuple(max(1, n + draw.choice((-1, 0, 1))) for n in spoiled.sizes))
         counts = {}
         for chunk in chunks:
-            for place in itertools.product(*(range(a, a + n) for a, n in zip(chunk.start, chunk.sizes, strict=True))):
+            for place in itertools.product(*(range(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))):
                 counts[place] = counts.get(place, 0) + 1
         everywhere = set(itertools.product(*map(range, shape)))
         assert cover_exactly_once(shape, chunks) == (counts.keys() == everywhere and set(counts.values()) == {1})
@@ -95,6 +95,6 @@ def split(draw, chunk, times):
             at = draw.randrange(1, one.sizes[dim])
             chunks.remove(one)
             for start, size in ((0, at), (at, one.sizes[dim] - at)):
-                begin = (*one.start[:dim], one.start[dim] + start, *one.start[dim + 1 :])
+                begin = (*one.offsets[:dim], one.offsets[dim] + start, *one.offsets[dim + 1 :])
                 chunks.append(Chunk(begin, (*one.sizes[:dim], size, *one.sizes[dim + 1 :])))
     return chunks
