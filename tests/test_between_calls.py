@@ -35,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-class Train(gz.Graph):
+class GradientGraph(gz.Graph):
     def __init__(self, model: nn.Module, ranks: int, stage: int, early: bool):
         super().__init__(gz.placement("cpu", range(ranks), virtual=True))
         self.model = model
@@ -89,7 +89,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 @LAYOUTS
 def test_results_stay_what_they_were_and_what_is_written_into_them_changes_no_later_step(ranks, stage, early):
     twin = net()
-    graph, optimizer = Train(net(), ranks, stage, early), adamw(twin)
+    graph, optimizer = GradientGraph(net(), ranks, stage, early), adamw(twin)
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
     for number in range(4):
         found = tree_leaves(graph(*batch(number)))
@@ -105,7 +105,7 @@ def test_results_stay_what_they_were_and_what_is_written_into_them_changes_no_la
 @LAYOUTS
 def test_a_step_that_fails_on_a_class_that_is_none_leaves_the_next_as_ever(ranks, stage, early):
     twin = net()
-    graph, optimizer = Train(net(), ranks, stage, early), adamw(twin)
+    graph, optimizer = GradientGraph(net(), ranks, stage, early), adamw(twin)
     for number in range(3):
         x, y = batch(number)
         wrong = y.clone()
@@ -119,7 +119,7 @@ def test_a_step_that_fails_on_a_class_that_is_none_leaves_the_next_as_ever(ranks
 @LAYOUTS
 def test_an_evaluation_of_the_same_model_between_training_steps_sees_the_last_of_them(ranks, stage, early):
     twin = net()
-    graph, optimizer = Train(net(), ranks, stage, early), adamw(twin)
+    graph, optimizer = GradientGraph(net(), ranks, stage, early), adamw(twin)
     evaluate = Evaluate(graph.model, ranks)
     for number in range(3):
         close(tree_leaves(graph(*batch(number))), plain_step(twin, optimizer, *batch(number)))
@@ -131,7 +131,7 @@ def test_an_evaluation_of_the_same_model_between_training_steps_sees_the_last_of
 
 def test_a_batch_for_which_there_is_no_memory_leaves_the_buffer_to_those_that_fit():
     twin = net()
-    graph, optimizer = Train(net(), 2, 2, False), adamw(twin)
+    graph, optimizer = GradientGraph(net(), 2, 2, False), adamw(twin)
     for number in (0, 2):
         close(tree_leaves(graph(*batch(number))), plain_step(twin, optimizer, *batch(number)))
         with pytest.raises(RuntimeError, match="memory"):

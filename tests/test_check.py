@@ -29,7 +29,7 @@ center.register_fake(torch.empty_like)
 center.register_autograd(lambda ctx, grad: center(grad))
 
 
-class Train(gz.Graph):
+class TwoLayerGraph(gz.Graph):
     """Two layers with something between them, and passes behind ``after``."""
 
     def __init__(
@@ -82,7 +82,7 @@ def wrong_rule() -> Iterator[None]:
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_right_step_agrees_after_every_pass_to_the_last_digits_of_float64(stage: int, batch: Any) -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.GELU())
-    graph = Train(model, stage=stage, optimizer=torch.optim.AdamW)
+    graph = TwoLayerGraph(model, stage=stage, optimizer=torch.optim.AdamW)
     for _ in range(2):  # before the first call, and in the middle of training
         report = gz.check(graph, *batch, dtype=torch.float64)
         assert report and report.agrees and not report.where
@@ -92,10 +92,10 @@ def test_a_right_step_agrees_after_every_pass_to_the_last_digits_of_float64(stag
 
 
 def test_the_programs_own_dtypes_are_checked_if_none_is_asked_for(batch: Any) -> None:
-    report = gz.check(Train(), *batch)
+    report = gz.check(TwoLayerGraph(), *batch)
     assert report
     assert report.rtol == pytest.approx(3.45e-4, rel=0.01)
-    assert "check of Train in its own dtypes: agrees" in str(report)
+    assert "check of TwoLayerGraph in its own dtypes: agrees" in str(report)
 
 
 def test_evaluation_and_a_world_of_one_are_checked_too(batch: Any) -> None:
@@ -112,7 +112,7 @@ def test_evaluation_and_a_world_of_one_are_checked_too(batch: Any) -> None:
     assert set(report.stages[0].differences) == {"outputs", "parameters"}
 
 
-def _everything(graph: Train) -> Any:
+def _everything(graph: TwoLayerGraph) -> Any:
     state = {id(p): {k: v.clone() for k, v in held.items()} for p, held in graph.optimizer.state.items()}
     modules = {name: held for name, held in vars(graph).items() if isinstance(held, nn.Module)}
     tensors = {
@@ -131,8 +131,8 @@ def _everything(graph: Train) -> Any:
 
 
 def test_a_check_takes_no_step_and_changes_nothing(batch: Any) -> None:
-    graph = Train(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
-    twin = Train(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
+    graph = TwoLayerGraph(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
+    twin = TwoLayerGraph(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), optimizer=torch.optim.AdamW)
     for held in (graph, twin):
         torch.manual_seed(5)
         held(*batch)
@@ -156,7 +156,7 @@ def test_a_check_takes_no_step_and_changes_nothing(batch: Any) -> None:
 
 @pytest.mark.usefixtures("wrong_rule")
 def test_a_wrong_rule_is_found_at_its_op_with_the_users_line(batch: Any) -> None:
-    report = gz.check(Train(center), *batch, dtype=torch.float64)
+    report = gz.check(TwoLayerGraph(center), *batch, dtype=torch.float64)
     assert not report
     assert (report.where, report.value) == ("propagate", "center")
     text = str(report)
@@ -195,7 +195,7 @@ def forgets_a_sign(graph: StepGraph) -> StepGraph:
     ],
 )
 def test_a_wrong_pass_is_found_with_what_it_changed(pass_: Any, after: str, said: list[str], batch: Any) -> None:
-    report = gz.check(Train(torch.relu, pass_, after=after), *batch, dtype=torch.float64)
+    report = gz.check(TwoLayerGraph(torch.relu, pass_, after=after), *batch, dtype=torch.float64)
     assert report.where == pass_.__name__
     assert report.value
     for words in said:
@@ -203,7 +203,7 @@ def test_a_wrong_pass_is_found_with_what_it_changed(pass_: Any, after: str, said
 
 
 def test_a_result_that_is_made_of_another_value_is_shown_with_the_one_it_was(batch: Any) -> None:
-    report = gz.check(Train(torch.relu, returns_another_value), *batch)
+    report = gz.check(TwoLayerGraph(torch.relu, returns_another_value), *batch)
     assert (report.where, report.value) == ("returns_another_value", "sum_1")
     assert "Every value that both programs have is the same, but output 0 is another one" in str(report)
     assert "this is no rounding" in str(report)
@@ -216,7 +216,7 @@ def test_a_build_that_is_no_function_of_its_inputs_is_told_from_a_wrong_capture(
     def treacherous(x: Tensor) -> Tensor:
         return x * (2 if type(x) is Tensor else 3)
 
-    unsteady, steady = (gz.check(Train(f), *batch) for f in (noisy, treacherous))
+    unsteady, steady = (gz.check(TwoLayerGraph(f), *batch) for f in (noisy, treacherous))
     assert unsteady.where == steady.where == "captured"
     assert "differs from itself: build is not a function of its inputs" in str(unsteady)
     assert "Capture runs build once" in str(steady)
@@ -224,28 +224,30 @@ def test_a_build_that_is_no_function_of_its_inputs_is_told_from_a_wrong_capture(
 
 
 def test_rounding_that_an_optimizer_amplifies_is_told_from_a_mistake(batch: Any) -> None:
-    graph = Train(nn.BatchNorm1d(8), optimizer=torch.optim.AdamW)  # the bias before it has gradient zero, and noise
+    graph = TwoLayerGraph(
+        nn.BatchNorm1d(8), optimizer=torch.optim.AdamW
+    )  # the bias before it has gradient zero, and noise
     report = gz.check(graph, *batch, rtol=1e-7)
     assert report.is_rounding
     assert report
     assert "In float64 all agree" in str(report)
-    assert not gz.check(Train(torch.relu, scales_gradients), *batch, rtol=1e-7).is_rounding
+    assert not gz.check(TwoLayerGraph(torch.relu, scales_gradients), *batch, rtol=1e-7).is_rounding
 
 
 def test_the_first_value_that_is_not_finite_is_named_with_its_operands(batch: Any) -> None:
-    report = gz.check(Train(torch.log), *batch)
+    report = gz.check(TwoLayerGraph(torch.log), *batch)
     assert report.agrees  # everybody computes the same nan
     assert report.nonfinite == "log"
     assert "agrees, but results are not finite" in str(report)
     assert "The first value with nan is 'log'" in str(report)
     assert "from -" in str(report)
-    with_mask = gz.check(Train(lambda x: x.masked_fill(x < 0, -torch.inf).softmax(-1)), *batch)
+    with_mask = gz.check(TwoLayerGraph(lambda x: x.masked_fill(x < 0, -torch.inf).softmax(-1)), *batch)
     assert with_mask.nonfinite == ""  # inf on the way that no result sees is no news
 
 
 def test_an_infinite_input_is_named_as_such(batch: Any) -> None:
     x, t = batch
-    assert gz.check(Train(), x.clone().fill_(torch.inf), t).nonfinite in ("x", "addmm")
+    assert gz.check(TwoLayerGraph(), x.clone().fill_(torch.inf), t).nonfinite in ("x", "addmm")
 
 
 # ---- refusals
@@ -253,18 +255,18 @@ def test_an_infinite_input_is_named_as_such(batch: Any) -> None:
 
 def test_what_cannot_be_checked_says_so(batch: Any) -> None:
     with pytest.raises(gz.ConfigError, match="float64 leaves no rounding"):
-        gz.check(Train(), *batch, dtype=torch.float32)
+        gz.check(TwoLayerGraph(), *batch, dtype=torch.float32)
     with torch.device("meta"):
-        graph = Train()
+        graph = TwoLayerGraph()
     with pytest.raises(gz.ConfigError, match="meta"):
         gz.check(graph, *batch)
     with pytest.raises(gz.CaptureError, match="test_check.py"):
-        gz.check(Train(lambda x: x if x.sum() > 0 else -x), *batch)
+        gz.check(TwoLayerGraph(lambda x: x if x.sum() > 0 else -x), *batch)
 
 
 def test_the_report_of_a_large_difference_stays_short(batch: Any) -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    report = gz.check(Train(layers, scales_gradients), *batch, dtype=torch.float64)
+    report = gz.check(TwoLayerGraph(layers, scales_gradients), *batch, dtype=torch.float64)
     assert not report
     assert len(str(report).splitlines()) < 50
 

@@ -18,7 +18,7 @@ Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 LARGE = torch.cat([X[:7], X[7:] * 1e6])  # of the last rank's share alone
 
 
-class Train(gz.Graph):
+class CheckedGraph(gz.Graph):
     """A step whose ``check`` looks at its input, its loss, and the modules."""
 
     def __init__(self, check, ranks=2, stage=2, executor="eager", early=False, placement=None):
@@ -134,7 +134,7 @@ CHECKS = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_over_the_whole_batch_stops_the_step_with_its_words_and_line(name):
     check, words = CHECKS[name]
-    graph = Train(check)
+    graph = CheckedGraph(check)
     expected = F.cross_entropy(graph.model(X), Y).detach()
     graph.model[1].reset_running_stats()
     torch.testing.assert_close(graph(X, Y), expected)
@@ -151,14 +151,14 @@ def test_a_step_that_is_stopped_has_changed_nothing_at_any_stage(stage, early, e
         loss.register_hook(lambda grad: grad)
         assert x < 1e3, "late"
 
-    graph = Train(late, ranks=4, stage=stage, executor=executor, early=early)
+    graph = CheckedGraph(late, ranks=4, stage=stage, executor=executor, early=early)
     graph(X, Y)
     assert_stops(graph, "late")
     graph(X, Y)
 
 
 def test_a_check_of_gradients_comes_before_every_write_where_the_optimizer_steps_in_backward():
-    class Finite(Train):
+    class Finite(CheckedGraph):
         def build(self, x, y):
             loss = F.cross_entropy(self.model(x), y)
             loss.backward()
@@ -174,7 +174,7 @@ def test_a_check_of_gradients_comes_before_every_write_where_the_optimizer_steps
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_plan_counts_checks_and_what_waits_for_them(stage):
     with fake_world(2):
-        graph = Train(asserts, stage=stage, placement=gz.placement("cpu", range(2)))
+        graph = CheckedGraph(asserts, stage=stage, placement=gz.placement("cpu", range(2)))
         graph.config.set_arena(False)
         graph(X[:4], Y[:4])
         assert measure_step(graph, X[:4], Y[:4]).peak == graph.plan.memory.peak
@@ -188,13 +188,13 @@ def test_what_recomputation_checks_again_is_one_check():
 
         checkpoint(part, x.clone().requires_grad_(), use_reentrant=False)
 
-    graph = Train(checked)
+    graph = CheckedGraph(checked)
     assert str(graph.compile(X, Y).program).count("check(") == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_for_backward_may_check(reentrant):
-    class Recomputes(Train):
+    class Recomputes(CheckedGraph):
         def build(self, x, y):
             def checked(h):
                 if (h.abs() > 1e3).any() and not h.isnan().all():
@@ -214,7 +214,7 @@ def test_what_is_recomputed_for_backward_may_check(reentrant):
 
 
 def test_checks_can_be_left_out_and_put_back_without_another_capture():
-    graph = Train(asserts)
+    graph = CheckedGraph(asserts)
     graph(X, Y)
     with_checks = str(graph.program)
     graph.config.check_values = False
@@ -228,7 +228,7 @@ def test_checks_can_be_left_out_and_put_back_without_another_capture():
 
 
 def test_check_values_takes_true_or_false():
-    graph = Train(asserts)
+    graph = CheckedGraph(asserts)
     with pytest.raises(gz.ConfigError, match="True or False"):
         graph.config.check_values = "sometimes"
 
@@ -237,12 +237,12 @@ def test_a_program_with_checks_prints_and_parses_whatever_the_words():
     def words(self, x, loss):
         torch._assert((x < 1e9).all(), "a : b; c, 'd' \"e\" \\ [f] ; loss() = g\nh \N{SNOWMAN}")
 
-    text = str(Train(words).compile(X, Y).program)
+    text = str(CheckedGraph(words).compile(X, Y).program)
     assert str(gz.parse(text)) == text
 
 
 def test_a_program_that_writes_a_state_before_its_last_check_is_refused():
-    graph = Train(asserts).compile(X, Y).program.clone()
+    graph = CheckedGraph(asserts).compile(X, Y).program.clone()
     check = next(node for node in graph.nodes if "check" in str(node.target))
     last = [node for node in graph.nodes if node.op == "call_function"][-1]
     last.append(check)
@@ -252,7 +252,7 @@ def test_a_program_that_writes_a_state_before_its_last_check_is_refused():
 
 def test_a_fake_world_has_no_values_to_check():
     with fake_world(2):
-        Train(asserts, placement=gz.placement("cpu", range(2)))(LARGE[4:], Y[4:])
+        CheckedGraph(asserts, placement=gz.placement("cpu", range(2)))(LARGE[4:], Y[4:])
 
 
 # ---- what is known while build is traced
@@ -272,7 +272,7 @@ def known(self, x, loss):
 
 
 def test_a_tensor_of_pythons_numbers_has_a_value_while_build_is_traced():
-    program = Train(known).compile(X, Y).program
+    program = CheckedGraph(known).compile(X, Y).program
     assert "check" not in str(program)
 
 
@@ -283,14 +283,14 @@ def test_a_constant_that_a_value_was_written_into_is_known_no_more():
         return 1 if total.item() > 0 else 2
 
     with pytest.raises(gz.CaptureError, match="reads a value"):
-        Train(writes)(X, Y)
+        CheckedGraph(writes)(X, Y)
 
 
 def test_the_text_of_a_tensor_says_its_form(capsys):
     def tells(self, x, loss):
         print(f"{x} {loss:.3f} {x.max().item():.2f} {[x.sum()]} {loss!r}")
 
-    Train(tells).compile(X, Y)
+    CheckedGraph(tells).compile(X, Y)
     scalar = "tensor(..., size=(), dtype=torch.float32)"
     number = "tensor(..., size=(), dtype=torch.float64).item()"
     said = capsys.readouterr().out
@@ -335,7 +335,7 @@ def test_a_number_carries_no_gradient():
     def scaled(self, x, loss):
         loss *= 1.0 + 0.0 * loss.item()
 
-    plain, numbered = Train(lambda self, x, loss: None), Train(scaled)
+    plain, numbered = CheckedGraph(lambda self, x, loss: None), CheckedGraph(scaled)
     plain(X, Y), numbered(X, Y)
     assert_same(all_of(plain), all_of(numbered))
 

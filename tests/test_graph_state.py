@@ -20,7 +20,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (6, 3))
 
 
-class Train(gz.Graph):
+class DropoutGraph(gz.Graph):
     def __init__(self, seed=0, stage=0, ranks=4, placement=None):
         super().__init__(placement or gz.placement("cpu", range(ranks), virtual=True))
         self.model = mlp(seed)
@@ -37,7 +37,7 @@ class Train(gz.Graph):
 
 
 def trained(stage=0, ranks=4, steps=2):
-    graph = Train(0, stage, ranks)
+    graph = DropoutGraph(0, stage, ranks)
     for step in range(steps):
         graph(*batch(step))
     return graph
@@ -71,7 +71,7 @@ NO_STATE_DICT = {
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("what", NO_STATE_DICT)
 def test_what_is_no_state_dict_of_a_graph_is_refused(what, strict):
-    graph = Train()
+    graph = DropoutGraph()
     before = copy.deepcopy(graph.state_dict())
     if what != "of a module" or strict:
         with pytest.raises(gz.CheckpointError, match="nothing was loaded"):
@@ -105,7 +105,7 @@ def test_names_of_other_parameters_are_named_not_stumbled_over():
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_goes_on_from_a_state_dict_at_another_stage_and_world_size(stage, called):
-    other = Train(7, stage, ranks=2)
+    other = DropoutGraph(7, stage, ranks=2)
     if called:
         other(*batch(5))
     graph = trained(1)
@@ -120,7 +120,7 @@ def test_training_goes_on_from_a_state_dict_at_another_stage_and_world_size(stag
 
 
 def test_a_full_state_dict_loads_into_eager_objects_and_theirs_into_a_graph():
-    eager, other = Train(5), Train(6)
+    eager, other = DropoutGraph(5), DropoutGraph(6)
     graph = trained(3)
     full = copy.deepcopy(graph.full_state_dict())
     eager.model.load_state_dict(full["modules"]["model"])
@@ -134,11 +134,11 @@ def test_a_full_state_dict_loads_into_eager_objects_and_theirs_into_a_graph():
 
 
 def test_a_checkpoint_of_a_fresh_graph_forgets_the_states_that_are():
-    fresh = copy.deepcopy(Train(0).state_dict())
+    fresh = copy.deepcopy(DropoutGraph(0).state_dict())
     assert fresh["optimizers"][0]["state"] == {}
     graph = trained(2)
     graph.load_state_dict(fresh)
-    other = Train(0)
+    other = DropoutGraph(0)
     for seed in (3, 3):
         torch.manual_seed(seed)
         found = graph(*batch(0))
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_a_fresh_graph_forgets_the_states_that_are():
 
 
 def test_after_compile_the_states_to_come_are_there_but_not_in_the_optimizer():
-    graph = Train(0, 2).compile(*batch(0))
+    graph = DropoutGraph(0, 2).compile(*batch(0))
     state = graph.state_dict()["optimizers"][0]["state"]["model.0.weight"]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].shape == (10, 6)
     assert not graph.optimizer.state
@@ -189,7 +189,7 @@ def test_random_draws_go_on_where_the_checkpoint_was():
     saved = copy.deepcopy(graph.state_dict())
     expected = graph(*batch(3))
     torch.manual_seed(99)
-    other = Train(4)
+    other = DropoutGraph(4)
     other.load_state_dict(saved)
     torch.testing.assert_close(other(*batch(3)), expected)
 
@@ -198,7 +198,7 @@ def test_in_a_fake_world_a_stage_3_call_makes_dtensors_of_this_ranks_size():
     from torch.distributed.tensor import DTensor
 
     with fake_world(8, rank=3):
-        graph = Train(0, 3, placement=gz.placement("cpu", range(8)))
+        graph = DropoutGraph(0, 3, placement=gz.placement("cpu", range(8)))
         graph(*batch(0))
         weight = graph.model[0].weight
         assert isinstance(weight, DTensor) and weight.shape == (10, 6) and weight.to_local().shape != (10, 6)

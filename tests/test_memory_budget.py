@@ -28,7 +28,7 @@ WIDTHS = (32, 64, 48, 96, 32, 64)
 SLOW = gz.Link(latency=1e-5, bandwidth=1e9)
 
 
-class Train(gz.Graph):
+class BudgetGraph(gz.Graph):
     """With 512 rows activations outweigh model state and communication slots."""
 
     def __init__(self, stage=3, budget=None, widths=WIDTHS, placement=FOUR, links=None, bucket_bytes=8192, **zero):
@@ -57,7 +57,7 @@ class Train(gz.Graph):
 @cache
 def captured(rows, **settings):
     """A graph whose capture serves all configurations."""
-    return Train(**settings).planned(rows)
+    return BudgetGraph(**settings).planned(rows)
 
 
 @cache
@@ -85,17 +85,17 @@ def test_keeping_all_sends_as_little_as_stage_2():
 
 
 def test_the_plan_and_the_configuration_name_what_is_kept():
-    graph = Train(keep_gathered=("model.2.*", "model.0.weight")).planned()
+    graph = BudgetGraph(keep_gathered=("model.2.*", "model.0.weight")).planned()
     assert graph.plan.kept == ("model.2.weight",)  # backward does not read the first
     assert graph.plan.to_dict()["kept"] == ["model.2.weight"]
     assert "keep_gathered=('model.2.*', 'model.0.weight')" in repr(graph.config)
     assert "keep_gathered" in [record.name for record in graph.history]
-    assert "keep_gathered" not in [record.name for record in Train().planned().history]
+    assert "keep_gathered" not in [record.name for record in BudgetGraph().planned().history]
 
 
 def test_a_name_of_no_parameter_is_refused_when_the_step_is_known():
     with says(gz.ConfigError, "keep_gathered='head.*'", "model.0.weight"):
-        Train(keep_gathered="head.*").planned()
+        BudgetGraph(keep_gathered="head.*").planned()
 
 
 @pytest.mark.parametrize("setting", [{"keep_gathered": True}, {"budget": 1}, {"stage": "auto"}])
@@ -103,7 +103,7 @@ def test_a_users_pass_behind_keep_runs_with_and_without_it(setting):
     lo, hi = ends()
     if "budget" in setting:
         setting = {"budget": (lo + hi) // 2}
-    for graph in (Train(**setting), Train()):
+    for graph in (BudgetGraph(**setting), BudgetGraph()):
         graph.config.add_pass(nothing, after="keep_gathered")
         names = [record.name for record in graph.planned().history]
         assert names[names.index("bucket") - 1] == "nothing"
@@ -119,7 +119,7 @@ def test_steps_are_the_same_to_the_bit(settings):
         settings = {"budget": sum(ends()) // 2}
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn((512, 32), generator=generator) for _ in range(3)]
-    plain, kept = Train(), Train(**settings)
+    plain, kept = BudgetGraph(), BudgetGraph(**settings)
     for batch in batches:
         assert torch.equal(plain(batch), kept(batch))
     assert kept.plan.kept
@@ -132,7 +132,7 @@ def test_steps_are_the_same_to_the_bit(settings):
 def test_the_peak_of_a_call_is_the_plans_to_the_byte(settings, bucket_bytes):
     x = torch.zeros(16, 32)
     with fake_world(4):
-        graph = Train(placement=None, bucket_bytes=bucket_bytes)
+        graph = BudgetGraph(placement=None, bucket_bytes=bucket_bytes)
         peaks = []
         for keep in (False, True):
             graph.config.enable_zero(stage=3, keep_gathered=keep)
@@ -158,7 +158,7 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(settings, bucket_bytes):
 
 def every(**settings):
     """(peak, seconds or bytes) of the programs that keep each set of the parameters that backward reads."""
-    graph = Train(keep_gathered=True, **settings).planned()
+    graph = BudgetGraph(keep_gathered=True, **settings).planned()
     before = next(record.before for record in graph.history if record.name == "keep_gathered")
     rest = default_passes(Options(bucket_bytes=graph.config.bucket_bytes), since="bucket")
     found = []
@@ -204,7 +204,7 @@ def test_where_slots_outweigh_values_the_budget_holds_too(bucket_bytes):
 
 def test_the_plan_says_what_was_kept_and_why():
     low, high = ends()
-    graph = Train(budget=(low + high) // 2).planned()
+    graph = BudgetGraph(budget=(low + high) // 2).planned()
     (line,) = graph.plan.decisions
     assert line.startswith(f"gathered once a step: {len(graph.plan.kept)} of the 4 parameters that backward reads")
     assert line in str(graph.plan) and line in repr(graph)
@@ -212,7 +212,7 @@ def test_the_plan_says_what_was_kept_and_why():
 
 
 def test_a_change_of_the_budget_compiles_anew_from_the_same_capture():
-    graph, (low, high) = Train(), ends()
+    graph, (low, high) = BudgetGraph(), ends()
     batch = torch.randn((512, 32))
     losses, kept = [], []
     for budget in (None, low, high, None):
@@ -222,7 +222,7 @@ def test_a_change_of_the_budget_compiles_anew_from_the_same_capture():
     assert (kept[0], kept[2], kept[3]) == (0, 4, 0)
     programs = graph._selection.programs
     assert len(programs.all) >= 3 and sum(map(len, programs.captures.values())) == 1
-    reference = Train()
+    reference = BudgetGraph()
     assert all(torch.equal(loss, reference(batch)) for loss in losses)
 
 
@@ -247,10 +247,10 @@ def test_an_evaluation_has_nothing_to_keep():
 def test_a_budget_that_nothing_fits_says_what_it_would_need_and_what_would_need_less():
     low, _ = ends()
     with says(
-        gz.ConfigError, "the memory budget is 1 bytes per rank", "Train on dp=4 at stage 3", "activations",
+        gz.ConfigError, "the memory budget is 1 bytes per rank", "BudgetGraph on dp=4 at stage 3", "activations",
         "set_memory_budget(", "set_gradient_accumulation_steps(", "computed again",
     ) as said:  # fmt: skip
-        Train(budget=1).planned()
+        BudgetGraph(budget=1).planned()
     least = int(re.search(r"set_memory_budget\((\d+)\)", said.message)[1])
     assert f"peaks at {least:,} bytes" in said.message
     assert plan(budget=least).memory.peak <= least < low  # where backward computes values of forward again
@@ -262,13 +262,13 @@ def test_stages_that_keep_parameters_whole_are_checked(stage):
     peak = plan(8, stage=stage).memory.peak  # model state outweighs activations
     assert plan(8, stage=stage, budget=peak).memory.peak == peak
     with says(gz.ConfigError, f"at stage {stage} peaks at {peak:,}", "a higher ZeRO stage", "more ranks"):
-        Train(stage=stage, budget=peak - 1).planned(8)
+        BudgetGraph(stage=stage, budget=peak - 1).planned(8)
 
 
 def test_what_the_user_keeps_beyond_the_budget_is_refused():
     low, high = ends()
     with says(gz.ConfigError, "leave keep_gathered out"):
-        Train(budget=low // 3, keep_gathered=True).planned()
+        BudgetGraph(budget=low // 3, keep_gathered=True).planned()
     assert plan(budget=low).memory.peak <= low < high
 
 
@@ -300,7 +300,7 @@ def test_the_stages_are_tried_in_the_order_of_what_they_send():
 
 def test_auto_says_which_stage_it_took_and_why():
     one, two, _ = (found.memory.peak for found in stages(**UNLIKE).values())
-    graph = Train("auto", two, **UNLIKE).planned(8)
+    graph = BudgetGraph("auto", two, **UNLIKE).planned(8)
     assert graph.plan.stage == graph.plan.to_dict()["stage"] == 2
     (line,) = graph.plan.decisions
     assert line.startswith('stage="auto": 2 is the first that fits') and "1 would peak at" in line
@@ -328,7 +328,7 @@ def test_auto_that_fits_nowhere_says_what_each_stage_needs():
 
 def test_auto_trains_as_the_stage_that_it_takes():
     two = plan(8, stage=2, **UNLIKE).memory.peak
-    auto, fixed = Train("auto", two, **UNLIKE), Train(2, **UNLIKE)
+    auto, fixed = BudgetGraph("auto", two, **UNLIKE), BudgetGraph(2, **UNLIKE)
     for seed in range(2):
         x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(auto(x), fixed(x))
@@ -340,14 +340,14 @@ def test_auto_without_a_budget_asks_the_device(monkeypatch):
     for nbytes, stage in ((2**34, 1), (peaks[1], 2), (peaks[2], 3)):
         machine = device_memory.Device("here", int(nbytes * 4 / device_memory.SHARE) + 8)
         monkeypatch.setattr(device_memory, "_machine", lambda machine=machine: machine)
-        found = Train("auto", **UNLIKE).planned(8).plan
+        found = BudgetGraph("auto", **UNLIKE).planned(8).plan
         assert found.stage == stage and "0.9 of the device's memory" in found.decisions[0]
 
 
 def test_auto_compiles_on_meta_for_a_fake_world():
     with fake_world(16):
         with torch.device("meta"):
-            graph, x = Train("auto", placement=None, **UNLIKE), torch.zeros(4, 128)
+            graph, x = BudgetGraph("auto", placement=None, **UNLIKE), torch.zeros(4, 128)
         assert graph.compile(x).plan.stage == 1
 
 
@@ -356,7 +356,7 @@ def test_auto_for_a_device_that_this_process_does_not_have_asks_for_a_budget():
         pytest.skip("this process has it")
     place = gz.placement("cuda", range(2), virtual=True)
     with says(gz.ConfigError, "memory a cuda device has", "config.set_memory_budget"):
-        Train("auto", placement=place).planned()
+        BudgetGraph("auto", placement=place).planned()
     assert plan(stage="auto", budget=2**40, placement=place).stage == 1
 
 

@@ -48,7 +48,7 @@ def several(net):
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
 
 
-class Train(gz.Graph):
+class AccumulatingGraph(gz.Graph):
     def __init__(
         self, stage=0, early=True, ranks=2, make=adamw, chunks=1, layers=2, placement=None, schedule=False, **clip
     ):
@@ -82,13 +82,13 @@ def held(graph):
 
 @cache
 def planned(**options):
-    return Train(**options).compile(*batch()).plan
+    return AccumulatingGraph(**options).compile(*batch()).plan
 
 
 @pytest.mark.parametrize("make", [adamw, several])
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 4), (2, 2), (3, 4)])
 def test_steps_are_the_same_to_the_bit(stage, ranks, make):
-    late, early = (Train(stage, on, ranks, make, schedule=True) for on in (False, True))
+    late, early = (AccumulatingGraph(stage, on, ranks, make, schedule=True) for on in (False, True))
     for step in range(3):
         assert torch.equal(late(*batch(step)), early(*batch(step)))
     assert all(itertools.starmap(torch.equal, zip(held(late), held(early), strict=True)))
@@ -105,7 +105,7 @@ def test_parameters_step_before_backward_ends(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage):
     with gz.testing.fake_world(2):
-        graph = Train(stage, placement=gz.placement("cpu", range(2)))
+        graph = AccumulatingGraph(stage, placement=gz.placement("cpu", range(2)))
         share = tuple(x.chunk(2)[0] for x in batch())
         graph(*share)
         gc.collect()
@@ -118,14 +118,14 @@ def test_the_peak_of_a_call_is_the_plans_to_the_byte(stage):
 
 
 def test_micro_batches_in_build_are_added_up_before_the_step():
-    late, early = (Train(2, on, chunks=2) for on in (False, True))
+    late, early = (AccumulatingGraph(2, on, chunks=2) for on in (False, True))
     for step in range(2):
         assert torch.equal(late(*batch(step)), early(*batch(step)))
     assert all(itertools.starmap(torch.equal, zip(held(late), held(early), strict=True)))
 
 
 def test_a_norm_of_all_gradients_is_waited_for_and_the_plan_and_the_graph_say_so():
-    late, early = (Train(2, on, clip_grad_norm=0.1) for on in (False, True))
+    late, early = (AccumulatingGraph(2, on, clip_grad_norm=0.1) for on in (False, True))
     for step in range(2):
         assert torch.equal(late(*batch(step)), early(*batch(step)))
     assert all(itertools.starmap(torch.equal, zip(held(late), held(early), strict=True)))
@@ -148,7 +148,7 @@ def test_by_default_gradients_are_there_when_backward_ends():
 
 
 def test_a_change_of_the_setting_compiles_anew_from_the_same_capture():
-    graph = Train(1, early=False)
+    graph = AccumulatingGraph(1, early=False)
     graph(*batch())
     capture = graph._selection.last.captured
     graph.config.set_optimizer_in_backward()
@@ -177,7 +177,7 @@ def test_an_evaluation_is_as_without_it():
 
 def test_a_budget_that_gradients_break_names_the_setting():
     least = planned(stage=0, layers=5).memory.peak
-    graph = Train(0, early=False, layers=5)
+    graph = AccumulatingGraph(0, early=False, layers=5)
     graph.config.set_memory_budget(least)
     with pytest.raises(gz.ConfigError, match=r"config.set_optimizer_in_backward\(\)"):
         graph.compile(*batch())
@@ -187,13 +187,13 @@ def test_a_budget_that_gradients_break_names_the_setting():
 
 def test_what_is_no_answer_is_refused():
     with says(gz.ConfigError, "set_optimizer_in_backward", "True or False"):
-        Train(early="yes")
+        AccumulatingGraph(early="yes")
 
 
 def test_a_step_that_stops_within_backward_has_changed_parameters_and_says_so():
-    graph = Train(2)
+    graph = AccumulatingGraph(2)
     graph(*batch())
-    late = Train(2, early=False)
+    late = AccumulatingGraph(2, early=False)
     late(*batch())
     first = program_of(graph).first_write
     assert first < program_of(late).first_write

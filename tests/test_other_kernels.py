@@ -33,7 +33,7 @@ def test_whole_numbers_and_what_is_not_finite_stay() -> None:
     torch.testing.assert_close(other, x, rtol=0, atol=0, equal_nan=True)
 
 
-class Train(gz.Graph):
+class RoundingGraph(gz.Graph):
     """A step of Adam along ``scale`` times the gradient of a mean over a layer norm, which is zero but for rounding."""
 
     def __init__(self, scale: float) -> None:
@@ -54,7 +54,7 @@ class Train(gz.Graph):
 
 def difference(scale: float) -> float:
     """Between the parameters after a step of a Graph and of plain PyTorch."""
-    graph, twin = Train(scale), Train(scale)
+    graph, twin = RoundingGraph(scale), RoundingGraph(scale)
     x = torch.randn(4, 6, dtype=torch.float64)
     graph(x)
     twin.loss(x).backward()

@@ -47,7 +47,7 @@ class Case:
         return found
 
 
-class Train(gz.Graph):
+class CaseGraph(gz.Graph):
     def __init__(self, case, model, placement=None, stage=0):
         super().__init__(placement)
         self.case, self.model = case, model
@@ -291,7 +291,7 @@ def test_steps_are_eagers_and_activations_stay_split(name):
     for ranks, stage in ((2, 0), (3, 3)):
         model = made(case)
         twin = copy.deepcopy(model)
-        graph, other = Train(case, model, virtual(ranks), stage), case.opt(list(twin.parameters()))
+        graph, other = CaseGraph(case, model, virtual(ranks), stage), case.opt(list(twin.parameters()))
         for _ in range(2):
             batch = case.batch()
             found = graph(*(x.clone() for x in batch))
@@ -309,7 +309,7 @@ def test_steps_are_eagers_and_activations_stay_split(name):
 def test_their_memory_is_the_plans(name):
     case = CASES[name]
     with gz.testing.fake_world(2):
-        graph = Train(case, made(case))
+        graph = CaseGraph(case, made(case))
         batch = [x[: ROWS // 2].clone() for x in case.batch()]
         if name == "encoder_layer":
             batch = [x.clone() for x in case.batch()]
@@ -327,7 +327,7 @@ def test_a_program_with_rows_in_sections_reads_back():
     case = CASES["encoder_layer"]
     model = made(case)
     twin = copy.deepcopy(model)
-    graph = Train(case, model, virtual(4), stage=3)
+    graph = CaseGraph(case, model, virtual(4), stage=3)
     batch = r(8, 5, 8), r(8)
     same(graph(*batch), case.train(twin, *batch))
     assert not [c for c in graph.plan.collectives if c.what_for == "other" and c.kind == "all_gather"]
@@ -343,7 +343,7 @@ def test_a_view_of_rows_in_sections_that_takes_them_apart_otherwise_gathers():
     model = made(case)
     twin = copy.deepcopy(model)
     batch = case.batch()
-    same(Train(case, model, virtual(2))(*batch), case.train(twin, *batch))
+    same(CaseGraph(case, model, virtual(2))(*batch), case.train(twin, *batch))
 
 
 def packed(model, x, lengths):
@@ -359,7 +359,7 @@ def ctc(model, x, lengths):
 def test_lengths_that_are_data_say_so(step, what):
     case = Case(lambda: nn.LSTM(5, 4, batch_first=True), None, step)
     with pytest.raises(gz.CaptureError, match=f"the shapes inside {what} depend on lengths"):
-        Train(case, made(case), virtual(2))(r(ROWS, 3, 5), torch.full((ROWS,), 2))
+        CaseGraph(case, made(case), virtual(2))(r(ROWS, 3, 5), torch.full((ROWS,), 2))
 
 
 @pytest.mark.parametrize(
@@ -369,5 +369,5 @@ def test_lengths_that_are_data_say_so(step, what):
 def test_embeddings_that_no_graph_can_hold_say_so(make, message):
     case = Case(make, None, lambda m, ids: square(m(ids)))
     with pytest.raises(gz.CaptureError, match=message) as caught:
-        Train(case, made(case), virtual(2))(ints(7, ROWS))
+        CaseGraph(case, made(case), virtual(2))(ints(7, ROWS))
     assert "test_user_models.py" in str(caught.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_short_errors import ONE, Train
+from test_short_errors import ONE, ClassifierGraph
 from torch import nn
 
 import graphzero as gz
@@ -14,11 +14,11 @@ BATCH = torch.ones(8, 4), torch.zeros(8).long()
 
 def test_a_model_that_torch_compiles_is_to_be_given_as_it_is():
     with pytest.raises(gz.ConfigError, match=r'compiled by torch.compile.*_orig_mod.*set_executor\("inductor"\)'):
-        Train(torch.compile(nn.Linear(4, 3)))
+        ClassifierGraph(torch.compile(nn.Linear(4, 3)))
 
 
 def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
-    graph = Train()
+    graph = ClassifierGraph()
     with pytest.raises(gz.ConfigError, match="called inside of torch.compile, but it compiles its own step"):
         torch.compile(lambda: graph(*BATCH), backend="eager")()
     graph(*BATCH)
@@ -27,12 +27,12 @@ def test_a_graph_within_torch_compile_says_that_it_compiles_itself():
 @pytest.mark.parametrize("name", ["train", "eval", "parameters", "to", "zero_grad"])
 def test_what_modules_have_is_asked_of_the_modules(name):
     with pytest.raises(AttributeError, match=rf"a Graph is not a module: ask its modules, as graph\.model\.{name}"):
-        getattr(Train(), name)
+        getattr(ClassifierGraph(), name)
 
 
 def test_an_unknown_argument_of_add_optimizer_is_answered_with_those_that_there_are():
     with pytest.raises(gz.ConfigError, match=r"no argument 'lr_scheduler'.*lr_sch= \(its scheduler\)"):
-        Train(lr_scheduler=None)
+        ClassifierGraph(lr_scheduler=None)
 
 
 def test_a_configuration_may_be_made_before_its_graph():
@@ -49,7 +49,7 @@ def test_names_of_torch_are_answered_with_torchs(name):
 
 
 def test_a_batch_that_micro_batches_do_not_divide_is_told_what_a_call_takes():
-    graph = Train()
+    graph = ClassifierGraph()
     graph.config.set_gradient_accumulation_steps(4)
     with pytest.raises(gz.ConfigError, match="a call takes all micro-batches of a rank .*batch_per_rank"):
         graph(torch.ones(6, 4), torch.zeros(6).long())

@@ -17,7 +17,7 @@ from graphzero import errors
 ONE = gz.placement("cpu", range(2), virtual=True)
 
 
-class Train(gz.Graph):
+class ClassifierGraph(gz.Graph):
     def __init__(self, model=None, **options):
         super().__init__(ONE)
         self.model, self.loss = nn.Linear(4, 3) if model is None else model, nn.CrossEntropyLoss()
@@ -43,16 +43,16 @@ def shown(function) -> tuple[BaseException, str]:
     ],
 )
 def test_what_plain_pytorch_refuses_too_is_said_to_be_so_with_the_inputs(x, y, words):
-    error, _ = shown(lambda: Train()(x, y))
+    error, _ = shown(lambda: ClassifierGraph()(x, y))
     first = str(error).splitlines()[0]
-    assert first.startswith("build of Train does not run in plain PyTorch either: ") and words in first
+    assert first.startswith("build of ClassifierGraph does not run in plain PyTorch either: ") and words in first
     assert f"y: int64{list(y.shape)}" in str(error)
     assert "in build" in str(error)
 
 
 def test_a_traceback_has_the_users_frames_alone(monkeypatch):
     monkeypatch.setenv(errors.TRACEBACK, "0")
-    _, text = shown(lambda: Train()(torch.ones(8, 5), torch.zeros(8).long()))
+    _, text = shown(lambda: ClassifierGraph()(torch.ones(8, 5), torch.zeros(8).long()))
     files = [line for line in text.splitlines() if line.startswith("  File")]
     assert sum("graphzero/errors.py" in line for line in files) == 1  # where it is raised again
     assert not any("torch" + "/" in line or "capture" in line for line in files)
@@ -62,7 +62,7 @@ def test_a_traceback_has_the_users_frames_alone(monkeypatch):
 
 def test_all_frames_are_shown_where_the_environment_says_so(monkeypatch):
     monkeypatch.setenv(errors.TRACEBACK, "1")
-    _, text = shown(lambda: Train()(torch.ones(8, 5), torch.zeros(8).long()))
+    _, text = shown(lambda: ClassifierGraph()(torch.ones(8, 5), torch.zeros(8).long()))
     assert "direct cause" in text and "trace.py" in text
 
 
@@ -73,7 +73,7 @@ def test_what_the_user_was_handling_meanwhile_stays_behind_the_error(monkeypatch
         try:
             raise KeyError("the user's own")
         except KeyError:
-            Train()(torch.ones(8, 5), torch.zeros(8).long())
+            ClassifierGraph()(torch.ones(8, 5), torch.zeros(8).long())
 
     _, text = shown(retries)
     assert 'KeyError: "the user\'s own"' in text and "RuntimeError" not in text.partition("another exception")[0]
@@ -97,7 +97,7 @@ SCRIPT = """
 import torch, graphzero as gz
 from torch import nn
 
-class Train(gz.Graph):
+class ClassifierGraph(gz.Graph):
     def __init__(self):
         super().__init__()
         self.model = nn.Linear(4, 3)
@@ -105,7 +105,7 @@ class Train(gz.Graph):
     def build(self, x):
         return self.model(x)
 
-Train()(torch.ones(8, 5))
+ClassifierGraph()(torch.ones(8, 5))
 """
 
 

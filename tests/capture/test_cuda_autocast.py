@@ -132,7 +132,7 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("device, dtype", [("cpu", "bf16"), ("cuda", "f32")])
 def test_a_graph_on_cuda_computes_norms_and_softmax_in_float32(device, dtype):
-    class Train(gz.Graph):
+    class AutocastGraph(gz.Graph):
         def __init__(self):
             super().__init__(gz.placement(device, range(2)))
             with torch.device("meta"):
@@ -146,7 +146,7 @@ def test_a_graph_on_cuda_computes_norms_and_softmax_in_float32(device, dtype):
             return y
 
     with gz.testing.fake_world(2):
-        graph = Train().compile(torch.empty(4, 8, device="meta"))
+        graph = AutocastGraph().compile(torch.empty(4, 8, device="meta"))
     lines = str(graph.program).splitlines()
     for op in ("native_layer_norm", "_softmax"):
         (line,) = (line for line in lines if f" = {op}(" in line)

@@ -9,7 +9,7 @@ import graphzero as gz
 SIZES = [[1, 2, 4], [2, 2, 3]]
 
 
-class Train(gz.Graph):
+class FoldedGraph(gz.Graph):
     def __init__(self, model, mix):
         super().__init__(gz.placement("cpu", range(2), virtual=True))
         self.model, self.mix = model, mix
@@ -57,7 +57,7 @@ def test_sizes_from_numbers_of_build_are_known(mix):
     models = [nn.Linear(4, 8).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     x = torch.randn(8, 4, dtype=torch.float64)
-    graph = Train(models[0], mix)
+    graph = FoldedGraph(models[0], mix)
     optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -69,4 +69,4 @@ def test_sizes_from_numbers_of_build_are_known(mix):
 
 def test_sizes_from_the_batch_are_refused():
     with pytest.raises(gz.CaptureError, match="shape of a result depends on data"):
-        Train(nn.Linear(4, 8), lambda h: h[h > 0])(torch.randn(8, 4))
+        FoldedGraph(nn.Linear(4, 8), lambda h: h[h > 0])(torch.randn(8, 4))

@@ -239,7 +239,7 @@ def test_a_schedule_without_a_meaning_is_refused(scheduler, part):
 # ---- a run
 
 
-class Train(gz.Graph):
+class PortedGraph(gz.Graph):
     """A script of DeepSpeed's, moved over."""
 
     def __init__(self, model, config):
@@ -270,7 +270,7 @@ def mlp():
 
 def test_a_run_of_a_json_is_plain_pytorch_on_the_whole_batch():
     model, plain = mlp(), mlp()
-    graph = Train(model, ported(**JSON))
+    graph = PortedGraph(model, ported(**JSON))
     weights, moments = list(plain.parameters()), [[torch.zeros_like(p) for p in plain.parameters()] for _ in range(2)]
     is_clipped = []
     for step in range(1, 6):
@@ -299,7 +299,7 @@ def test_a_run_of_a_json_is_plain_pytorch_on_the_whole_batch():
 def test_a_schedule_does_not_step_with_a_step_that_overflows_and_a_static_scale_stays():
     model = mlp()
     json = JSON | {"fp16": {"enabled": True, "loss_scale": 64}}
-    graph = Train(model, ported(**json))
+    graph = PortedGraph(model, ported(**json))
     x = torch.randn(16, 8)
     rates = []
     for factor in (1.0, 1e30, 1.0, 1.0, 1.0):

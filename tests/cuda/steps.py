@@ -49,7 +49,7 @@ def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "eps": 1e-6, **more})
 
 
-class Train(gz.Graph):
+class RecordableGraph(gz.Graph):
     """``build`` of a model that returns its loss."""
 
     def __init__(
@@ -89,7 +89,7 @@ def eager(model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 def graphs(model: nn.Module, placement: Any, stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same, of a Graph; everything on the CPU at the end."""
-    graph = Train(copy.deepcopy(model), placement, stage)
+    graph = RecordableGraph(copy.deepcopy(model), placement, stage)
     losses = [graph(ids).cpu() for ids in batches()]
     full = graph.full_state_dict()["modules"]["model"]
     return losses, {name: full[name].cpu() for name, _ in model.named_parameters()}

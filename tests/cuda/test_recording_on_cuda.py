@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from inside import executor_of
-from steps import Language, Train, adamw, batches, eager
+from steps import Language, RecordableGraph, adamw, batches, eager
 from torch import Tensor, nn
 
 import graphzero as gz
@@ -24,7 +24,7 @@ def model() -> nn.Module:
     return Language()
 
 
-class Scheduled(Train):
+class Scheduled(RecordableGraph):
     """With a rate that changes after every step, or every fourth."""
 
     def __init__(self, model: nn.Module, recorded: bool, every: int = 1, executor: str = "eager", rate: float = 1e-3):
@@ -43,7 +43,7 @@ def executor(graph: gz.Graph) -> Replayed:
     return found
 
 
-def together(graph: Train, plain: Train, given: list[Tensor], tolerance: float = 1e-5) -> None:
+def together(graph: RecordableGraph, plain: RecordableGraph, given: list[Tensor], tolerance: float = 1e-5) -> None:
     """Both steps, on each batch; losses, norms and parameters agree."""
     for ids in given:
         torch.testing.assert_close(graph(ids), plain(ids), rtol=0, atol=tolerance)
@@ -71,7 +71,7 @@ def test_in_bfloat16_a_scheduled_rate_keeps_its_digits(model):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("placement", [ONE, FOUR], ids=["one rank", "four virtual ranks"])
 def test_recorded_steps_equal_the_cpu(model, placement, stage):
-    graph = Train(copy.deepcopy(model), placement, stage, recorded=True)
+    graph = RecordableGraph(copy.deepcopy(model), placement, stage, recorded=True)
     given = batches()
     for ids in given[:1] * 4:  # records, and replays, on a copy of the state
         before = copy.deepcopy(graph.full_state_dict())
@@ -88,7 +88,7 @@ def test_recorded_steps_equal_the_cpu(model, placement, stage):
 @pytest.mark.usefixtures("nccl")
 def test_a_world_of_one_over_nccl_is_recorded(model):
     alone = gz.placement("cuda", range(1))
-    graph, plain = (Train(copy.deepcopy(model), alone, 2, recorded=recorded) for recorded in (True, False))
+    graph, plain = (RecordableGraph(copy.deepcopy(model), alone, 2, recorded=recorded) for recorded in (True, False))
     together(graph, plain, batches(6))
     assert executor(graph).recorded == 1
 
@@ -104,7 +104,7 @@ def test_a_loaded_state_and_an_evaluation_between_are_read(model):
             return self.model(ids)
 
     other = copy.deepcopy(model)
-    graph, plain = Train(model, ONE, recorded=True), Train(other, ONE)
+    graph, plain = RecordableGraph(model, ONE, recorded=True), RecordableGraph(other, ONE)
     evaluate, given = Evaluate(model), batches(STEPS)
     saved: Any = None
     for step, ids in enumerate(given):
@@ -121,7 +121,7 @@ def test_a_loaded_state_and_an_evaluation_between_are_read(model):
 
 
 def test_what_a_caller_holds_does_not_change_with_the_next_replay(model):
-    graph, given = Train(model, ONE, recorded=True), batches(STEPS)
+    graph, given = RecordableGraph(model, ONE, recorded=True), batches(STEPS)
     held = [(graph(ids), graph.grad_norm) for ids in given]
     kept = copy.deepcopy(held)
     for ids in given:
@@ -145,7 +145,7 @@ def test_dropout_draws_in_a_replay_what_the_cpu_draws():
 
 
 def test_a_replay_does_not_wait_for_the_gpu(model):
-    graph = Train(model, ONE, stage=2, recorded=True)
+    graph = RecordableGraph(model, ONE, stage=2, recorded=True)
     given = [ids.cuda() for ids in batches(6)]
     for ids in given[:4]:
         graph(ids)
@@ -161,7 +161,7 @@ def test_a_replay_does_not_wait_for_the_gpu(model):
 
 def test_memory_of_the_recording_is_what_was_planned(record_property):
     model = Language(vocabulary=67, width=512, layers=6, heads=8, context=256)
-    graph = Train(model, ONE, recorded=True)
+    graph = RecordableGraph(model, ONE, recorded=True)
     ids = batches(1, size=16, length=256)[0].cuda()
     for _ in range(2):
         graph(ids)
@@ -181,7 +181,7 @@ def test_memory_of_the_recording_is_what_was_planned(record_property):
 
 
 def test_graphs_are_recorded_after_all_others_are_gone(model):
-    graph, given = Train(model, ONE, recorded=True), batches(6)
+    graph, given = RecordableGraph(model, ONE, recorded=True), batches(6)
     for ids in given:
         graph(ids)
     executor(graph)._discard("this test wants another")
@@ -191,7 +191,7 @@ def test_graphs_are_recorded_after_all_others_are_gone(model):
 
 
 def test_a_recording_outlives_the_workspaces_of_others(model):
-    graph, plain = (Train(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
+    graph, plain = (RecordableGraph(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
     together(graph, plain, batches(4))
     torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's reduce-overhead does
     torch.cuda.empty_cache()
@@ -210,7 +210,7 @@ halved.register_autograd(lambda ctx, grad: grad * 0.5)  # type: ignore[arg-type]
 
 
 def test_a_step_that_waits_for_the_gpu_runs_op_by_op_and_others_are_recorded_after_it(model):
-    class Halved(Train):
+    class Halved(RecordableGraph):
         def build(self, ids: Tensor) -> Tensor:
             loss = halved(self.model(ids))
             loss.backward()
@@ -225,6 +225,6 @@ def test_a_step_that_waits_for_the_gpu_runs_op_by_op_and_others_are_recorded_aft
     assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.empty_cache()  # torch's allocator and its generator are in no capture any more
     assert torch.rand(8, device="cuda").unique().numel() > 1
-    after, plain = (Train(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
+    after, plain = (RecordableGraph(copy.deepcopy(model), ONE, recorded=recorded) for recorded in (True, False))
     together(after, plain, batches(6))
     assert executor(after).recorded == 1 and not executor(after).refusal

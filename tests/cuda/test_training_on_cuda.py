@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from steps import Language, Train, adamw, batches, eager, graphs
+from steps import Language, RecordableGraph, adamw, batches, eager, graphs
 from torch import nn
 
 import graphzero as gz
@@ -49,7 +49,7 @@ def test_one_gpu_for_each_rank_equals_the_cpu(stage):
 
 def test_parameters_are_moved_and_stay_the_users(model):
     before = list(model.parameters())
-    graph = Train(model, gz.placement("cuda", range(1), virtual=True), stage=2)
+    graph = RecordableGraph(model, gz.placement("cuda", range(1), virtual=True), stage=2)
     ids = batches()[0]
     first = graph(ids)
     assert all(now is then and now.is_cuda for now, then in zip(model.parameters(), before, strict=True))
@@ -58,7 +58,7 @@ def test_parameters_are_moved_and_stay_the_users(model):
 
 def test_eager_steps_go_on_where_a_graph_stopped(model):
     other = copy.deepcopy(model)
-    graph = Train(model, gz.placement("cuda", range(1), virtual=True), clip=None)
+    graph = RecordableGraph(model, gz.placement("cuda", range(1), virtual=True), clip=None)
     optimizer = adamw(other.cuda())
     own = graph._source.optimizers[0].optimizer
     for i, ids in enumerate(batches()):
@@ -94,7 +94,7 @@ def test_dropout_drops_the_same_elements_on_both_devices():
 
 def test_memory_is_what_was_planned(record_property):
     model = Language(vocabulary=67, width=512, layers=6, heads=8, context=256)
-    graph = Train(model, gz.placement("cuda", range(1), virtual=True), stage=0)
+    graph = RecordableGraph(model, gz.placement("cuda", range(1), virtual=True), stage=0)
     ids = batches(1, size=16, length=256)[0].cuda()
     graph(ids)
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def test_memory_is_what_was_planned(record_property):
 
 
 def test_a_step_does_not_wait_for_the_gpu(model):
-    graph = Train(model, gz.placement("cuda", range(2), virtual=True), stage=2)
+    graph = RecordableGraph(model, gz.placement("cuda", range(2), virtual=True), stage=2)
     given = [ids.cuda() for ids in batches(4)]
     for ids in given[:2]:
         graph(ids)
@@ -125,7 +125,7 @@ def test_a_step_does_not_wait_for_the_gpu(model):
 
 
 def test_input_on_the_host_is_copied_without_waiting(model):
-    graph = Train(model, gz.placement("cuda", range(1), virtual=True))
+    graph = RecordableGraph(model, gz.placement("cuda", range(1), virtual=True))
     given = [ids.pin_memory() for ids in batches(3)]
     graph(given[0])
     torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def _one_rank_of_many(stage: int) -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = Language()
-    graph = Train(copy.deepcopy(model), None, stage)
+    graph = RecordableGraph(copy.deepcopy(model), None, stage)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     assert graph.placement.device_type == "cuda" and torch.cuda.current_device() == rank
     losses = [graph(ids.chunk(ranks)[rank]).cpu() for ids in batches()]

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from evaluation_toys import Eager, Evaluate, Train, assert_same, batch, everyone, grid, row_of, share, steps
+from evaluation_toys import Eager, Evaluate, assert_same, batch, everyone, grid, row_of, share, steady_graph, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +23,7 @@ def held(graph):
 
 def check_eager_code_sees_whole_plain_tensors_and_what_it_writes_is_the_next_steps_value():
     for placement, stage in settings():
-        graph, eager = Train(placement, stage), Eager()
+        graph, eager = steady_graph(placement, stage), Eager()
         steps(graph, 0), eager.steps(0)
         before, program = held(graph), graph.program
         said = next(graph.model.parameters()).said = object()
@@ -65,7 +65,7 @@ def write(model):
 
 def check_an_evaluation_graph_follows_the_training():
     for placement, stage in settings():
-        graph, eager = Train(placement, stage), Eager()
+        graph, eager = steady_graph(placement, stage), Eager()
         evaluate, again = Evaluate(graph.model, placement), Evaluate(graph.model, placement)
         again.config.enable_zero(stage=3)  # splits what is whole, and the training goes on with that
         for step in range(3):

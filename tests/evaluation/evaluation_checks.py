@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from block_checks import held
-from evaluation_toys import Eager, Evaluate, Train, assert_same, everyone, share, steps
+from evaluation_toys import Eager, Evaluate, assert_same, everyone, share, steady_graph, steps
 from processes import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -32,7 +32,7 @@ def opened(graph, inside):
 
 def check_writes_that_differ_are_refused_and_what_differs_must_be_loaded():
     for stage in (0, 3):
-        graph, eager = Train(everyone(), stage), Eager()
+        graph, eager = steady_graph(everyone(), stage), Eager()
         steps(graph, 0), eager.steps(0)
         whole = graph.full_state_dict()
 
@@ -50,7 +50,7 @@ def check_writes_that_differ_are_refused_and_what_differs_must_be_loaded():
 
 
 def check_an_exception_on_one_rank_raises_on_all_and_all_go_on():
-    graph, eager = Train(everyone(), 3), Eager()
+    graph, eager = steady_graph(everyone(), 3), Eager()
     steps(graph, 0), eager.steps(0)
     before, error = held(graph), ValueError("a bad prompt")
 
@@ -103,7 +103,7 @@ def check_one_rank_generates_while_the_others_wait():
 
 
 def check_under_mixed_precision_the_masters_are_seen():
-    graph = Train(everyone(), 1, dtype=torch.float32)
+    graph = steady_graph(everyone(), 1, dtype=torch.float32)
     graph.config.enable_amp()
     steps(graph, 0)
     assert isinstance(graph.model.first.weight, DTensor)
@@ -114,7 +114,7 @@ def check_under_mixed_precision_the_masters_are_seen():
 
 
 def check_before_the_first_call_rank_0_has_the_say():
-    graph, eager = Train(everyone(), 3, seed=dist.get_rank()), Eager()
+    graph, eager = steady_graph(everyone(), 3, seed=dist.get_rank()), Eager()
     with graph.full_parameters():
         close(dict(graph.model.state_dict()), dict(eager.model.state_dict()), rtol=0, atol=0)
         graph.model.last.weight.data.add_(1)
@@ -122,7 +122,7 @@ def check_before_the_first_call_rank_0_has_the_say():
     eager.model.last.weight.data.add_(1)
     steps(graph, 0), eager.steps(0)
     assert_same(graph, eager)
-    lifeless = Train(everyone(), 3)
+    lifeless = steady_graph(everyone(), 3)
     lifeless.model.to("meta")
     raises(gz.ConfigError, "is on the meta device", opened(lifeless, lambda: None))
 
@@ -138,7 +138,7 @@ def check_modules_that_a_user_has_split_are_whole_in_the_block():
 
 
 def check_a_block_keeps_graphs_out_and_refuses_what_it_cannot_take():
-    graph = Train(everyone(), 3)
+    graph = steady_graph(everyone(), 3)
     steps(graph, 0)
     other, (x, y) = Evaluate(graph.model, everyone()), share(graph.placement, 0)
     refused = [

@@ -1,9 +1,8 @@
 """The model of ``file_toys`` without dropout, its Graphs on real processes, each rank's rows, and plain PyTorch."""
 
-import file_toys
 import torch
 import torch.distributed as dist
-from file_toys import Model, batch
+from file_toys import Model, batch, clipped_graph
 
 import graphzero as gz
 
@@ -16,13 +15,12 @@ def grid():
     return gz.placement("cpu", [[0, 1], [2, 3]], names=("dp", "tp"))
 
 
-class Train(file_toys.Train):
-    """stage: of ZeRO.  dtype: of parameters and batches."""
-
-    def __init__(self, placement, stage, seed=0, dtype=torch.float64):
-        super().__init__(placement, stage, seed, schedule=False)
-        self.model.to(dtype).drop.p = 0.0
-        self.stage, self.dtype = stage, dtype
+def steady_graph(placement, stage, seed=0, dtype=torch.float64):
+    """A step without dropout.  stage: of ZeRO.  dtype: of parameters and batches."""
+    graph = clipped_graph(placement, stage, seed, schedule=False)
+    graph.model.to(dtype).drop.p = 0.0
+    graph.stage, graph.dtype = stage, dtype
+    return graph
 
 
 class Evaluate(gz.Graph):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "files")]
-from evaluation_toys import Eager, Evaluate, Train, assert_same, batch, steps  # noqa: E402
+from evaluation_toys import Eager, Evaluate, assert_same, batch, steady_graph, steps  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 
@@ -18,7 +18,7 @@ def line(ranks):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_training_is_evaluated_by_a_graph_and_by_eager_code_in_turns(stage):
-    graph, eager = Train(line(3), stage), Eager()
+    graph, eager = steady_graph(line(3), stage), Eager()
     evaluate, x = Evaluate(graph.model, line(3)), batch(9)[0]
     for step in range(3):
         steps(graph, step), eager.steps(step)
@@ -36,14 +36,14 @@ def test_a_training_is_evaluated_by_a_graph_and_by_eager_code_in_turns(stage):
 
 
 def test_one_process_without_a_launcher_may_use_the_block_too():
-    graph = Train(gz.placement("cpu", [0]), 3)
+    graph = steady_graph(gz.placement("cpu", [0]), 3)
     with graph.full_parameters():
         graph.model.last.weight.data.fill_(0.5)
     assert (graph.full_state_dict()["modules"]["model"]["last.weight"] == 0.5).all()
 
 
 def test_what_a_block_raises_comes_out_of_it_and_nothing_stays_open():
-    graph = Train(line(2), 3)
+    graph = steady_graph(line(2), 3)
     for error in (KeyError("a"), KeyboardInterrupt(), StopIteration()):
         with pytest.raises(type(error)) as caught, graph.full_parameters():
             raise error

@@ -62,7 +62,7 @@ def accelerated(rank: int, folder: Path, trainer: object) -> None:
     samples = [{"input_ids": one["input_ids"], "labels": one["input_ids"]} for one in trainer.windows(16, 16)]
     loader = DataLoader(samples, batch_size=4, collate_fn=default_data_collator)
 
-    class Train(gz.Graph):
+    class KeywordGraph(gz.Graph):
         def __init__(self) -> None:
             super().__init__()
             self.model = trainer.make_model(16, 16)
@@ -74,7 +74,7 @@ def accelerated(rank: int, folder: Path, trainer: object) -> None:
             loss.backward()
             return loss
 
-    graph, ours, theirs = Train(), [], []
+    graph, ours, theirs = KeywordGraph(), [], []
     for batch in accelerator.prepare(loader):
         ours.append(graph(**batch).item())
     model = trainer.make_model(16, 16)

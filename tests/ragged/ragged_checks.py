@@ -34,7 +34,7 @@ def loss_of(model, ids, mask, labels):
     return scores, F.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + scores.square().mean()
 
 
-class Train(gz.Graph):
+class RaggedGraph(gz.Graph):
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -71,7 +71,7 @@ def model_of():
 def check_ranks_of_unlike_shares_take_the_step_of_the_whole_batch():
     rank, made = dist.get_rank(), torch.Generator().manual_seed(1)
     model = model_of()
-    plain, graph = copy.deepcopy(model), Train(model)
+    plain, graph = copy.deepcopy(model), RaggedGraph(model)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     for sizes in ROUNDS:
         shares = [share(*each, made) for each in sizes]
@@ -91,7 +91,7 @@ def check_ranks_of_unlike_shares_take_the_step_of_the_whole_batch():
 
 
 def check_what_one_rank_cannot_pad_is_refused_on_all():
-    graph, made = Train(model_of()), torch.Generator().manual_seed(dist.get_rank())
+    graph, made = RaggedGraph(model_of()), torch.Generator().manual_seed(dist.get_rank())
     given = share(3, 21 if dist.get_rank() else 5, made)
     refused(graph, given, "room for 20 at most")
     good = share(3, 6, made)

@@ -16,7 +16,7 @@ from torch import nn
 import graphzero as gz
 
 
-class Train(gz.Graph):
+class PaddedGraph(gz.Graph):
     def __init__(self, model, ranks=3, **settings):
         super().__init__(gz.placement("cpu", range(ranks), virtual=True))
         self.model = model
@@ -76,7 +76,7 @@ SIZES = (12, 11, 7, 2, 12, 5)
 def test_a_run_with_smaller_batches_that_ranks_do_not_divide_is_that_of_plain_torch(norm, settings, programs):
     model, given = model_of(norm), batches(SIZES)
     plain = copy.deepcopy(model)
-    graph, wanted = Train(model, **settings), plainly(plain, given)
+    graph, wanted = PaddedGraph(model, **settings), plainly(plain, given)
     for (x, y), (scores, loss) in zip(given, wanted, strict=True):
         found = graph(x, y)
         torch.testing.assert_close(found[0], scores, rtol=1e-9, atol=1e-9)
@@ -93,11 +93,11 @@ def test_a_run_with_smaller_batches_that_ranks_do_not_divide_is_that_of_plain_to
 
 def test_statistics_of_a_micro_batch_are_refused_where_rows_are_padded():
     with pytest.raises(gz.ConfigError, match="padded rows are not spread evenly"):
-        Train(model_of(), gradient_accumulation_steps=2)(*batches([12])[0])
+        PaddedGraph(model_of(), gradient_accumulation_steps=2)(*batches([12])[0])
 
 
 def test_programs_of_sizes_that_do_not_come_any_more_are_freed():
-    graph = Train(model_of(False), rows=[6, 12, 24])
+    graph = PaddedGraph(model_of(False), rows=[6, 12, 24])
     graph.config.max_programs = 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 import graphzero as gz
 
 
-class Train(gz.Graph):
+class MuonGraph(gz.Graph):
     def __init__(self, stage, averaged=False):
         super().__init__()
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ def share(step):
 
 
 def trained(stage, steps=2, averaged=False):
-    graph = Train(stage, averaged)
+    graph = MuonGraph(stage, averaged)
     for step in range(steps):
         graph(share(step))
     return graph
@@ -71,7 +71,7 @@ def check_stacks_of_matrices_send_and_hold_what_is_planned():
 
 
 def check_averages_are_split_saved_and_evaluated():
-    model = copy.deepcopy(Train(0).model)
+    model = copy.deepcopy(MuonGraph(0).model)
     wanted = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
     plain = trained(0, 0)
     for step in range(3):
@@ -86,7 +86,7 @@ def check_averages_are_split_saved_and_evaluated():
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
         gz.save(graph, Path(folder[0], "checkpoint"))
-        fresh = Train(2, averaged=True)
+        fresh = MuonGraph(2, averaged=True)
         gz.load(fresh, Path(folder[0], "checkpoint"))
         torch.testing.assert_close(whole(fresh.average), wanted.state_dict())
         graph(share(3))

@@ -36,7 +36,7 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Train(gz.Graph):
+class LookupGraph(gz.Graph):
     """Two embeddings and a product: an index that is out of range fails on the rank that has it alone."""
 
     def __init__(self, stage: int = 2) -> None:
@@ -67,7 +67,7 @@ def tried(call: Any) -> dict[str, Any]:
 
 
 def an_op_fails_on_rank_1(rank: int) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     found = [tried(lambda: graph(batch(0, rank)))]
     bad = torch.tensor([1, 2, 3, 77, 5, 6, 7, 8])
     found.append(tried(lambda: graph(bad if rank == 1 else batch(1, rank))))
@@ -87,7 +87,7 @@ def test_an_op_that_fails_on_one_rank_is_an_error_on_all_and_the_next_call_works
             assert failed["kind"] == "IndexError"
         else:
             assert failed["kind"] == "RankError" and failed["ranks"] == [1], failed
-            assert "rank 1 stopped in this step of Train: IndexError: index out of range" in failed["text"]
+            assert "rank 1 stopped in this step of LookupGraph: IndexError: index out of range" in failed["text"]
             assert "test_failures.py:" in failed["text"] and "in build" in failed["text"]
         assert first["value"] > second["value"] > third["value"]
         assert [first, second, third] == [{**found[0][i], "seconds": x["seconds"]} for i, x in
@@ -95,7 +95,7 @@ def test_an_op_that_fails_on_one_rank_is_an_error_on_all_and_the_next_call_works
 
 
 def a_scheduler_fails_on_rank_1(rank: int) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     schedule = torch.optim.lr_scheduler.LambdaLR(graph._source.optimizers[0].optimizer, lambda step: 1.0)
     graph._source.schedulers[0] = schedule
     graph(batch(0, rank))
@@ -124,7 +124,7 @@ def test_a_scheduler_that_fails_on_one_rank_is_refused_until_all_have_loaded(tmp
 
 
 def ends(rank: int, how: Any) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
@@ -153,7 +153,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path, way: str, how: A
 
 def with_a_child(rank: int, how: Any) -> Any:
     """Rank 1 leaves a process behind that it has forked when all were connected."""
-    graph = Train()
+    graph = LookupGraph()
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
@@ -178,7 +178,7 @@ def test_a_killed_rank_whose_forked_child_lives_on_is_named(tmp_path: Path, way:
 
 
 def killed_while_all_save(rank: int, path: str, asynchronous: bool) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     graph(batch(0, rank))
     dist.barrier()
     if rank == 1:
@@ -196,11 +196,11 @@ def test_a_rank_that_is_killed_while_all_save_is_named_soon(tmp_path: Path, way:
 
 
 def a_forked_child_calls(rank: int) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     graph(batch(0, rank))
     read, write = os.pipe()
     if os.fork() == 0:
-        found = [tried(lambda: graph(batch(1, rank))), tried(Train), tried(lambda: gz.to_global(
+        found = [tried(lambda: graph(batch(1, rank))), tried(LookupGraph), tried(lambda: gz.to_global(
             nn.Linear(2, 2), graph.placement, gz.sbp.B))]  # fmt: skip
         os.write(write, json.dumps(found).encode())
         os._exit(0)
@@ -221,7 +221,7 @@ def test_a_forked_child_may_not_call_a_graph_and_disturbs_nobody(tmp_path: Path,
 
 
 def stopped_by_a_signal(rank: int) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     graph(batch(0, rank))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -238,7 +238,7 @@ def test_a_stopped_process_is_named_after_the_jobs_timeout(tmp_path: Path, way: 
 
 
 def two_threads(rank: int) -> Any:
-    graph = Train(0)
+    graph = LookupGraph(0)
     found: dict[int, list[float]] = {0: [], 1: []}
 
     def work(which: int) -> None:
@@ -260,7 +260,7 @@ def test_calls_of_two_threads_run_one_after_the_other(tmp_path: Path, way: str) 
 
 def stops_while(rank: int, what: str) -> Any:
     """Rank 1 has no memory left for one of several tensors; then all do the same once more."""
-    where, graph = gz.placement("cpu", range(dist.get_world_size())), Train(3)
+    where, graph = gz.placement("cpu", range(dist.get_world_size())), LookupGraph(3)
     graph(batch(0, rank))
     saved, module = graph.state_dict(), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for held in saved["modules"].values():
@@ -271,7 +271,7 @@ def stops_while(rank: int, what: str) -> Any:
         "load_state_dict": lambda: graph.load_state_dict(saved) or 0,
         "to_global of a module": lambda: len(gz.to_global(module, where, gz.sbp.S(0))),
         "to_global of a tensor": lambda: gz.to_global(split, sbp=gz.sbp.B).to_local().sum().item(),
-        "a first call": lambda: float(Train(3)(batch(0, rank))),
+        "a first call": lambda: float(LookupGraph(3)(batch(0, rank))),
         "gz.check": lambda: bool(gz.check(graph, batch(0, rank))),
     }
     place, name, left = _FAILING[what]
@@ -318,7 +318,7 @@ def test_a_rank_that_stops_while_tensors_are_made_whole_or_placed_is_an_error_on
         assert "value" in again and again["value"] == found[0][1]["value"], again
 
 
-class Gathers(Train):
+class Gathers(LookupGraph):
     """What moves is as large as the batch."""
 
     def build(self, ids: torch.Tensor) -> torch.Tensor:
@@ -346,7 +346,7 @@ def test_batches_that_differ_by_rank_raise_on_all_also_where_calls_compare_nothi
 
 
 def many_collectives(rank: int) -> Any:
-    graph = Train()
+    graph = LookupGraph()
     before = float(graph(batch(0, rank)))
     for pairs in graph._source.world._collectives.values():
         pairs.number = 2**31 - 20

@@ -18,7 +18,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import failure_toys  # noqa: E402
-from test_failures import Train, batch, tried  # noqa: E402
+from test_failures import LookupGraph, batch, tried  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero import _compat  # noqa: E402
@@ -31,7 +31,7 @@ def _fails_then_connects(end: Any) -> Any:
     """Work of which the first step fails on rank 1, and that ends rank 1 as all connect anew."""
 
     def work(rank: int) -> Any:
-        graph = Train()
+        graph = LookupGraph()
         graph(batch(0, rank))
         found = [tried(lambda: graph(torch.full((8,), 77) if rank == 1 else batch(1, rank)))]
         if rank == 1:
@@ -63,7 +63,7 @@ def test_a_rank_that_ends_or_stops_while_ranks_connect_anew_is_named_soon(tmp_pa
 def killed_at_first(rank: int) -> Any:
     if rank == 1:
         _compat.gloo = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    return tried(lambda: Train()(batch(0, rank)))
+    return tried(lambda: LookupGraph()(batch(0, rank)))
 
 
 def test_a_rank_that_is_killed_while_ranks_connect_for_the_first_time_is_named_soon(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def without_threads(rank: int) -> Any:
         raise RuntimeError("can't start new thread")
 
     threading.Thread.start = refuse  # type: ignore[method-assign]
-    graph = Train()
+    graph = LookupGraph()
     found = [tried(lambda: graph(batch(0, rank)))]
     return [*found, tried(lambda: graph(torch.full((8,), 77) if rank == 1 else batch(1, rank)))]
 
@@ -128,7 +128,7 @@ def with_few_files(rank: int) -> Any:
     used, most = max(map(int, os.listdir("/proc/self/fd"))), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
-    found = tried(lambda: Train()(batch(0, rank)))
+    found = tried(lambda: LookupGraph()(batch(0, rank)))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return found
 
@@ -143,7 +143,7 @@ def test_a_rank_without_files_to_open_is_named_on_all(tmp_path: Path) -> None:
 def behind_a_proxy(rank: int) -> Any:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         os.environ[name] = os.environ[name.upper()] = "http://192.0.2.1:3128"
-    return tried(lambda: Train()(batch(0, rank)))
+    return tried(lambda: LookupGraph()(batch(0, rank)))
 
 
 def test_a_proxy_in_the_environment_changes_nothing(tmp_path: Path, way: str) -> None:

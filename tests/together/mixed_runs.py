@@ -36,7 +36,7 @@ def step(model: nn.Module, loss_of: Loss, clip: Clip, x: Tensor, y: Tensor, weig
     return found
 
 
-class Train(gz.Graph):
+class MixedGraph(gz.Graph):
     def __init__(self, place: gz.Placement, model: nn.Module, loss_of: Loss, clip: Clip):
         super().__init__(place)
         self.model, self.loss_of, self.clip = model, loss_of, clip
@@ -162,7 +162,7 @@ class OfGraph(Run):
         self.layout, place = layout, layout.place()
         self.others: dict[str, Any] = {}
         self.other = None
-        self.graph = Train(place, self.model, self.case.loss, self.case.clip)
+        self.graph = MixedGraph(place, self.model, self.case.loss, self.case.clip)
         for name, nd in layout.placed:
             gz.to_global(self.model.get_parameter(name), placement=place, sbp=nd)
         for stepping, optimizer, scheduler in zip(self.case.steppings, self.optimizers, self.schedulers, strict=True):
@@ -219,7 +219,7 @@ class OfGraph(Run):
     def other_step(self, batch: Batch) -> Tensor:
         if self.other is None:
             self.other = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.5)
-            graph = self.others["train"] = Train(self.layout.place(), self.model, Loss("mse", 0.0, -100), Clip())
+            graph = self.others["train"] = MixedGraph(self.layout.place(), self.model, Loss("mse", 0.0, -100), Clip())
             graph.add_optimizer(self.other)
             self._configure(graph, "weight")
         return self.others["train"](*batch)["loss"]

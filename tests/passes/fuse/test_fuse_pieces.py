@@ -57,7 +57,7 @@ LEFT: dict[str, Mix] = {
 }
 
 
-class Train(gz.Graph):
+class MixGraph(gz.Graph):
     def __init__(self, mix: Mix, stage: int = 0, split: int | None = None, ranks: int = 2):
         super().__init__(gz.placement("cpu", range(ranks), virtual=True))
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def data() -> Tensor:
 
 
 def compiled(mix: Mix, **options: Any) -> gz.Graph:
-    return Train(mix, **options).compile(data())
+    return MixGraph(mix, **options).compile(data())
 
 
 def spread(graph: gz.Graph) -> list[str]:
@@ -101,7 +101,7 @@ def test_pieces_that_do_not_stay_among_zeros(name: str) -> None:
     graph = compiled(LEFT[name])
     assert spread(graph)
     x = data()
-    twin = Train(LEFT[name])
+    twin = MixGraph(LEFT[name])
     LEFT[name](twin.inner(x)).square().sum().backward()
     wanted = twin.inner.weight.detach() - 1e-3 * twin.inner.weight.grad
     graph(x)
@@ -112,7 +112,7 @@ def test_pieces_that_do_not_stay_among_zeros(name: str) -> None:
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_the_step_is_that_of_one_rank_however_the_whole_is_split(name: str, split: int) -> None:
     """A dim that ranks have cut is not covered by what one of them holds."""
-    graph, plain = Train(SIDE_BY_SIDE[name], split=split), Train(SIDE_BY_SIDE[name], ranks=1)
+    graph, plain = MixGraph(SIDE_BY_SIDE[name], split=split), MixGraph(SIDE_BY_SIDE[name], ranks=1)
     for _ in range(2):
         torch.testing.assert_close(graph(data()), plain(data()))
     torch.testing.assert_close(graph.inner.weight, plain.inner.weight)
@@ -120,7 +120,7 @@ def test_the_step_is_that_of_one_rank_however_the_whole_is_split(name: str, spli
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stages_agree_to_the_bit(stage: int) -> None:
-    graph, plain = Train(heads, stage), Train(heads)
+    graph, plain = MixGraph(heads, stage), MixGraph(heads)
     for _ in range(3):
         assert torch.equal(graph(data()), plain(data()))
 
