@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from choices import Seeded
 from random_layouts import Draw
 from random_models import CLASSES, ROWS, TOKENS, WIDTH, Pinned, Tokens
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ class Parts(Draw):
     """Draws models without pins, of whose blocks some are checkpointed.  small: they have none."""
 
     def __init__(self, seed: int, kind: str, small: bool = False):
-        super().__init__(seed, kind=kind)
+        self.choices = Seeded(seed)
+        super().__init__(self.choices, kind=kind)
         self.small = small
 
     def pin(self, shape: tuple[int, ...]) -> Pinned:
