@@ -1,0 +1,228 @@
+"""Plug-ins that cannot be used raise an error that names their distribution; metadata that is there twice counts once."""
+
+from __future__ import annotations
+
+import configparser
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from distributions import install
+
+import graphzero as gz
+from graphzero import extensions
+from graphzero.cli import main
+from graphzero.config import PluginValue, Settings, members, plugin_settings
+from graphzero.passes import pass_list, pass_names
+from graphzero.step.input_transform import active_transform
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXT = """
+import dataclasses
+from graphzero.config import Check, PluginSetting
+from graphzero.passes import PassEntry
+
+@dataclasses.dataclass(frozen=True)
+class Noop:
+    \"\"\"Leaves a graph as it is.\"\"\"
+    limit: int = 0
+    def __call__(self, graph):
+        return graph
+
+@dataclasses.dataclass(frozen=True)
+class Further(Noop):
+    pass
+
+behind_zero = PassEntry(Noop, "captured", after="zero")
+behind_noop = PassEntry(Further, "captured", after="noop")
+behind_nothing = PassEntry(Noop, "captured", after="nothing")
+too_early = PassEntry(Noop, "local", after="zero")
+behind_propagate = PassEntry(Noop, "propagated", after="propagate")
+setting = PluginSetting(0, Check(lambda x: isinstance(x, int), "give an int"))
+wrong_setting = PluginSetting("", Check(lambda x: isinstance(x, int), "give an int"))
+"""
+Site = Callable[..., None]
+
+
+def forget() -> None:
+    """As in a process that has not looked for plug-ins yet."""
+    for module in (extensions, pass_list, plugin_settings, members):
+        for held in vars(module).values():
+            if hasattr(held, "cache_clear"):
+                held.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Installs a distribution whose module is ``TEXT`` under a name of its own."""
+    added: list[str] = []
+
+    def add(
+        point: str, entry: str, target: str, name: str = "others-plugin", where: str = "", text: str = TEXT
+    ) -> None:
+        folder = tmp_path / (where or name)
+        folder.mkdir()
+        module = name.replace("-", "_")
+        install(folder, name, {module: text}, {f"graphzero.{point}": {entry: target.replace("MODULE", module)}})
+        monkeypatch.syspath_prepend(str(folder))
+        added.append(module)
+        forget()
+
+    yield add
+    monkeypatch.undo()
+    for module in added:
+        sys.modules.pop(module, None)
+    forget()
+
+
+def test_the_plug_ins_of_graphzero_are_those_that_it_declares_and_each_loads() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options"]["entry_points"] == "file: graphzero/entry_points.txt"
+    assert setup["metadata"]["name"] == extensions.DISTRIBUTION
+    declared = {point: sorted(extensions.extensions(point)) for point in extensions.POINTS}
+    assert declared == {
+        "graphzero.commands": ["show", "trace", "tune"],
+        "graphzero.passes": ["stack_updates"],
+        "graphzero.settings": ["shapes"],
+        "graphzero.inputs": ["shapes"],
+        "graphzero.configs": ["deepspeed"],
+    }
+    for point, names in declared.items():
+        for name in names:
+            plugin = extensions.extensions(point)[name]
+            assert plugin.load() is plugin.load() and plugin.target.startswith("graphzero.plugins.")
+
+
+def test_a_copy_of_graphzeros_own_metadata_adds_nothing(site: Site) -> None:
+    before = extensions.extensions(extensions.COMMANDS)
+    site("commands", "tune", "graphzero.plugins.tune.command", name="graphzero-torch")
+    assert extensions.extensions(extensions.COMMANDS) == before
+
+
+def test_metadata_that_is_there_twice_counts_once(site: Site) -> None:
+    site("passes", "noop", "MODULE:behind_zero", where="here")
+    site("passes", "noop", "MODULE:behind_zero", where="there")
+    assert pass_names().count("noop") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("nowhere_at_all:PASS", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("MODULE:absent", "cannot be loaded: AttributeError"),
+        ("MODULE:behind_nothing", "follows 'nothing', and no pass has that name; they are pin, zero"),
+        ("MODULE:too_early", "runs on 'local' graphs, and behind zero they are 'captured'"),
+        ("MODULE:setting", "is not a pass: give a graphzero.passes.PassEntry of a dataclass"),
+        ("MODULE:behind_noop", "has a pass called 'further'"),
+    ],
+)
+def test_a_pass_that_cannot_be_used_is_refused_with_its_distribution(site: Site, target: str, problem: str) -> None:
+    site("passes", "noop", target)
+    with pytest.raises(gz.ConfigError) as caught:
+        pass_names()
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("plug-in 'noop' (graphzero.passes: ") and problem in lines[0]
+    assert "of the distribution others-plugin " in lines[0]
+    assert lines[1] == "  Update it, or uninstall it: pip uninstall others-plugin"
+
+
+def test_passes_of_plug_ins_follow_each_other_whatever_their_order(site: Site) -> None:
+    site("passes", "further", "MODULE:behind_noop", name="a-plugin")
+    site("passes", "noop", "MODULE:behind_zero", name="b-plugin")
+    names = pass_names()
+    at = names.index("zero")
+    assert names[at + 1 : at + 3] == ("noop", "further")
+    assert gz.passes.Noop.__name__ == "Noop"
+    assert [gz.passes.pass_name(one) for one in gz.passes.parse_passes("pin,noop{limit=2}")] == ["pin", "noop"]
+
+
+def test_a_pass_may_stand_at_the_beginning_of_a_level(site: Site) -> None:
+    site("passes", "noop", "MODULE:behind_propagate")
+    names = pass_names()
+    assert names[names.index("propagate") + 1] == "noop"
+
+
+def test_two_distributions_that_declare_one_name_are_refused(site: Site) -> None:
+    site("passes", "noop", "MODULE:behind_zero", name="a-plugin")
+    site("passes", "noop", "MODULE:behind_zero", name="b-plugin")
+    with pytest.raises(gz.ConfigError, match="b-plugin has the name of another one, a_plugin:behind_zero of a-plugin"):
+        pass_names()
+
+
+def test_a_pass_with_the_name_of_a_built_in_one_is_refused(site: Site) -> None:
+    text = TEXT.replace("Noop", "Pin")
+    site("passes", "pin", "MODULE:behind_zero", text=text)
+    with pytest.raises(gz.ConfigError, match="has a pass called 'pin'"):
+        pass_names()
+
+
+@pytest.mark.parametrize(
+    ("entry", "target", "problem"),
+    [
+        ("executor", "MODULE:setting", "adds config.executor, which is there already"),
+        ("inputs", "MODULE:setting", "adds config.inputs, which is there already"),
+        ("depth", "MODULE:wrong_setting", "has a default that its own check refuses, ''"),
+        ("depth", "MODULE:Noop", "is not a setting: give a graphzero.config.PluginSetting"),
+        ("shapes", "MODULE:setting", "has the name of another one, graphzero.plugins.ragged.setting:SHAPES"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused(site: Site, entry: str, target: str, problem: str) -> None:
+    site("settings", entry, target)
+    config = gz.GraphConfig(gz.placement("cpu", range(2), virtual=True))
+    with pytest.raises(gz.ConfigError, match=problem):
+        config.depth = 1
+
+
+def test_a_setting_is_compared_among_ranks_and_may_make_another_program(site: Site) -> None:
+    site("settings", "depth", "MODULE:setting")
+    config = gz.GraphConfig(gz.placement("cpu", range(2), virtual=True))
+    assert (config.depth, config.description) == (0, "")
+    config.depth = 3
+    assert (config.depth, config.description) == (3, "depth=3") and config.fingerprint != Settings().fingerprint
+    config.depth = 0
+    assert config.settings == Settings()
+    with pytest.raises(gz.ConfigError, match="^config.depth = 'x': give an int$"):
+        config.depth = "x"
+
+
+@pytest.mark.parametrize(
+    ("entry", "target", "problem"),
+    [
+        ("lint", "MODULE:setting", "is not a command: it has no SUMMARY, add_arguments, run"),
+        ("lint", "MODULE.nothing", "cannot be loaded: ModuleNotFoundError"),
+        ("plan", "MODULE:setting", "has the name of a built-in command"),
+    ],
+)
+def test_a_command_that_cannot_be_used_is_refused_and_others_run(
+    site: Site, capsys: pytest.CaptureFixture[str], entry: str, target: str, problem: str
+) -> None:
+    site("commands", entry, target)
+    assert main([entry]) == 2
+    assert problem in capsys.readouterr().err
+    if entry == "lint":
+        assert main(["opt", "--list"]) == 0
+
+
+def test_a_reader_that_cannot_be_called_is_refused(site: Site) -> None:
+    site("configs", "recipe", "MODULE:setting")
+    with pytest.raises(gz.ConfigError, match="is not a reader of configurations: it cannot be called"):
+        gz.GraphConfig.from_recipe({})
+    with pytest.raises(AttributeError, match="no attribute 'from_nothing'"):
+        _ = gz.GraphConfig.from_nothing
+
+
+def test_of_two_transforms_of_inputs_one_can_be_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site("inputs", "depth", "MODULE:Noop")
+    both = PluginValue("depth", 1), PluginValue("shapes", None)
+    monkeypatch.setattr(plugin_settings, "plugin_settings", lambda: dict.fromkeys(("depth", "shapes")))
+    with pytest.raises(gz.ConfigError, match="config.depth and config.shapes each transform the inputs"):
+        active_transform(Settings(plugins=both))
+    assert active_transform(Settings()) is None
+
+
+def test_a_field_of_a_pass_is_given_the_value_of_a_plug_ins_setting(site: Site) -> None:
+    site("passes", "noop", "MODULE:behind_zero")
+    passes = pass_list.default_passes(gz.passes.Options(plugins={"limit": 7}))
+    assert [one.limit for one in passes if type(one).__name__ == "Noop"] == [7]
