@@ -1,4 +1,4 @@
-"""Plug-ins that cannot be used raise an error that names their distribution; metadata that is there twice counts once."""
+"""Plug-ins that cannot be used raise an error that names their distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A distribution of others adds a command, a pass, a setting and a reader of configurations, as docs/plugins.md shows."""
+"""A distribution of others adds a command, a pass, a setting and a reader, as docs/plugins.md shows."""
 
 from __future__ import annotations
 
