@@ -159,10 +159,10 @@ class Graph:
             call = self._selection.prepare(args, kwargs, running=True)
             with torch.no_grad():
                 self._steps.bind(call)
-                result = self._steps.run(call)
+                result = self._steps.run_step(call)
             self._selection.is_settled = True
             if began:
-                self._steps.tell(time.perf_counter() - began)
+                self._steps.log_step(time.perf_counter() - began)
             return result
 
     @hides_frames

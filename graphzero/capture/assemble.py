@@ -268,7 +268,7 @@ class _Capture:
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.trains and bool(self.step.optimizers)
         return Captured(
-            PackedGraph.of(step_graph),
+            PackedGraph.from_graph(step_graph),
             traced.out_spec,
             training,
             states,

@@ -75,8 +75,8 @@ _SHOWN = (*_WHOLE, AliasKind.PART)
 @cache_by_op
 def alias_kind(target: Any) -> AliasKind | None:
     """The line of the table for an op; None for one that makes values of its own."""
-    found = _KIND.get(target)
-    return AliasKind.OTHER if found is None and _is_marked(target) else found
+    kind = _KIND.get(target)
+    return AliasKind.OTHER if kind is None and _is_marked(target) else kind
 
 
 def _is_marked(target: Any) -> bool:

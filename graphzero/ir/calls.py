@@ -125,11 +125,11 @@ def misfit(graph: StepGraph, node: fx.Node, chosen: Mapping[int, Signature], par
 def _shared(on_axes: Iterable[Signature]) -> set[tuple[int, int]]:
     """(tensor, dim) of what more than one axis splits."""
     seen: frozenset[tuple[int, int]] = frozenset()
-    found: set[tuple[int, int]] = set()
+    shared: set[tuple[int, int]] = set()
     for signature in on_axes:
-        found |= seen & signature.splits
+        shared |= seen & signature.splits
         seen |= signature.splits
-    return found
+    return shared
 
 
 def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ...], Nd]]) -> bool:
@@ -146,8 +146,8 @@ def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ..
             axes = tuple(i for i, sbp in enumerate(nd) if sbp is part)
             sizes.setdefault(axes, set()).add(shape[part.dim] // part.sections)
     return all(
-        len(found) == 1 or len(axes) == 1 or not any(size % prod(hierarchy[i] for i in axes) for size in found)
-        for axes, found in sizes.items()
+        len(lengths) == 1 or len(axes) == 1 or not any(size % prod(hierarchy[i] for i in axes) for size in lengths)
+        for axes, lengths in sizes.items()
     )
 
 
@@ -178,9 +178,9 @@ def output_sbps(node: fx.Node, axis: int, part: int | None = None) -> tuple[Sbp,
     """The SBP of each result that the node makes on ``axis``."""
     nd = value.sbp_of(node)
     if part is not None:
-        return tuple(one[axis] for one in nd[part :: len(parts_of(node))] if one is not None)
+        return tuple(axis_sbps[axis] for axis_sbps in nd[part :: len(parts_of(node))] if axis_sbps is not None)
     if value.is_multi(node):
-        return tuple(one[axis] for one in nd if one is not None)
+        return tuple(axis_sbps[axis] for axis_sbps in nd if axis_sbps is not None)
     return (nd[axis],)
 
 

@@ -84,20 +84,20 @@ class StepGraph:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """What build returned, flat: nodes and plain literals."""
-        found: tuple[Any, ...] = self.output.args[0][0]  # type: ignore[index,assignment]
-        return found
+        values: tuple[Any, ...] = self.output.args[0][0]  # type: ignore[index,assignment]
+        return values
 
     @property
     def aux(self) -> dict[str, Node]:
         """Values the runtime hands to the Graph beside build's outputs: ``grad_norm.0``."""
-        found: dict[str, Node] = self.output.args[0][1]  # type: ignore[index,assignment]
-        return found
+        named_values: dict[str, Node] = self.output.args[0][1]  # type: ignore[index,assignment]
+        return named_values
 
     @property
     def updates(self) -> dict[str, Node]:
         """New value of each placeholder that the step changes, by placeholder name."""
-        found: dict[str, Node] = self.output.args[0][2]  # type: ignore[index,assignment]
-        return found
+        new_states: dict[str, Node] = self.output.args[0][2]  # type: ignore[index,assignment]
+        return new_states
 
     def placeholders(self, *kinds: str) -> Iterator[Node]:
         """The placeholders, all or those of the given role kinds."""
@@ -115,12 +115,12 @@ class StepGraph:
 
     def gradients(self) -> dict[str, Node]:
         """Parameter path -> the value of its gradient when backward ends."""
-        found = {}
+        by_path = {}
         for node in self.graph.nodes:
             role = value.role_of(node)
             if role is not None and role.kind == "gradient":
-                found[role.of] = node
-        return found
+                by_path[role.of] = node
+        return by_path
 
     def analysis(self, make: Callable[[StepGraph], Analysis]) -> Analysis:
         """What ``make`` computes of the graph as it is now: once, while nothing changes.
@@ -132,8 +132,8 @@ class StepGraph:
             self._facts, self._analyses = facts, {}
         if make not in self._analyses:
             self._analyses[make] = make(self)
-        found: Analysis = self._analyses[make]
-        return found
+        result: Analysis = self._analyses[make]
+        return result
 
     def forget(self) -> None:
         """Let go of what has been computed of the graph: it is some half of its memory again."""
@@ -143,14 +143,14 @@ class StepGraph:
 
     def clone(self) -> StepGraph:
         """A copy that shares no node; types, SBPs and roles are immutable and shared."""
-        graph, made = Graph(), dict[Node, Node]()
+        graph, copies = Graph(), dict[Node, Node]()
         for node in self.graph.nodes:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             if node.op == "output":
                 graph.output(args[0])
                 break
-            made[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-            made[node].meta = {**node.meta}
+            copies[node] = _compat.add_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+            copies[node].meta = {**node.meta}
         copy = StepGraph(self.name, self.placement, graph, self.level, self.stated)
         copy.is_read = self.is_read
         return copy
@@ -161,16 +161,16 @@ class StepGraph:
         origins: of each axis of the placement, the number of the axis here that it is, or is a part of; None for a new
         one, on which nothing is pinned.
         """
-        made = self.clone()
-        made.placement = placement
-        for node in made.nodes:
+        graph = self.clone()
+        graph.placement = placement
+        for node in graph.nodes:
             for key, new in (("sbp", None), ("pins", False)):
-                if found := node.meta.get(key):
-                    node.meta[key] = tuple(new if i is None else found[i] for i in origins)
+                if entries := node.meta.get(key):
+                    node.meta[key] = tuple(new if i is None else entries[i] for i in origins)
             if node.target in (AS_LOCAL, AS_GLOBAL):
                 x, said, *rest = node.args
                 node.args = (x, [SAME if i is None else said[i] for i in origins], *rest)  # type: ignore[index]
-        return made
+        return graph
 
     def settle(self) -> None:
         """Be as a clone would be, so that what comes next does not depend on how the last pass went about its work.

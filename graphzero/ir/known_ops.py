@@ -47,7 +47,7 @@ _TRUSTING = re.compile(
 UNFIT = ("aten::from_file", "aten::_pin_memory", "aten::pin_memory")  # what their schema does not say
 
 
-def find(words: Sequence[str]) -> Any:
+def find_op(words: Sequence[str]) -> Any:
     """The op written as ``words``, or None: a pass's own, ``operator.mul``, ATen's, or ``namespace.op.overload``."""
     name = ".".join(words)
     if name in ops.BY_NAME or name in ARITHMETIC:
@@ -57,7 +57,7 @@ def find(words: Sequence[str]) -> Any:
             packet = _compat.op_packet(namespace, words[0])
             if packet is not None:
                 names = words[1:] or OVERLOADS
-                return next((getattr(packet, one) for one in names if one in packet.overloads()), None)
+                return next((getattr(packet, overload) for overload in names if overload in packet.overloads()), None)
     if len(words) == 3:
         packet = _compat.op_packet(words[0], words[1])
         if packet is not None and words[2] in packet.overloads():

@@ -19,7 +19,7 @@ def cache_by_op(ask: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     known = cache(ask)
 
     @wraps(ask)
-    def asked(target: Any) -> Answer:
+    def cached(target: Any) -> Answer:
         return known(target) if isinstance(target, torch._ops.OpOverload) else ask(target)
 
-    return asked
+    return cached

@@ -34,7 +34,7 @@ Facts = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the graphs of a shelf have in common."""
+    """What the graphs of a history have in common."""
 
     nodes: array[int] = field(default_factory=lambda: array("I"))  # which one each row is of
     pieces: list[tuple[bytes, bytes]] = field(default_factory=list)  # heads and bodies of the rows that are new
@@ -66,11 +66,11 @@ class PackedHistory:
         self._last: _Last | None = None
         self._may_change = False  # something that rows were written of
 
-    def put(self, graph: StepGraph) -> PackedGraph:
+    def add_copy(self, graph: StepGraph) -> PackedGraph:
         """The graph as it is now; the same object as the last time where nothing has changed since."""
         facts = {node: _facts(node) for node in graph.nodes}
         about = (graph, graph.graph, graph.name, graph.placement, graph.level, graph.stated, graph.is_read)
-        new = [node for node, found in facts.items() if not self._has(node, found)]
+        new = [node for node, node_facts in facts.items() if not self._has(node, node_facts)]
         last = self._last
         is_same = not new and last is not None and all(map(is_, about, last.about))
         if is_same and last is not None and last.order == self._order(facts):
@@ -91,14 +91,14 @@ class PackedHistory:
         return array("I", [self._rows[node].number for node in nodes])
 
     def _write(self, nodes: list[fx.Node], facts: Mapping[fx.Node, Facts]) -> None:
-        kept, rows, numbers = self._kept, self._rows, self._numbers
+        shared, rows, numbers = self._kept, self._rows, self._numbers
         for node in nodes:
             numbers.setdefault(id(node), len(rows))
-            rows[node] = _Row(len(kept.nodes), facts[node])
-            kept.nodes.append(numbers[id(node)])
+            rows[node] = _Row(len(shared.nodes), facts[node])
+            shared.nodes.append(numbers[id(node)])
         heads = [(node.op, node.target, node.name, node.type) for node in nodes]
         bodies = [(node.args, dict(node.kwargs), {**node.meta}) for node in nodes]
-        kept.pieces.append((self._heads.written(heads), self._bodies.written(bodies)))
+        shared.pieces.append((self._heads.written(heads), self._bodies.written(bodies)))
         self._may_change = any(_may_change(x) for *_, meta in bodies for x in meta.values())
 
 
@@ -124,8 +124,8 @@ class PackedGraph:
         self._order = zlib.compress(order.tobytes(), FAST)
 
     @classmethod
-    def of(cls, graph: StepGraph) -> PackedGraph:
-        return PackedHistory().put(graph)
+    def from_graph(cls, graph: StepGraph) -> PackedGraph:
+        return PackedHistory().add_copy(graph)
 
     def graph(self) -> StepGraph:
         """The graph, made anew each time: whoever asks may change it."""
@@ -139,9 +139,9 @@ class PackedGraph:
         for row, node in zip(order, graph.nodes, strict=True):
             args, kwargs, node.meta = bodies[row]
             _compat.set_arguments(node, args, kwargs)
-        made = StepGraph(self._name, self._placement, graph, self._level)
-        made.is_read = self._is_read
-        return made
+        step_graph = StepGraph(self._name, self._placement, graph, self._level)
+        step_graph.is_read = self._is_read
+        return step_graph
 
     def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
         """What was written of all rows until then, also of those that are not in this graph."""

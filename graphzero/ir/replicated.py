@@ -32,13 +32,13 @@ def repeated(graph: StepGraph) -> fx.Node | None:
     """The first op that each rank of some axis computes by itself, in an order of its own, for a state that is whole on
     all of them; None where there is none.  graph: final."""
     placement = graph.placement
-    held = {node.name: node for node in graph.placeholders("param", "buffer", "state")}
-    found: set[fx.Node] = set()
+    states = {node.name: node for node in graph.placeholders("param", "buffer", "state")}
+    alone: set[fx.Node] = set()
     for axis, ranks in enumerate(placement.hierarchy):
         if ranks > 1:
-            whole = [new for name, new in graph.updates.items() if _is_whole(held[name], axis)]
-            found.update(_computed_alone(whole, axis, placement.names[axis]))
-    return next((node for node in graph.nodes if node in found), None)
+            whole = [new for name, new in graph.updates.items() if _is_whole(states[name], axis)]
+            alone.update(_computed_alone(whole, axis, placement.names[axis]))
+    return next((node for node in graph.nodes if node in alone), None)
 
 
 def _computed_alone(results: list[fx.Node], axis: int, name: str) -> Iterator[fx.Node]:

@@ -71,22 +71,22 @@ def user_frames(limit: int = 1, until: CodeType | None = None) -> list[str]:
         limit: how many at most.
         until: code object of the outermost function of interest.
     """
-    found: list[str] = []
+    frames: list[str] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < limit:
+    while frame is not None and len(frames) < limit:
         file = _file_of(frame.f_code)
         if file is not None:
-            found.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frames.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
         if frame.f_code is until:
             break
         frame = frame.f_back
-    return found
+    return frames
 
 
 def user_frame() -> str:
     """The innermost frame of the user, or ""."""
-    found = user_frames()
-    return found[0] if found else ""
+    frames = user_frames()
+    return frames[0] if frames else ""
 
 
 def running_module(modules: Mapping[int, str], until: CodeType | None = None) -> str:

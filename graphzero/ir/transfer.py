@@ -111,9 +111,9 @@ class Transfer:
         """
         if "reduction" in self.collective.arguments:
             return self.reduction
-        found = {value.nd_of(member)[graph.placement.axis(self.axis)].reduction for member in self.members}
-        assert len(found) == 1, f"one bucket holds partial values that complete by {', '.join(sorted(found))}"
-        return found.pop()
+        reductions = {value.nd_of(member)[graph.placement.axis(self.axis)].reduction for member in self.members}
+        assert len(reductions) == 1, f"one bucket holds partial values that complete by {', '.join(sorted(reductions))}"
+        return reductions.pop()
 
 
 def transfer_of(node: fx.Node) -> Transfer | None:
@@ -150,10 +150,10 @@ def delivered(node: fx.Node) -> tuple[Transfer, int] | None:
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
-        found = awaited(source) or (transfer_of(source) if source.target in ops.BUCKETS else None)
-        return None if found is None else (found, index)
-    found = transfer_of(node) if node.target in ops.COLLECTIVES else None
-    return None if found is None else (found, 0)
+        transfer = awaited(source) or (transfer_of(source) if source.target in ops.BUCKETS else None)
+        return None if transfer is None else (transfer, index)
+    transfer = transfer_of(node) if node.target in ops.COLLECTIVES else None
+    return None if transfer is None else (transfer, 0)
 
 
 def is_transfer(node: fx.Node) -> bool:
@@ -166,17 +166,17 @@ def is_transfer(node: fx.Node) -> bool:
 
 def bucket(graph: StepGraph, single: Sequence[fx.Node], like: fx.Node) -> fx.Node:
     """Add, at the insert point, one transfer of what ``single`` ones, of one group, move; their results in order."""
-    found = [transfer_of(node) for node in single]
-    first = found[0]
+    transfers = [transfer_of(node) for node in single]
+    first = transfers[0]
     assert first is not None
-    members = [member for one in found if one is not None for member in one.members]
-    dims = [dim for one in found if one is not None for dim in one.dims]
+    members = [member for transfer in transfers if transfer is not None for member in transfer.members]
+    dims = [dim for transfer in transfers if transfer is not None for dim in transfer.dims]
     by_name = {"dim": dims, "axis": first.axis, "reduction": first.reduction}
     args = (members, *(by_name[name] for name in first.collective.arguments))
     types = tuple(value.tensor_type(node) for node in single)
     nds: Any = tuple(value.nd_of(node) for node in single)
-    told = {"dtype": types[0].dtype} if any(one is not None and one.casts for one in found) else {}
-    return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, kwargs=told, like=like)
+    cast = {"dtype": types[0].dtype} if any(transfer is not None and transfer.casts for transfer in transfers) else {}
+    return graph.call(_BUCKET_OF[first.kind], args, types, sbp=nds, kwargs=cast, like=like)
 
 
 def launch(graph: StepGraph, bucket: fx.Node) -> fx.Node:
@@ -184,8 +184,8 @@ def launch(graph: StepGraph, bucket: fx.Node) -> fx.Node:
     types, nds = value.type_of(bucket), value.sbp_of(bucket)
     name = bucket.target.__name__  # type: ignore[union-attr]
     with graph.graph.inserting_before(bucket):
-        args, told = (name, NO_SLOT_YET, *bucket.args), dict(bucket.kwargs)
-        begun = graph.call(ops.launch, args, types, sbp=nds, kwargs=told, like=bucket)
+        args, kwargs = (name, NO_SLOT_YET, *bucket.args), dict(bucket.kwargs)
+        begun = graph.call(ops.launch, args, types, sbp=nds, kwargs=kwargs, like=bucket)
         wait = graph.call(ops.wait, (begun,), types, sbp=nds, like=bucket)
     bucket.replace_all_uses_with(wait)
     graph.graph.erase_node(bucket)

@@ -88,8 +88,8 @@ class TransferLayout:
 
 def layout_of(graph: StepGraph, node: fx.Node) -> TransferLayout | None:
     """The layout of a transfer (single, bucketed or launched), or None for any other node."""
-    found = transfer_of(node)
-    return None if found is None else lay_out(graph, found)
+    transfer = transfer_of(node)
+    return None if transfer is None else lay_out(graph, transfer)
 
 
 def lay_out(graph: StepGraph, moves: Transfer) -> TransferLayout:
@@ -104,8 +104,8 @@ def lay_out(graph: StepGraph, moves: Transfer) -> TransferLayout:
 
 
 def _sections(graph: StepGraph, moves: Transfer) -> tuple[int, ...]:
-    made: Any = value.sbp_of(moves.node) if value.is_multi(moves.node) else (value.nd_of(moves.node),)
-    split: Any = [value.nd_of(x) for x in moves.members] if moves.collective.src == "S" else made
+    results: Any = value.sbp_of(moves.node) if value.is_multi(moves.node) else (value.nd_of(moves.node),)
+    split: Any = [value.nd_of(x) for x in moves.members] if moves.collective.src == "S" else results
     at, hierarchy = graph.placement.axis(moves.axis), graph.placement.hierarchy
     return tuple(sections_at(nd, hierarchy, at) for nd in split)
 

@@ -138,15 +138,15 @@ def type_of(node: fx.Node) -> Any:
 
 def tensor_type(node: fx.Node) -> TensorType:
     """The type of a node that is one tensor."""
-    found = node.meta["type"]
-    assert isinstance(found, TensorType), f"{node.name} is {found}, not one tensor"
-    return found
+    type_ = node.meta["type"]
+    assert isinstance(type_, TensorType), f"{node.name} is {type_}, not one tensor"
+    return type_
 
 
 def shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """The global shape of each result, () for what is no tensor."""
-    found = node.meta.get("type")
-    types = found if isinstance(found, tuple) else (found,)
+    node_type = node.meta.get("type")
+    types = node_type if isinstance(node_type, tuple) else (node_type,)
     return tuple(type_.shape if isinstance(type_, TensorType) else () for type_ in types)
 
 
@@ -170,14 +170,14 @@ def sbp_of(node: fx.Node) -> Any:
 
 def nd_of(node: fx.Node) -> Nd:
     """The SBP of a node that is one tensor, already known."""
-    found: Nd = node.meta["sbp"]
-    return found
+    nd: Nd = node.meta["sbp"]
+    return nd
 
 
 def pins_of(node: fx.Node) -> tuple[bool, ...]:
     """Per placement axis, whether the node's SBP is pinned; () = nowhere."""
-    found: tuple[bool, ...] = node.meta.get("pins", ())
-    return found
+    pins: tuple[bool, ...] = node.meta.get("pins", ())
+    return pins
 
 
 def role_of(node: fx.Node) -> Role | None:
@@ -196,8 +196,8 @@ def phase_of(node: fx.Node) -> str:
 
 def repeats_of(node: fx.Node) -> int:
     """How often an op runs in a step where it stands among those that are repeated; 0 for any other."""
-    found: int = node.meta.get("repeat", 0)
-    return found
+    repeats: int = node.meta.get("repeat", 0)
+    return repeats
 
 
 def source_of(node: fx.Node) -> str:
@@ -221,18 +221,18 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
 
     Arguments, types, SBPs and roles are never changed, only replaced.
     """
-    found: list[Any] = []
+    all_facts: list[Any] = []
     for node in nodes:
         meta = node.meta.get
-        found += (node, *arguments(node), meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
-    return found
+        all_facts += (node, *arguments(node), meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
+    return all_facts
 
 
 def operand(node: fx.Node, at: int = 0) -> fx.Node:
     """The value that argument number ``at`` is."""
-    found = node.args[at]
-    assert isinstance(found, fx.Node), f"argument {at} of {node.name} is {found!r}"
-    return found
+    arg = node.args[at]
+    assert isinstance(arg, fx.Node), f"argument {at} of {node.name} is {arg!r}"
+    return arg
 
 
 def own_kwargs(node: fx.Node) -> dict[str, Any]:
@@ -242,25 +242,25 @@ def own_kwargs(node: fx.Node) -> dict[str, Any]:
 
 def own_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of the op itself, in the order a signature lists them: args, then kwargs."""
-    found: list[fx.Node] = []
-    _collect((node.args, own_kwargs(node).values()), found)
-    return [arg for arg in found if isinstance(arg.meta.get("type"), TensorType)]
+    nodes: list[fx.Node] = []
+    _collect((node.args, own_kwargs(node).values()), nodes)
+    return [arg for arg in nodes if isinstance(arg.meta.get("type"), TensorType)]
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in the order a signature lists them: args, then kwargs, lists flattened, repeats kept."""
-    found: list[fx.Node] = []
-    _collect(node.args, found)
+    nodes: list[fx.Node] = []
+    _collect(node.args, nodes)
     if node.kwargs:
-        _collect(node.kwargs.values(), found)
-    return [arg for arg in found if isinstance(arg.meta.get("type"), TensorType)]
+        _collect(node.kwargs.values(), nodes)
+    return [arg for arg in nodes if isinstance(arg.meta.get("type"), TensorType)]
 
 
 def flat_nodes(args: Any) -> list[fx.Node]:
     """Every node in nested arguments, in order, repeats kept."""
-    found: list[fx.Node] = []
-    _collect((args,), found)
-    return found
+    nodes: list[fx.Node] = []
+    _collect((args,), nodes)
+    return nodes
 
 
 def _collect(args: Iterable[Any], found: list[fx.Node]) -> None:

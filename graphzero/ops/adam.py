@@ -52,11 +52,11 @@ def adam_(
     kinds = [group for group in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) if group]
     for *tensors, step in zip(*kinds, steps, strict=True):
         dense = [x if x.is_contiguous() else x.contiguous() for x in tensors]
-        copies += [(x, made) for x, made in zip(tensors, dense, strict=True) if x is not made and x is not tensors[1]]
+        copies += [(x, copy) for x, copy in zip(tensors, dense, strict=True) if x is not copy and x is not tensors[1]]
         groups.add(dense, known[id(step)])
     groups.step(lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
-    for x, made in copies:
-        x.copy_(made)
+    for x, copy in copies:
+        x.copy_(copy)
 
 
 def adam(
@@ -65,14 +65,14 @@ def adam(
     maximize: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The same beside them: the new parameters, then the first moments, the second, and the largest of these."""
-    made, first, second, largest = (
+    new_params, first, second, largest = (
         [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     )
     adam_(
-        made, grads, first, second, largest, steps, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled,
+        new_params, grads, first, second, largest, steps, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled,
         maximize=maximize,
     )  # fmt: skip
-    return [*made, *first, *second, *largest]
+    return [*new_params, *first, *second, *largest]
 
 
 class _Groups:

@@ -39,16 +39,16 @@ def adam_rounded_(
     The gradient is float32, the others bfloat16.  numbers: of the parameter and its moments, the ``op`` of
     ``stochastic_round``, as are key, start and total.
     """
-    held = [group[0] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) if group]
-    for part in blocks(held[0].shape, held[0].device):
-        wide = [x[part].float() for x in held]
+    tensors = [group[0] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) if group]
+    for part in blocks(tensors[0].shape, tensors[0].device):
+        wide = [x[part].float() for x in tensors]
         adam_(
             wide[:1], [grads[0][part]], wide[1:2], wide[2:3], wide[3:], steps, lr, beta1, beta2, eps, weight_decay,
             decoupled=decoupled, maximize=maximize,
         )  # fmt: skip
         at = beginning(start, part)
-        for x, made, number in zip(held, wide, numbers, strict=True):
-            round_into(x[part], made, key, number, at, total)
+        for x, new_value, number in zip(tensors, wide, numbers, strict=True):
+            round_into(x[part], new_value, key, number, at, total)
 
 
 def adam_rounded(
@@ -56,11 +56,11 @@ def adam_rounded(
     *rest: Any, **more: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The same beside them: the new parameter, then the moments."""
-    made, first, second, largest = (
+    new_param, first, second, largest = (
         [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     )
-    adam_rounded_(made, grads, first, second, largest, steps, *rest, **more)
-    return [*made, *first, *second, *largest]
+    adam_rounded_(new_param, grads, first, second, largest, steps, *rest, **more)
+    return [*new_param, *first, *second, *largest]
 
 
 def _shapes(params: Tensors, grads: Tensors, *rest: Any, **more: Any) -> list[Tensor]:

@@ -71,5 +71,5 @@ def laid_out(x: Tensor, dim: int) -> Tensor:
 
 
 def gradients(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (laid_out(made, x.shape[-1]) for made, x in zip(found, (q, k, v), strict=True))
+    dq, dk, dv = (laid_out(gradient, x.shape[-1]) for gradient, x in zip(found, (q, k, v), strict=True))
     return dq, dk, dv

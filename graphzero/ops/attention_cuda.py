@@ -70,11 +70,11 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kernel = aten._scaled_dot_product_flash_attention_backward
     seed, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ([2], []))
-    found = kernel(
+    results = kernel(
         *map(aligned, (grad, q, k, v, out)), logsumexp, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
         scale=scale,
     )  # fmt: skip
-    return gradients(found, q, k, v)
+    return gradients(results, q, k, v)
 
 
 def _flash_fits(case: AttentionCase) -> bool:
@@ -108,8 +108,8 @@ def _efficient_backward(
     grad, q_, k_, v_, out = map(aligned, (grad, q, k, v, out))
     out = laid_out(out, out.shape[-1])  # the kernel reads it as its forward lays it out, whatever its strides say
     bias, logsumexp = aligned_bias(bias, q, k), padded_rows(logsumexp)
-    found = kernel(grad, q_, k_, v_, bias, out, logsumexp, seed, offset, 0.0, wanted, causal, scale=scale)
-    return gradients(found[:3], q, k, v)
+    results = kernel(grad, q_, k_, v_, bias, out, logsumexp, seed, offset, 0.0, wanted, causal, scale=scale)
+    return gradients(results[:3], q, k, v)
 
 
 def _efficient_fits(case: AttentionCase) -> bool:
@@ -145,10 +145,10 @@ def _cudnn_backward(
     dims = [_positions_first(x) for x in (laid_out(grad, grad.shape[-1]), q, k, v, out)]
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     kernel = aten._scaled_dot_product_cudnn_attention_backward
-    found = kernel(
+    results = kernel(
         *dims, stats, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )  # fmt: skip
-    return gradients(found, q, k, v)
+    return gradients(results, q, k, v)
 
 
 def _positions_first(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def by_definition(
         most = p.amax(-1, keepdim=True).nan_to_num_(neginf=0.0) if p.shape[-1] else p.new_zeros((*p.shape[:-1], 1))
         total = p.sub_(most).exp_().sum(-1, keepdim=True)
         block.queries_of(logsumexp).copy_((most + total.log()).squeeze(-1))
-        p = p if draws is None else p.masked_fill_(drops.of(block), 0.0)
+        p = p if draws is None else p.masked_fill_(drops.mask_of(block), 0.0)
         total.masked_fill_(total == 0, 1.0)  # a row of which everything is masked attends to nothing
         block.queries_of(out).copy_((p @ block.keys_of(v).to(sums)).mul_(drops.scale).div_(total))
     return out, logsumexp
@@ -67,11 +67,16 @@ def backward_by_definition(
     for block in _blocks(q, k, causal):
         dy, y, queries = (block.queries_of(x).to(sums) for x in (grad, out, q))
         keys, values = (block.keys_of(x).to(sums) for x in (k, v))
-        found = block.queries_of(logsumexp).unsqueeze(-1)
-        p = _scores(block, q, k, bias, causal, scale, sums).sub_(found).exp_().masked_fill_(found.isneginf(), 0.0)
+        block_logsumexp = block.queries_of(logsumexp).unsqueeze(-1)
+        p = (
+            _scores(block, q, k, bias, causal, scale, sums)
+            .sub_(block_logsumexp)
+            .exp_()
+            .masked_fill_(block_logsumexp.isneginf(), 0.0)
+        )
         read, dp = p, (dy @ values.mT).mul_(drops.scale)
         if draws is not None:
-            dropped = drops.of(block)
+            dropped = drops.mask_of(block)
             read, dp = p.masked_fill(dropped, 0.0), dp.masked_fill_(dropped, 0.0)
         block.keys_of(dv).add_(read.mT @ dy, alpha=drops.scale)
         ds = dp.sub_((dy * y).sum(-1, keepdim=True)).mul_(p).mul_(scale)
@@ -94,12 +99,12 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
     )  # what later rows alone see is not computed for earlier ones
     rows = max(min(count // max(keys, 1), longest, queries), 1)
     at_a_time = max(count // max(rows * keys, 1), 1)  # heads
-    some, whole = min(at_a_time, max(heads, 1)), max(at_a_time // max(heads, 1), 1)
-    for sample in range(0, samples, whole):
-        for head in range(0, heads, some):
+    heads_at_a_time, samples_at_a_time = min(at_a_time, max(heads, 1)), max(at_a_time // max(heads, 1), 1)
+    for sample in range(0, samples, samples_at_a_time):
+        for head in range(0, heads, heads_at_a_time):
             for row in range(0, queries, rows):
                 seen = min(keys, row + rows) if causal else keys
-                here = slice(sample, sample + whole), slice(head, head + some)
+                here = slice(sample, sample + samples_at_a_time), slice(head, head + heads_at_a_time)
                 yield _Block(here, slice(row, row + rows), slice(0, seen))
 
 
@@ -125,7 +130,7 @@ class _Drops:
             self.rows = _halves(draws)
             self.keys = _halves(torch.arange(k.shape[2], device=k.device))[..., 0]
 
-    def of(self, block: _Block) -> Tensor:
+    def mask_of(self, block: _Block) -> Tensor:
         """True where a weight is dropped: 32 bits of its query and its key, mixed, compared with the probability.
 
         In 32 bits, for which processors have products of many numbers at once.

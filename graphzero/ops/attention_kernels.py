@@ -97,16 +97,16 @@ def _cpu_backward_in_float32(
     In 16 bit the kernel makes many small products, each a call of a library that takes longer than the product, and
     rounds the sums of blocks as it adds them up.
     """
-    made = q, k, v = tuple(map(_dense_rows, (q, k, v)))
-    found = tuple(x.new_empty((x.shape[0], *(x.shape[i] for i in (2, 1, 3)))).transpose(1, 2) for x in made)
-    given = (grad, *made, out)
+    operands = q, k, v = tuple(map(_dense_rows, (q, k, v)))
+    gradients = tuple(x.new_empty((x.shape[0], *(x.shape[i] for i in (2, 1, 3)))).transpose(1, 2) for x in operands)
+    given = (grad, *operands, out)
     wide_bias = None if bias is None else bias.float().expand(len(q), q.shape[1], -1, -1)
     for here in _parts(q, k, v):
         mask = None if wide_bias is None else wide_bias[here]
         dy, a, b, c, y = (x[here].float() for x in given)
-        for x, part in zip(found, _cpu_backward(dy, a, b, c, y, logsumexp[here], mask, causal, scale), strict=True):
+        for x, part in zip(gradients, _cpu_backward(dy, a, b, c, y, logsumexp[here], mask, causal, scale), strict=True):
             x[here].copy_(part)
-    dq, dk, dv = found
+    dq, dk, dv = gradients
     return dq, dk, dv
 
 
@@ -115,10 +115,10 @@ def _parts(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
     samples, heads = q.shape[:2]
     longest = max(x.shape[2] * x.shape[3] for x in (q, k, v))
     count = max(ELEMENTS // max(longest, 1), torch.get_num_threads(), 1)
-    whole, some = max(count // max(heads, 1), 1), min(count, max(heads, 1))
-    for sample in range(0, samples, whole):
-        for head in range(0, heads, some):
-            yield slice(sample, sample + whole), slice(head, head + some)
+    samples_at_a_time, heads_at_a_time = max(count // max(heads, 1), 1), min(count, max(heads, 1))
+    for sample in range(0, samples, samples_at_a_time):
+        for head in range(0, heads, heads_at_a_time):
+            yield slice(sample, sample + samples_at_a_time), slice(head, head + heads_at_a_time)
 
 
 def _is_faster_in_float32(case: AttentionCase) -> bool:

@@ -52,8 +52,8 @@ def backward_out(
     room = torch.empty_like(log_probs[:rows], memory_format=torch.contiguous_format)
     for first in range(0, len(log_probs), rows):
         here = slice(first, first + rows)
-        logs, one = log_probs[here].contiguous(), grad[here] if reduction == NONE else grad
-        given = (one, logs, target[here].contiguous(), weight, reduction, ignore_index, total_weight)
+        logs, grad_rows = log_probs[here].contiguous(), grad[here] if reduction == NONE else grad
+        given = (grad_rows, logs, target[here].contiguous(), weight, reduction, ignore_index, total_weight)
         scattered = nll_backward.grad_input(*given, grad_input=room[: len(logs)])
         if in_place:  # the kernel of the CPU reads an element of its operands before it writes there
             aten._log_softmax_backward_data.out(scattered, logs, 1, logs.dtype, out=out[here])

@@ -33,10 +33,10 @@ def forward(weight: Tensor, indices: Tensor, scales: Tensor | None, mode: int, p
     indices: [bags, length]; scales: of each index, in mode SUM alone; padding: the row that counts as absent, or -1.
     """
     flat = None if scales is None else scales.reshape(-1)
-    found = aten._embedding_bag(
+    results = aten._embedding_bag(
         weight, indices.reshape(-1), _offsets(indices), False, mode, False, flat, False, padding
     )
-    return found[0], found[3] if mode == MAX else indices.new_empty(0)
+    return results[0], results[3] if mode == MAX else indices.new_empty(0)
 
 
 def shapes(weight: Tensor, indices: Tensor, scales: Tensor | None, mode: int, padding: int) -> tuple[Tensor, Tensor]:
@@ -53,20 +53,20 @@ def backward(
         return grad.new_zeros(rows, grad.shape[1])
     flat = None if scales is None else scales.reshape(-1)
     bag_of_each, sizes = _bag_of_each(indices), _sizes(indices, padding)
-    found: Tensor = aten._embedding_bag_dense_backward(
+    gradient: Tensor = aten._embedding_bag_dense_backward(
         grad.contiguous(), indices.reshape(-1), bag_of_each, sizes, largest, rows, False, mode, flat, padding
     )
-    return found
+    return gradient
 
 
 def scales_backward(grad: Tensor, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
     """The gradient [bags, length] of the scales: the product of each index' row and its bag's gradient."""
     if indices.numel() == 0:
         return grad.new_zeros(indices.shape)
-    found: Tensor = aten._embedding_bag_per_sample_weights_backward(
+    gradient: Tensor = aten._embedding_bag_per_sample_weights_backward(
         grad.contiguous(), weight, indices.reshape(-1), _offsets(indices), _bag_of_each(indices), SUM, padding
     )
-    return found.reshape(indices.shape)
+    return gradient.reshape(indices.shape)
 
 
 def _offsets(indices: Tensor) -> Tensor:

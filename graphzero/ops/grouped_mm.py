@@ -27,8 +27,8 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     What lies behind the last end has no meaning, as with torch's.
     """
     if _has_kernel(a) and _has_kernel(b):
-        found: Tensor = torch.ops.aten._grouped_mm(a, b, ends)
-        return found
+        result: Tensor = torch.ops.aten._grouped_mm(a, b, ends)
+        return result
     out = a.new_zeros(shape(a, b, ends))
     start = 0
     for group, end in enumerate(ends.tolist()):

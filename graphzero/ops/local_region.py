@@ -26,13 +26,13 @@ def dual(sbp: list[str]) -> list[str]:
     does what ranks hold equal because they do the same.
     Raises SbpError for maxima and minima of the ranks.
     """
-    greatest = next((one for one in sbp if one[0] == "P" and one != "P"), None)
+    greatest = next((word for word in sbp if word[0] == "P" and word != "P"), None)
     if greatest is not None:
         raise SbpError(
             f"a local_region has no gradient through {greatest}: nobody knows whose value it is. Give it a detached "
             "tensor, or return one"
         )
-    return [_DUAL.get(one, one) for one in sbp]
+    return [_DUAL.get(word, word) for word in sbp]
 
 
 def _save_end(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

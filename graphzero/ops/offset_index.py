@@ -45,8 +45,8 @@ def embedding(
     if not weight.shape[0]:
         return weight.new_zeros((*indices.shape, weight.shape[1]))
     index, elsewhere = _local(indices, start, weight.shape[0], total)
-    found: Tensor = aten.embedding(weight, index)
-    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    rows: Tensor = aten.embedding(weight, index)
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def embedding_dense_backward(
@@ -57,8 +57,8 @@ def embedding_dense_backward(
         return grad.new_zeros((0, grad.shape[-1]))
     index, _ = _local(indices, start, num_weights, total, other=-1)
     skipped = index.masked_fill_(indices == padding_idx, -1)
-    found: Tensor = aten.embedding_dense_backward(grad, skipped, num_weights, -1, False)
-    return found
+    gradient: Tensor = aten.embedding_dense_backward(grad, skipped, num_weights, -1, False)
+    return gradient
 
 
 # ---- losses over classes
@@ -103,16 +103,16 @@ def gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False, sta
     if not x.shape[dim]:
         return x.new_zeros(index.shape)
     here, elsewhere = _local(index, start, x.shape[dim], total)
-    found: Tensor = aten.gather(x, dim, here)
-    return found.masked_fill_(elsewhere, 0)
+    values: Tensor = aten.gather(x, dim, here)
+    return values.masked_fill_(elsewhere, 0)
 
 
 def index_select(x: Tensor, dim: int, index: Tensor, *, start: int, total: int) -> Tensor:
     if not x.shape[dim]:
         return x.new_zeros([index.numel() if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
     here, elsewhere = _local(index, start, x.shape[dim], total)
-    found: Tensor = aten.index_select(x, dim, here)
-    return found.masked_fill_(_along(elsewhere, dim, x.dim()), 0)
+    values: Tensor = aten.index_select(x, dim, here)
+    return values.masked_fill_(_along(elsewhere, dim, x.dim()), 0)
 
 
 def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, start: int, total: int) -> Tensor:
@@ -120,8 +120,8 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, start: int, 
         return x.clone()
     here, elsewhere = _local(index, start, x.shape[dim], total)
     read = src[tuple(slice(n) for n in index.shape)].masked_fill(elsewhere, 0)
-    found: Tensor = aten.scatter_add(x, dim, here, read)
-    return found
+    result: Tensor = aten.scatter_add(x, dim, here, read)
+    return result
 
 
 def index_add(
@@ -131,8 +131,8 @@ def index_add(
         return x.clone()
     here, elsewhere = _local(index, start, x.shape[dim], total)
     read = source.masked_fill(_along(elsewhere, dim, x.dim()), 0)
-    found: Tensor = aten.index_add(x, dim, here, read, alpha=alpha)
-    return found
+    result: Tensor = aten.index_add(x, dim, here, read, alpha=alpha)
+    return result
 
 
 def scatter_value(x: Tensor, dim: int, index: Tensor, value: float, *, start: int, total: int) -> Tensor:

@@ -37,10 +37,10 @@ def _stochastic_round(x: Tensor, key: Tensor, op: int, start: list[int], total: 
     bit that is kept, and what is below it is cut off (Zamirai et al., "Revisiting BFloat16 Training", arXiv
     2010.06192).
     """
-    made = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     for part in blocks(x.shape, x.device):
-        round_into(made[part], x[part], key, op, beginning(start, part), total)
-    return made
+        round_into(rounded[part], x[part], key, op, beginning(start, part), total)
+    return rounded
 
 
 def blocks(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:

@@ -26,8 +26,8 @@ Pass = Callable[[StepGraph], StepGraph]
 
 def pass_name(pass_: Pass) -> str:
     """A pass's ``name``, else its function or class name in snake case."""
-    found = getattr(pass_, "name", None) or getattr(pass_, "__name__", None) or type(pass_).__name__
-    return snake_case(str(found))
+    name = getattr(pass_, "name", None) or getattr(pass_, "__name__", None) or type(pass_).__name__
+    return snake_case(str(name))
 
 
 def snake_case(name: str) -> str:
@@ -138,8 +138,8 @@ class Pipeline:
     def __call__(self, graph: StepGraph) -> StepGraph:
         if graph.stated:
             verify(graph)
-        clone, shelf = graph.clone(), PackedHistory()
-        return self._run(shelf.put(clone), clone, shelf)
+        clone, packer = graph.clone(), PackedHistory()
+        return self._run(packer.add_copy(clone), clone, packer)
 
     def after(self, record: Record, given: StepGraph | None = None) -> StepGraph:
         """Go on from where another pipeline was behind a pass, as ``record`` keeps it.
@@ -148,24 +148,24 @@ class Pipeline:
         """
         return self._run(record.packed[1], record.after if given is None else given, PackedHistory())
 
-    def _run(self, before: PackedGraph, graph: StepGraph, shelf: PackedHistory) -> StepGraph:
+    def _run(self, before: PackedGraph, graph: StepGraph, packer: PackedHistory) -> StepGraph:
         """before: the same as ``graph``, which changes."""
         self.history = []
         for pass_ in self.passes:
             with phase(pass_name(pass_)):
-                graph, before = self._run_one(pass_, graph, before, shelf)
+                graph, before = self._run_one(pass_, graph, before, packer)
         return graph
 
     def _run_one(
-        self, pass_: Pass, graph: StepGraph, before: PackedGraph, shelf: PackedHistory
+        self, pass_: Pass, graph: StepGraph, before: PackedGraph, packer: PackedHistory
     ) -> tuple[StepGraph, PackedGraph]:
         """Where a pass has nothing to do, the graph is what it was when it was verified and packed."""
-        name, given = pass_name(pass_), _Given.of(graph)
+        name, given = pass_name(pass_), _Given.from_graph(graph)
         started = time.perf_counter()
         result = _result(pass_, graph, name)
         finished = time.perf_counter()
         graph = _checked(given, result, name)
-        after = shelf.put(graph)
+        after = packer.add_copy(graph)
         began = time.perf_counter()
         if self.verifies and not (self.history and after is before):
             verify(graph, after=repr(pass_) if isinstance(pass_, BuiltinPass) else name)
@@ -194,7 +194,7 @@ class _Given:
     level: str
 
     @classmethod
-    def of(cls, graph: StepGraph) -> _Given:
+    def from_graph(cls, graph: StepGraph) -> _Given:
         inputs = tuple(node.name for node in graph.placeholders())
         return cls(tuple(graph.updates), inputs, len(graph.outputs), graph.level)
 
@@ -211,14 +211,14 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
             f"pass {name} dropped the update of {', '.join(lost[:5])}{' ...' if len(lost) > 5 else ''}: the step would "
             "leave it as it was\n  Keep every entry of graph.updates; give it a new value with graph.set_output(...)"
         )
-    kept = {node.name for node in after.placeholders()}
-    gone = [name for name in given.inputs if name not in kept]
+    inputs = {node.name for node in after.placeholders()}
+    gone = [name for name in given.inputs if name not in inputs]
     if gone:
         raise VerifyError(
             f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
             "signature of the step\n  Leave a placeholder that nobody reads where it is"
         )
-    added = sorted(kept.difference(given.inputs))
+    added = sorted(inputs.difference(given.inputs))
     if added:
         raise VerifyError(
             f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: nobody would say "

@@ -56,8 +56,8 @@ def contract_of(kind: type) -> Contract:
 
 
 def _said(text: str, word: str) -> str:
-    found = re.search(rf"^{word}: (.+?)(?=^\w+: |^$|\Z)", text, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(rf"^{word}: (.+?)(?=^\w+: |^$|\Z)", text, re.MULTILINE | re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
 
 
 def _example(shown: str) -> Example | None:

@@ -53,22 +53,22 @@ def read_options(reader: LineReader, kind: type, what: str) -> Any:
 
     what: the object is called in messages.
     """
-    forms, found, begin = forms_of(kind), dict[str, Any](), reader.at
+    forms, values, begin = forms_of(kind), dict[str, Any](), reader.at
     while not reader.take("}"):
         at, name = reader.at, reader.word()
         if name and name not in forms:
             raise refused(reader, at, f"{what} has no option {name!r}; it has {', '.join(forms) or 'none'}")
-        if name in found:
+        if name in values:
             raise refused(reader, at, f"{name} stands twice")
         if not name or not reader.take("="):
             raise refused(reader, at, "expected `name=value`, with a space to the next, or '}'")
-        found[name] = forms[name].read(reader)
-    return made(reader, begin, kind, found, what)
+        values[name] = forms[name].read(reader)
+    return made(reader, begin, kind, values, what)
 
 
 def made(reader: LineReader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
     """The object, or the error for options that are missing or do not fit."""
-    missing = [one.name for one in _fields(kind) if _default(one) is MISSING and one.name not in found]
+    missing = [option.name for option in _fields(kind) if _default(option) is MISSING and option.name not in found]
     if missing:
         raise refused(reader, begin, f"{what} needs {', '.join(missing)}")
     try:
@@ -81,9 +81,9 @@ def write_options(x: Any) -> str:
     """``{name=value ...}``; options that say nothing (none, false, ...), as by default, are left out."""
     kind: Any = type(x)
     forms = forms_of(kind)
-    defaults = {one.name: _default(one) for one in _fields(kind)}
-    held = {name: y for name in forms if (y := getattr(x, name)) or y != defaults[name]}
-    return f"{{{' '.join(f'{name}={forms[name].write(held[name])}' for name in held)}}}" if held else ""
+    defaults = {option.name: _default(option) for option in _fields(kind)}
+    written = {name: y for name in forms if (y := getattr(x, name)) or y != defaults[name]}
+    return f"{{{' '.join(f'{name}={forms[name].write(written[name])}' for name in written)}}}" if written else ""
 
 
 def _fields(kind: type) -> tuple[Field[Any], ...]:
@@ -119,10 +119,10 @@ def _plain(hint: str, read: Callable[[LineReader], Any], write: Callable[[Any], 
 
     def checked(reader: LineReader) -> Any:
         reader.next()
-        begin, found = reader.at, read(reader)
-        if found is None:
+        begin, value = reader.at, read(reader)
+        if value is None:
             raise refused(reader, begin, f"expected {hint}")
-        return found
+        return value
 
     return Form(hint, checked, write)
 
@@ -136,13 +136,13 @@ def _number(reader: LineReader) -> Any:
 
 
 def _int(reader: LineReader) -> int | None:
-    found = _number(reader)
-    return found if type(found) is int else None
+    number = _number(reader)
+    return number if type(number) is int else None
 
 
 def _float(reader: LineReader) -> float | None:
-    found = _number(reader)
-    return float(found) if type(found) in (int, float) else None
+    number = _number(reader)
+    return float(number) if type(number) in (int, float) else None
 
 
 def _sbp(reader: LineReader) -> Sbp | None:
@@ -174,25 +174,25 @@ def _optional(inner: Form) -> Form:
 def _several(item: Form) -> Form:
     def read(reader: LineReader) -> tuple[Any, ...]:
         reader.next()
-        begin, found = reader.at, []
+        begin, items = reader.at, []
         if not reader.take("("):
             raise refused(reader, begin, f"expected {hint}")
         while not reader.take(")"):
-            found.append(item.read(reader))
+            items.append(item.read(reader))
             if not reader.take(",") and reader.next() != ")":
                 raise reader.fail("expected ',' or ')'")
-        return tuple(found)
+        return tuple(items)
 
     hint = f"({item.hint}, ...)"
     return Form(hint, read, lambda x: f"({', '.join(map(item.write, x))})")
 
 
 def _nd() -> Form:
-    one = form_of(Sbp)
-    several = _several(one)
+    sbp = form_of(Sbp)
+    several = _several(sbp)
     return Form(
         "an SBP, or one for each axis, (B, S(0))",
-        lambda reader: several.read(reader) if reader.next() == "(" else (one.read(reader),),
+        lambda reader: several.read(reader) if reader.next() == "(" else (sbp.read(reader),),
         lambda x: str(x[0]) if len(x) == 1 else several.write(x),
     )
 
@@ -202,15 +202,17 @@ def _by_role(held: Form) -> Form:
 
     def read(reader: LineReader) -> dict[Role, Any]:
         reader.next()
-        begin, found = reader.at, dict[Role, Any]()
+        begin, values = reader.at, dict[Role, Any]()
         if not reader.take("{"):
             raise refused(reader, begin, f"expected {hint}")
         while not reader.take("}"):
             at, key = reader.at, role.read(reader)
-            if key in found or not reader.take("="):
-                raise refused(reader, at, f"{role_text(key)} stands twice" if key in found else "expected `role=value`")
-            found[key] = held.read(reader)
-        return found
+            if key in values or not reader.take("="):
+                raise refused(
+                    reader, at, f"{role_text(key)} stands twice" if key in values else "expected `role=value`"
+                )
+            values[key] = held.read(reader)
+        return values
 
     hint = f"{{role=value ...}}: {role.hint}, {held.hint}"
     return Form(hint, read, lambda x: f"{{{' '.join(f'{role_text(key)}={held.write(y)}' for key, y in x.items())}}}")
@@ -218,7 +220,7 @@ def _by_role(held: Form) -> Form:
 
 def _record(kind: type) -> Form:
     name = kind.__name__
-    hint = f"{{{' '.join(f'{one.name}=...' for one in _fields(kind))}}}"
+    hint = f"{{{' '.join(f'{option.name}=...' for option in _fields(kind))}}}"
 
     def read(reader: LineReader) -> Any:
         reader.next()

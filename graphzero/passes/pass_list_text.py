@@ -46,14 +46,14 @@ def parse_passes(text: str, level: str = "captured", own: Mapping[str, Callable[
         ParseError: with the place, and what may stand there.
     """
     reader = LineReader(text, lambda problem: _error(text, reader.at, problem), {})
-    found, more = list[Pass](), bool(reader.next())
+    parsed, more = list[Pass](), bool(reader.next())
     while more:
         passes, level = _next(reader, level, own or {})
-        found += passes
+        parsed += passes
         more = reader.take(",")
     if reader.next():
         raise reader.fail("expected ',' and a pass, or the options in {}")
-    return found
+    return parsed
 
 
 def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]]) -> tuple[list[Pass], str]:

@@ -67,14 +67,14 @@ def derive(
     Raises SbpError where shapes and line disagree.
     """
     bound = _bind(factors, tuple(given), tuple(made))
-    found: dict[Signature, None] = {}
+    signatures: dict[Signature, None] = {}
     for split, reduction, chosen in _candidates(bound, cut, nonempty):
         signature = _signature(bound, split, reduction, chosen)
         if signature is not None:
-            found[signature] = None
+            signatures[signature] = None
     for signature in _unread(bound):
-        found[signature] = None
-    return tuple(found)
+        signatures[signature] = None
+    return tuple(signatures)
 
 
 def _bind(factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...]) -> _Bound:
@@ -121,15 +121,15 @@ def _label(dims: tuple[str, ...], meta: Given, factors: Factors) -> Dims:
 
 
 def _places(dims: Dims, meta: Given, sizes: dict[str, int], keep: Collection[str]) -> Places:
-    found: Places = {}
+    places: Places = {}
     for i, (labels, size) in enumerate(zip(dims, meta.shape if isinstance(meta, TensorMeta) else (), strict=True)):
         before = 1
         left = size // max(prod(sizes.get(label, 1) for label in labels), 1)  # what ``_`` stands for
         for label in labels:
             if label in keep and (size != 1 or sizes[label] == 1):
-                found[label] = (i, before)
+                places[label] = (i, before)
             before *= max(left if label == "_" else sizes.get(label, 1), 1)  # nothing lies in one section
-    return found
+    return places
 
 
 def _sizes(
@@ -278,8 +278,8 @@ def _output_sbp(bound: _Bound, j: int, split: Split, reduction: str, chosen: tup
 
 def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Truth values do not add, and a float that becomes an integer is rounded before the sum."""
-    made = [m for m in bound.made if m is not None]
-    partial_out = [m for m, sbp in zip(made, outputs, strict=True) if sbp.is_partial]
+    metas = [m for m in bound.made if m is not None]
+    partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
     dtypes = [m.dtype for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
     if any(m.dtype == torch.bool for m in partial_out) or torch.bool in dtypes:
         return False
@@ -289,8 +289,8 @@ def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> boo
 def _ordered(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Complex numbers have no maximum."""
     given = [m for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
-    made = [m for m in bound.made if m is not None]
-    partial_out = [m for m, sbp in zip(made, outputs, strict=True) if sbp.is_partial]
+    metas = [m for m in bound.made if m is not None]
+    partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
     return not any(m.dtype.is_complex for m in (*given, *partial_out))
 
 

@@ -42,14 +42,14 @@ def annotation_count() -> int:
 
 def annotation(x: Tensor) -> tuple[Placement, Nd] | None:
     """What ``annotate`` noted last, or None."""
-    found: tuple[Placement, Nd] | None = _annotated.get(x)
-    return found
+    noted: tuple[Placement, Nd] | None = _annotated.get(x)
+    return noted
 
 
 def said_placement(x: Tensor) -> Placement | None:
     """The virtual placement on which the user has put a plain tensor, if he has."""
-    found: Placement | None = _said.get(x)
-    return found
+    placement: Placement | None = _said.get(x)
+    return placement
 
 
 def to_placements(nd: Nd) -> tuple[Any, ...]:
@@ -63,22 +63,22 @@ def to_placements(nd: Nd) -> tuple[Any, ...]:
 
 def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
     """SBP of DTensor placements.  Raises SbpError for those that have none."""
-    found = []
+    nd = []
     for item in placements:
         if isinstance(item, Replicate):
-            found.append(B)
+            nd.append(B)
         elif type(item) is Shard:
-            found.append(S(item.dim % ndim))
+            nd.append(S(item.dim % ndim))
         elif type(item) is _compat.StridedShard:
-            found.append(S(item.dim % ndim, int(item.split_factor)))
+            nd.append(S(item.dim % ndim, int(item.split_factor)))
         elif type(item) is Partial and item.reduce_op in REDUCTIONS:
-            found.append(partial(item.reduce_op))
+            nd.append(partial(item.reduce_op))
         else:
             raise SbpError(
                 f"a DTensor placed {tuple(placements)} has no SBP: {item} is none of Replicate, Shard, Partial("
                 f"{', '.join(REDUCTIONS)}); redistribute it first"
             )
-    return tuple(found)
+    return tuple(nd)
 
 
 def nd_of_dtensor(x: DTensor) -> Nd:

@@ -92,7 +92,7 @@ class Costs:
         weights = [(link.latency * best, best / link.bandwidth) for link in self.links]
         object.__setattr__(self, "_weights", tuple(weights) or ((0.0, 1.0),) * len(self.hierarchy))
 
-    def of(self, kind: str, nbytes: float, axis: int) -> float:
+    def price_of(self, kind: str, nbytes: float, axis: int) -> float:
         """A move of one step on ``axis``; ``nbytes``: of the tensor, whole on this axis, as it is on the others."""
         per_message, per_byte = self._weights[axis]
         ranks = self.hierarchy[axis]

@@ -28,8 +28,8 @@ def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMes
     key = "mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
     if key not in _made:
         _made[key] = _new_mesh(device_type, ranks, names)
-    found: DeviceMesh = _made[key]
-    return found
+    mesh: DeviceMesh = _made[key]
+    return mesh
 
 
 def ascend(ranks: Ranks) -> bool:
@@ -69,8 +69,8 @@ def _group(line: tuple[int, ...]) -> dist.ProcessGroup:
     if key not in _made:
         timeout = timedelta(seconds=_compat.timeout_of(dist.group.WORLD))  # type: ignore[arg-type]
         _made[key] = dist.new_group(list(line), timeout, use_local_synchronization=True)
-    found: dist.ProcessGroup = _made[key]
-    return found
+    group: dist.ProcessGroup = _made[key]
+    return group
 
 
 def _lines(ranks: Ranks, rank: int) -> list[list[int]]:

@@ -107,7 +107,7 @@ def _schema_tensors(call: Call) -> list[tuple[Given, int]] | None:
     for name, value in passed.items():
         place[name] = before
         before += len(list(_tensors(value)))
-    found: list[tuple[Given, int]] = []
+    tensors: list[tuple[Given, int]] = []
     for argument in call.op._schema.arguments:
         kind = str(argument.type)
         if "List[" in kind and "Tensor" in kind:
@@ -115,8 +115,8 @@ def _schema_tensors(call: Call) -> list[tuple[Given, int]] | None:
         if "Tensor" in kind:
             value = passed.get(argument.name)
             meta = value if value is None or isinstance(value, TensorMeta) else NUMBER
-            found.append((meta, place.get(argument.name, -1)))
-    return found
+            tensors.append((meta, place.get(argument.name, -1)))
+    return tensors
 
 
 def _bound_arguments(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

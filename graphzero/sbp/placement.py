@@ -172,10 +172,10 @@ def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, 
 
 def from_mesh(mesh: DeviceMesh) -> Placement:
     """The placement of a DeviceMesh, which ``.mesh()`` then gives back."""
-    made = placement(mesh.device_type, mesh.mesh.cpu().numpy(), mesh.mesh_dim_names)
+    result = placement(mesh.device_type, mesh.mesh.cpu().numpy(), mesh.mesh_dim_names)
     if dist.is_initialized():
-        made._mesh = (dist.group.WORLD, mesh)
-    return made
+        result._mesh = (dist.group.WORLD, mesh)
+    return result
 
 
 def as_placement(x: Placement | DeviceMesh) -> Placement:

@@ -200,17 +200,17 @@ def signatures(
     alone and warns once.
     """
     _load()
-    made = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
+    output_metas = (outputs,) if isinstance(outputs, TensorMeta) else tuple(outputs or ())
     cut = _cut(ranks, pieces, frozenset(sections))
-    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), made, cut)
-    found = _cache.get(key)
-    if found is None:
+    key = (op, frozen(tuple(args)), frozen(dict(kwargs)), output_metas, cut)
+    allowed = _cache.get(key)
+    if allowed is None:
         if len(_cache) >= _CACHED:
             _forget()
-        call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), made)
-        found = _signatures(call, cut)
-        found = _cache[key] = _equal.setdefault(found, found)
-    return found
+        call = Call(op, with_scalars(tuple(args)), with_scalars(dict(kwargs)), output_metas)
+        allowed = _signatures(call, cut)
+        allowed = _cache[key] = _equal.setdefault(allowed, allowed)
+    return allowed
 
 
 def _forget() -> None:
@@ -230,11 +230,11 @@ def _signatures(call: Call, cut: Cut) -> tuple[Signature, ...]:
     if entry is None:
         _warn(call.op)
         return (first,)
-    found = (first, *_written(call, entry.rule, entry.nonempty, cut))
+    signatures = (first, *_written(call, entry.rule, entry.nonempty, cut))
     if entry.offset is not None:
         placed = _written(call, entry.offset.rule, entry.nonempty, cut)
-        found += tuple(signature for signature in placed if entry.offset.splits(call, signature))
-    return tuple(dict.fromkeys(found))
+        signatures += tuple(signature for signature in placed if entry.offset.splits(call, signature))
+    return tuple(dict.fromkeys(signatures))
 
 
 def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signature, ...]:

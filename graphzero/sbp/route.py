@@ -123,12 +123,12 @@ def _shortest(
 def _options(src: Nd, dst: Nd, hierarchy: tuple[int, ...], spare: tuple[int, ...]) -> list[list[Sbp]]:
     """Per axis, what a value may be there on the way.  It becomes partial only if that is where it goes."""
     splits = {*map(S, spare), *(sbp for sbp in (*src, *dst) if sbp.is_split)}
-    found = []
+    options = []
     for axis, (a, b) in enumerate(zip(src, dst, strict=True)):
         parts = {S(sbp.dim, sbp.sections * n) for sbp in splits for n in _left_by(axis, sbp, src, dst, hierarchy)}
         ordered = sorted(splits | parts, key=lambda sbp: (sbp.dim, sbp.sections))
-        found.append(list(dict.fromkeys((b, B, *ordered, a))) if hierarchy[axis] > 1 else [a, b])
-    return found
+        options.append(list(dict.fromkeys((b, B, *ordered, a))) if hierarchy[axis] > 1 else [a, b])
+    return options
 
 
 def _left_by(axis: int, sbp: Sbp, src: Nd, dst: Nd, hierarchy: tuple[int, ...]) -> Iterator[int]:
@@ -158,7 +158,7 @@ def _is_renamed(nd: Nd, axis: int, sbp: Sbp, hierarchy: tuple[int, ...]) -> bool
 
 def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -> tuple[int, ...]:
     """What a step adds, in the order in which it counts; whole numbers, so that equals are equal."""
-    price = round(costs.of(step.kind, nbytes / _cuts(nd, costs.hierarchy, axis), axis))
+    price = round(costs.price_of(step.kind, nbytes / _cuts(nd, costs.hierarchy, axis), axis))
     talks = int(step.kind in COLLECTIVES)
     by_axis = [price if i == axis else 0 for i in range(len(costs.hierarchy))]
     return (talks, price, *by_axis, 1) if few else (price, talks, *by_axis, 1)

@@ -36,13 +36,13 @@ def violations(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: in
     it is.
     """
     whole = _outputs(op(*args, **kwargs))
-    metas, made = _metas(args, kwargs, whole)
-    found = []
-    for signature in signatures(op, *metas, made, ranks, SECTIONS):
+    metas, output_metas = _metas(args, kwargs, whole)
+    problems = []
+    for signature in signatures(op, *metas, output_metas, ranks, SECTIONS):
         problem = _broken(op, (tuple(args), dict(kwargs)), whole, signature, ranks, values)
         if problem:
-            found.append(f"{op_name(op)} on {ranks} ranks, {signature}: {problem}")
-    return found
+            problems.append(f"{op_name(op)} on {ranks} ranks, {signature}: {problem}")
+    return problems
 
 
 def check_rule(op: Op, *samples: Sequence[Any], ranks: Sequence[int] = (2, 3, 4)) -> tuple[Signature, ...]:
@@ -72,8 +72,8 @@ def check_rule(op: Op, *samples: Sequence[Any], ranks: Sequence[int] = (2, 3, 4)
         kwargs = last or {}
         for count in ranks:
             broken += violations(op, args, kwargs, count)
-            metas, made = _metas(args, kwargs, _outputs(op(*args, **kwargs)))
-            allowed |= dict.fromkeys(signatures(op, *metas, made, count))
+            metas, output_metas = _metas(args, kwargs, _outputs(op(*args, **kwargs)))
+            allowed |= dict.fromkeys(signatures(op, *metas, output_metas, count))
     if broken:
         raise AssertionError("the rule breaks the law:\n  " + "\n  ".join(broken))
     if len(allowed) == 1:

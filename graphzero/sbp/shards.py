@@ -36,13 +36,13 @@ def cuts(nd: Nd, hierarchy: Sequence[int]) -> list[tuple[int, int, int]]:
 
     Of the sections of a dim, an axis further out that cuts it in fewer has left to each rank a part.
     """
-    found = []
+    all_cuts = []
     for axis, sbp in enumerate(cutting(nd, hierarchy)):
         if sbp.is_split:
             outside = zip(nd[:axis], hierarchy[:axis], strict=True)
             coarser = (n for s, n in outside if s.is_split and s.dim == sbp.dim and s.sections < sbp.sections)
-            found.append((axis, sbp.dim, sbp.sections // prod(coarser)))
-    return found
+            all_cuts.append((axis, sbp.dim, sbp.sections // prod(coarser)))
+    return all_cuts
 
 
 def alike(a: Nd, b: Nd, hierarchy: Sequence[int]) -> bool:
@@ -122,13 +122,13 @@ def unfold(shape: Sequence[int], sbps: Iterable[Sbp]) -> Unfolded:
 
 def bounds(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> list[tuple[int, int]]:
     """(start, length) per dim of the piece of the rank that stands at ``at``, of a tensor split without sections."""
-    found = [(0, size) for size in shape]
+    dim_bounds = [(0, size) for size in shape]
     for sbp, ranks, place in zip(nd, hierarchy, at, strict=True):
         if sbp.is_split:
-            start, length = found[sbp.dim]
+            start, length = dim_bounds[sbp.dim]
             offset, length = chunk(length, ranks, place)
-            found[sbp.dim] = (start + offset, length)
-    return found
+            dim_bounds[sbp.dim] = (start + offset, length)
+    return dim_bounds
 
 
 def piece_shape(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
@@ -143,20 +143,20 @@ def window(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -
     """Where that piece lies in ``whole``: a view, with a dim for each part of a dim cut in sections."""
     nd = cutting(nd, hierarchy)
     apart = unfold(whole.shape, nd)
-    found = whole
+    view = whole
     for dim, places in reversed(list(enumerate(apart.dims))):
         if len(places) > 1:
-            found = torch.unflatten(found, dim, [apart.shape[i] for i in places])
+            view = torch.unflatten(view, dim, [apart.shape[i] for i in places])
     for dim, (start, length) in enumerate(bounds(apart.shape, apart.nd(nd), hierarchy, at)):
-        if length != found.shape[dim]:
-            found = found.narrow(dim, start, length)
-    return found
+        if length != view.shape[dim]:
+            view = view.narrow(dim, start, length)
+    return view
 
 
 def cut(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> Tensor:
     """That piece: a view of ``whole`` but where it is cut in sections."""
-    found = window(whole, nd, hierarchy, at)
-    return found.reshape(piece_shape(whole.shape, nd, hierarchy, at)) if found.dim() > whole.dim() else found
+    view = window(whole, nd, hierarchy, at)
+    return view.reshape(piece_shape(whole.shape, nd, hierarchy, at)) if view.dim() > whole.dim() else view
 
 
 def joined(pieces: Sequence[Tensor], dim: int, sections: int) -> Tensor:

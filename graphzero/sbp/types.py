@@ -105,9 +105,9 @@ def parse_sbp(text: str) -> Sbp:
         return B
     if text == "P":
         return P
-    found = re.fullmatch(r"S\((\d+)(?:, *(\d+))?\)", text)
-    if found is not None:
-        return S(int(found[1]), int(found[2] or 1))
+    match = re.fullmatch(r"S\((\d+)(?:, *(\d+))?\)", text)
+    if match is not None:
+        return S(int(match[1]), int(match[2] or 1))
     if text.endswith(")") and text[:2] == "P(":
         return partial(text[2:-1])
     raise SbpError(f"{text!r} is no SBP; write B, S(0), S(1, 3), P, P(max) or P(min)")

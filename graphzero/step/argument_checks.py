@@ -118,9 +118,9 @@ def check_optimizer(optim: object, others: list[torch.optim.Optimizer]) -> None:
             f"add_optimizer({type(optim).__name__}): it has no param_groups, as one around another that does without "
             "Optimizer.__init__; give the inner optimizer, or super().__init__(inner.param_groups, inner.defaults)"
         )
-    held = {id(p) for group in optim.param_groups for p in group["params"]}
+    params = {id(p) for group in optim.param_groups for p in group["params"]}
     for i, other in enumerate(others):
-        shared = sum(id(p) in held for group in other.param_groups for p in group["params"])
+        shared = sum(id(p) in params for group in other.param_groups for p in group["params"])
         if shared:
             raise ConfigError(
                 f"add_optimizer({type(optim).__name__}): {shared} of its parameters belong to optimizer {i} "
@@ -160,7 +160,7 @@ def check_average(averaged: object, of: object, held: Mapping[str, Any], others:
         raise ConfigError(f"add_average({kind}, ...): give a torch.optim.swa_utils.AveragedModel")
     if any(averaged is other for other in others):
         raise ConfigError(f"add_average({kind}, ...): it is there already, and would follow its model twice in a step")
-    inside = {id(one) for module in held.values() if isinstance(module, nn.Module) for one in module.modules()}
+    inside = {id(child) for module in held.values() if isinstance(module, nn.Module) for child in module.modules()}
     for name, module in (("the average", averaged), ("the module of which it is one", of)):
         if id(module) not in inside:
             raise ConfigError(

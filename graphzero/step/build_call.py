@@ -48,28 +48,29 @@ class BuildCallReader:
         self._keys, self._groups = Keys(), ParameterGroups()
         self._reader: BuildInputReader | None = None
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
         """The record of a call, or of ``compile`` for such arguments, where not ``running``.
 
-        Raises what ``Reader.read`` does, ConfigError for an optimizer's parameter that no module of the Graph has, and
-        where tensors are to be bound, ConfigError or PlacementError for one that has no values or device.
+        Raises the errors of ``BuildInputReader.read_inputs``, ConfigError for an optimizer's parameter that no module
+        of the Graph has and, where tensors are to be bound, ConfigError or PlacementError for one that has no values or
+        device.
         """
         if self._reader is None:
             self._reader = self._source.reader()
         settings = self._source.config.settings
         transform, transformed = active_transform(settings), None
         if transform is None:
-            inputs = self._reader.read(args, kwargs, dict(settings.inputs), running)
+            inputs = self._reader.read_inputs(args, kwargs, dict(settings.inputs), running)
         else:
             ranks = self._source.ranks
             inputs, transformed = transform.read_inputs(self._reader, ranks, settings, args, kwargs, running)
-        found, is_bound = state.look()
+        tensors, is_bound = state.look()
         if not is_bound:
-            self._keys.count(state, found)
-        self._attributes.read_values(state.modules, found)
-        self._groups.look(self._source.optimizers)
+            self._keys.count(state, tensors)
+        self._attributes.read_values(state.modules, tensors)
+        self._groups.read_groups(self._source.optimizers)
         baked = (*self._groups.baked, *map(baked_of_average, self._source.averages))
-        key = self._keys.of(inputs, state, found, settings, baked)
+        key = self._keys.of(inputs, state, tensors, settings, baked)
         if running and state.program is None:
             state.check_real()
         is_global = any(leaf.is_global for leaf in inputs.leaves)
@@ -77,7 +78,7 @@ class BuildCallReader:
 
     def with_numbers_now(self, call: BuildCall) -> BuildCall:
         """``call`` with hyperparameters that have changed since it was read."""
-        self._groups.look(self._source.optimizers)
+        self._groups.read_groups(self._source.optimizers)
         return replace(call, numbers=self._numbers(call.inputs))
 
     def _numbers(self, inputs: Inputs) -> Mapping[Role, float]:

@@ -45,7 +45,7 @@ class BuildInputReader:
         self._whole = (B,) * len(placement.names)
         self._plain: dict[str, tuple[torch.Size, Nd, tuple[int, ...]]] = {}  # of the last call: shape, nd, global shape
 
-    def read(
+    def read_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Mapping[str, Nd], running: bool = False
     ) -> Inputs:
         """Flatten and place.  running: tensors must have values.
@@ -207,18 +207,18 @@ def check_kind(name: str, raw: Tensor) -> None:
 def _tensor_inside(x: Any, depth: int = 3) -> str:
     """Where an object holds a tensor, as ``.batch[0]``, or ""; looks into attributes, slots and plain containers."""
     if isinstance(x, Mapping):
-        parts = [(f"[{key!r}]", held) for key, held in x.items()]
+        parts = [(f"[{key!r}]", item) for key, item in x.items()]
     elif isinstance(x, (list, tuple, set, frozenset)):
-        parts = [(f"[{i}]", held) for i, held in enumerate(x)]
+        parts = [(f"[{i}]", item) for i, item in enumerate(x)]
     else:
         slots = [slot for kind in type(x).__mro__ for slot in vars(kind).get("__slots__", ())]
         names = [*getattr(x, "__dict__", {}), *(slot for slot in slots if hasattr(x, slot))]
         parts = [(f".{name}", getattr(x, name)) for name in names]
-    for where, held in parts:
-        if isinstance(held, Tensor):
+    for where, item in parts:
+        if isinstance(item, Tensor):
             return where
-        if depth and not isinstance(held, _PLAIN):
-            inside = _tensor_inside(held, depth - 1)
+        if depth and not isinstance(item, _PLAIN):
+            inside = _tensor_inside(item, depth - 1)
             if inside:
                 return where + inside
     return ""

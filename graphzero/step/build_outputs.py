@@ -34,17 +34,17 @@ class BuildOutput:
     is_literal: bool = False
     padded: frozenset[Along] = frozenset()
 
-    def of(self, held: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+    def to_user(self, held: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
         """What the user is given, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
         if self.is_literal:
             return held
         if self.shape is None:
             return held[0]
-        found = self._tensor(held, self.shape, world, as_global)
+        tensor = self._tensor(held, self.shape, world, as_global)
         if not self.padded or transformed is None:
-            return found
-        is_local = not world.placement.virtual and found.shape != torch.Size(self.shape)
-        return transformed.restore_output(found, self.padded, self.shape, is_local)
+            return tensor
+        is_local = not world.placement.virtual and tensor.shape != torch.Size(self.shape)
+        return transformed.restore_output(tensor, self.padded, self.shape, is_local)
 
     def _tensor(self, pieces: Sequence[Tensor], shape: tuple[int, ...], world: World, as_global: bool) -> Tensor:
         placement, nd = world.placement, self.nd
@@ -60,8 +60,8 @@ class BuildOutput:
         )
         if batch_split and not as_global:
             return local
-        found = wrap(local, placement.mesh(), nd, shape)
-        return found if as_global else resplit.whole(found, placement)
+        dtensor = wrap(local, placement.mesh(), nd, shape)
+        return dtensor if as_global else resplit.whole(dtensor, placement)
 
 
 class BuildOutputs:
@@ -71,11 +71,11 @@ class BuildOutputs:
         along = padded or [frozenset()] * len(graph.outputs)
         self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 
-    def of(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+    def to_user(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
         """What build returns.  as_global: tensors as global ones.  transformed: see ``Call``."""
         pairs = zip(self._all, results.outputs, strict=True)
-        found = [output.of(held, world, as_global, transformed) for output, held in pairs]
-        return pytree.tree_unflatten(found, self._spec)
+        values = [output.to_user(value, world, as_global, transformed) for output, value in pairs]
+        return pytree.tree_unflatten(values, self._spec)
 
 
 def _output(x: Any, padded: frozenset[Along]) -> BuildOutput:

@@ -40,10 +40,10 @@ def compile_step(
             gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     graph, placed = prepare_for_passes(call, captured)
     with phase("plan"):
-        found = program_of(graph, settings, placed, room, verifies)
+        candidate = program_of(graph, settings, placed, room, verifies)
         gc.collect(YOUNG)
-    part = ProgramPart(found.graph, found.arena, settings.executor, settings.cuda_graph)
-    return StepProgram(captured, part, found.history, found.plan)
+    part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph)
+    return StepProgram(captured, part, candidate.history, candidate.plan)
 
 
 def prepare_for_passes(call: BuildCall, captured: Captured) -> tuple[StepGraph, dict[Role, Nd]]:

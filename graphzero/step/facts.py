@@ -52,16 +52,16 @@ class Facts:
         is_known = bool(known.programs)  # else this rank compiles, which needs all ranks
 
         def parts() -> dict[str, str]:
-            found = describe(call.key, inputs, state)
-            found |= self._attributes.describe() | {"parameters without optimizer state": stateless}
-            found |= shared.describe(inputs) if running else {}
-            found |= {f"config.{name}": text for name, text in settings.texts.items()}
-            found |= {"random draws": draws, "threads": str(threads)}
+            fact_texts = describe(call.key, inputs, state)
+            fact_texts |= self._attributes.describe() | {"parameters without optimizer state": stateless}
+            fact_texts |= shared.describe(inputs) if running else {}
+            fact_texts |= {f"config.{name}": text for name, text in settings.texts.items()}
+            fact_texts |= {"random draws": draws, "threads": str(threads)}
             done = "" if progress.completed == progress.taken else f", {progress.completed} completed"
-            found[_TAKEN] = f"{progress.taken}{done}"
-            found["collectives that a stopped step has left"] = state.under_way
-            found["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
-            return found | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
+            fact_texts[_TAKEN] = f"{progress.taken}{done}"
+            fact_texts["collectives that a stopped step has left"] = state.under_way
+            fact_texts["modules"] = "as in an earlier call" if is_known else "not as in any call so far"
+            return fact_texts | {f"{role.kind} {role.path}": repr(number) for role, number in numbers.items()}
 
         if known.hash is None:
             texts = describe(call.key, inputs, state)

@@ -68,9 +68,9 @@ class FullParameters:
     def _begin(self) -> None:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
-            found = ranks.agree_on(_BEGIN, self._found, lambda found: full_tensors.facts(state, found))
+            tensors = ranks.agree_on(_BEGIN, self._found, lambda tensors: full_tensors.facts(state, tensors))
             state.ensure_world()
-            self._shown = full_tensors.gather(state, found)
+            self._shown = full_tensors.gather(state, tensors)
         _compat.note_change(self._put_back)
         self._is_open = True
         full_tensors.mark(self._shown, source.name)
@@ -95,20 +95,20 @@ class FullParameters:
             raise GraphZeroError(why)
         if has_fake_world():
             raise ConfigError(f"full_parameters() of {source.name} has no values in a fake world: others are not there")
-        found = state.tensors()
-        for entry in found.values():
+        tensors = state.tensors()
+        for entry in tensors.values():
             check_real(entry.tensor, f"{entry.kind} {entry.path}")
             check_held(entry, source.placement)
         budget, plan = source.config.settings.memory_budget, self._plan
         if budget is not None and plan is not None:
-            held, extra = sum(plan.memory.resident.values()), full_tensors.extra_bytes(found)
-            if extra and held + extra > budget:
+            resident, extra = sum(plan.memory.resident.values()), full_tensors.extra_bytes(tensors)
+            if extra and resident + extra > budget:
                 raise ConfigError(
                     f"full_parameters() of {source.name} needs {mega(extra)} for whole tensors and what gathers them, "
-                    f"beside {mega(held)} that stay: {held + extra:,} bytes, and the memory budget is {budget:,}. "
-                    "Evaluate with a Graph, which gathers layer by layer, or set a larger budget"
+                    f"beside {mega(resident)} that stay: {resident + extra:,} bytes, and the memory budget is "
+                    f"{budget:,}. Evaluate with a Graph, which gathers layer by layer, or set a larger budget"
                 )
-        return found
+        return tensors
 
     @_compat.cpu_by_default
     def _end(self, error: BaseException | None) -> None:
@@ -153,8 +153,8 @@ class FullParameters:
 
     def _take(self, left: Iterable[EagerWrite]) -> None:
         """Take what is the same on all ranks.  Raises CaptureError on all of them if anything is not."""
-        ranks, by_path = self._source.ranks, {one.of.entry.path: one for one in left}
-        values = {path: f"hash {content(one.values):x}" for path, one in by_path.items()} if ranks.active else {}
+        ranks, by_path = self._source.ranks, {change.of.entry.path: change for change in left}
+        values = {path: f"hash {content(change.values):x}" for path, change in by_path.items()} if ranks.active else {}
         failure, differing = None, set[str]()
         try:
             ranks.agree_on(_WRITTEN, lambda: values, lambda values: values)
@@ -162,19 +162,21 @@ class FullParameters:
             failure, differing = error, _differing(ranks.collect(values))
         taken = [by_path[path] for path in by_path.keys() - differing]
         try:
-            for one in taken:
-                one.take()
+            for change in taken:
+                change.take()
         except BaseException as error:
             why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
             hint = "load a checkpoint, graph.load_state_dict(...), or make modules and optimizer anew"
             reason = f"{why} ({type(error).__name__}: {error}); {hint}"
-            partial_update.mark((one.of.entry.tensor for one in taken), reason)
+            partial_update.mark((change.of.entry.tensor for change in taken), reason)
             raise
         if failure is not None:
-            partial_update.mark((one.entry.tensor for one in self._shown if one.entry.path in differing), str(failure))
+            partial_update.mark(
+                (change.entry.tensor for change in self._shown if change.entry.path in differing), str(failure)
+            )
             raise failure
 
 
 def _differing(everyone: Sequence[Mapping[str, str]]) -> set[str]:
-    paths = {path for found in everyone for path in found}
-    return {path for path in paths if len({found.get(path) for found in everyone}) > 1}
+    paths = {path for hashes in everyone for path in hashes}
+    return {path for path in paths if len({hashes.get(path) for hashes in everyone}) > 1}

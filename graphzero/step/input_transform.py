@@ -70,7 +70,7 @@ def active_transform(settings: Settings) -> InputTransform | None:
     if not settings.plugins:
         return None
     plugins = extensions(INPUTS)
-    active = [one.name for one in settings.plugins if one.name in plugins]
+    active = [plugin.name for plugin in settings.plugins if plugin.name in plugins]
     if len(active) > 1:
         raise ConfigError(
             f"config.{' and config.'.join(active)} each transform the inputs of a call, and one can: leave the others "

@@ -49,7 +49,7 @@ class _Group:
 
 
 class ParameterGroups:
-    """The parameter groups of optimizers; ``look`` reads them, the rest says what they were then.
+    """The parameter groups of optimizers; ``read_groups`` reads them, the rest says what they were then.
 
     numbers: the value of every hyperparameter by role.  baked: what a capture holds fixed.
     """
@@ -58,31 +58,33 @@ class ParameterGroups:
         self.numbers: dict[Role, float] = {}
         self.baked: tuple[Any, ...] = ()
         self._known: list[tuple[OptimizerSpec, list[_Group]]] = []
-        self.look(specs)
+        self.read_groups(specs)
 
-    def look(self, specs: Sequence[OptimizerSpec]) -> None:
+    def read_groups(self, specs: Sequence[OptimizerSpec]) -> None:
         """Read them."""
-        found, is_new, has_changed = [], len(specs) != len(self._known), False
+        groups_by_spec, is_new, has_changed = [], len(specs) != len(self._known), False
         for i, spec in enumerate(specs):
             known = self._known[i][1] if i < len(self._known) and self._known[i][0] is spec else []
             now = spec.optimizer.param_groups
             is_new |= len(known) != len(now)
             groups = []
             for g, group in enumerate(now):
-                held = known[g] if g < len(known) else None
-                before = held and held.entries
-                if held is None or not held.follows(group):
-                    held, is_new = _Group(i, spec, g), True
-                has_changed |= held.entries is not before
-                groups.append(held)
-            found.append((spec, groups))
+                record = known[g] if g < len(known) else None
+                before = record and record.entries
+                if record is None or not record.follows(group):
+                    record, is_new = _Group(i, spec, g), True
+                has_changed |= record.entries is not before
+                groups.append(record)
+            groups_by_spec.append((spec, groups))
         if is_new or has_changed:
-            self.numbers = {role: x for _, groups in found for held in groups for role, x in held.numbers.items()}
+            self.numbers = {
+                role: x for _, groups in groups_by_spec for record in groups for role, x in record.numbers.items()
+            }
         if is_new:
-            self._known = found
+            self._known = groups_by_spec
             self.baked = tuple(
-                (*(held.baked for held in groups), (spec.clip_grad_norm, spec.norm_type, spec.clip_grad_value))
-                for spec, groups in found
+                (*(record.baked for record in groups), (spec.clip_grad_norm, spec.norm_type, spec.clip_grad_value))
+                for spec, groups in groups_by_spec
             )
 
 

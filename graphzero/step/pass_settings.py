@@ -32,14 +32,14 @@ def program_of(
     placed = {role: nd for role, nd in placed.items() if role in read}
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
-    found = choose(
+    candidate = choose(
         graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,
     )  # fmt: skip
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
-        return found
-    arena = arena_of(found.graph, settings.memory_budget)
-    return found if arena is None else found.within(arena)
+        return candidate
+    arena = arena_of(candidate.graph, settings.memory_budget)
+    return candidate if arena is None else candidate.within(arena)
 
 
 def in_micro_batches(
@@ -61,13 +61,13 @@ def in_micro_batches(
         follows = any(nd[i] is S(0) for i in data) if data else role.of not in said
         return (*nd[:axis], S(0) if role in rows and follows else B, *nd[axis:])
 
-    made = graph.with_axes(at, [*range(axis), None, *range(axis, len(whole.names))])
-    found = {role: on_time(role, nd) for role, nd in placed.items()}
+    with_axis = graph.with_axes(at, [*range(axis), None, *range(axis, len(whole.names))])
+    nds = {role: on_time(role, nd) for role, nd in placed.items()}
     for node in graph.placeholders("batch"):
         role = value.role_of(node)
-        if role in found and found[role][axis].is_split:
-            _check_rows(role.of, value.tensor_type(node).shape, found[role], at, axis)
-    return made, found
+        if role in nds and nds[role][axis].is_split:
+            _check_rows(role.of, value.tensor_type(node).shape, nds[role], at, axis)
+    return with_axis, nds
 
 
 def _check_rows(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement, axis: int) -> None:

@@ -111,13 +111,15 @@ class StepProgram:
         if call.transformed is not None:
             call.transformed.check_capture(self.captured)
             leaves |= {added.name: added for added in call.transformed.added_inputs}
-        found: dict[str, list[Any]] = {}
+        arguments_by_name: dict[str, list[Any]] = {}
         for name, role in self.roles.items():
             if role.kind == "batch":
-                found[name] = rank_values(leaves[role.of], world)
+                arguments_by_name[name] = rank_values(leaves[role.of], world)
             else:
-                found[name] = [random.key(world.device) if role.kind == "seed" else call.numbers[role]] * count
-        return found
+                arguments_by_name[name] = [
+                    random.key(world.device) if role.kind == "seed" else call.numbers[role]
+                ] * count
+        return arguments_by_name
 
     @cached_property
     def _outputs(self) -> BuildOutputs:
@@ -125,7 +127,7 @@ class StepProgram:
 
     def outputs(self, call: BuildCall, results: Results, world: World) -> Any:
         """What ``build`` returns, of what it hands back."""
-        return self._outputs.of(results, world, call.is_global, call.transformed)
+        return self._outputs.to_user(results, world, call.is_global, call.transformed)
 
     # ---- what is to be known of it
 

@@ -49,8 +49,8 @@ class ProgramCache:
         self.attributes = attributes
         for captured in (captured for captures in self.captures.values() for captured in captures):
             attributes.add_guards(captured.guards)
-        found = [program for known in self._known.values() for program in known.programs]
-        self._used = {**self._used, **{id(program): program for program in found if id(program) not in self._used}}
+        programs = [program for known in self._known.values() for program in known.programs]
+        self._used = {**self._used, **{id(program): program for program in programs if id(program) not in self._used}}
 
     @property
     def all(self) -> list[StepProgram]:
@@ -59,12 +59,12 @@ class ProgramCache:
 
     def known(self, key: Key) -> CachedKey:
         """Filled by whoever finds something out."""
-        found = self._known.get(key)
-        if found is None:
+        cached = self._known.get(key)
+        if cached is None:
             if len(self._known) > 2 * len(self._used) + _UNUSED:
                 self._known = {key: known for key, known in self._known.items() if known.programs}
-            found = self._known[key] = CachedKey()
-        return found
+            cached = self._known[key] = CachedKey()
+        return cached
 
     def find(self, call: BuildCall, known: CachedKey) -> StepProgram | None:
         """The program for a call whose guards hold."""
@@ -115,8 +115,8 @@ class ProgramCache:
         self._known = {key: known for key, known in self._known.items() if known.programs}
         for captured in (c for captures in self.captures.values() for c in captures if id(c) not in left):
             self.attributes.remove_guards(captured.guards)
-        kept = {key: [c for c in captures if id(c) in left] for key, captures in self.captures.items()}
-        self.captures = {key: captures for key, captures in kept.items() if captures}
+        by_key = {key: [c for c in captures if id(c) in left] for key, captures in self.captures.items()}
+        self.captures = {key: captures for key, captures in by_key.items() if captures}
         _compat.forget_fakes()  # who has had so many shapes will have more
         gc.collect()  # graphs are cycles, and hold constants
 
@@ -127,17 +127,17 @@ class ProgramCache:
         attributes = ((describe_path(path), value) for path, value in program.captured.guards.attributes.items())
         met = ("tensors that are no buffers", tuple(x for _, x in program.captured.guards.tensors))
         guarded = ((_name_of(role), numbers.get(role)) for role in program.captured.guards.numbers.guarded_roles)
-        for name, found in (*key.captured, ("configuration", key.config), *attributes, met, *guarded):
-            self._seen.setdefault(name, set()).add(found)
+        for name, part_value in (*key.captured, ("configuration", key.config), *attributes, met, *guarded):
+            self._seen.setdefault(name, set()).add(part_value)
         if self._made <= _MANY:
             return
         changing = [name for name, values in self._seen.items() if len(values) > 1] or ["guarded hyperparameters"]
         self._seen = {}
         most = self.source.config.settings.max_programs
-        kept = "" if most is None else f"; {most} are kept, those used last (config.max_programs)"
+        limit = "" if most is None else f"; {most} are kept, those used last (config.max_programs)"
         warnings.warn(
-            f"{self.source.name} has compiled {self._made} programs{kept}; what keeps changing: {', '.join(changing)}. "
-            "Pad inputs to few shapes (config.set_shapes), pass numbers that change as floats or 0-d tensors, keep "
+            f"{self.source.name} has compiled {self._made} programs{limit}; what keeps changing: {', '.join(changing)}"
+            ". Pad inputs to few shapes (config.set_shapes), pass numbers that change as floats or 0-d tensors, keep "
             "modules in the same mode",
             stacklevel=8,
         )

@@ -86,7 +86,7 @@ class ProgramSelector:
         try:
             if running and (torn := state.partial_update_reason()):
                 raise GraphZeroError(torn)
-            call = self._calls.read(args, kwargs, state, running)
+            call = self._calls.read_call(args, kwargs, state, running)
             known = self.programs.known(call.key)
             if talks:
                 hash_, parts = self._facts.of(call, known, running)
@@ -125,7 +125,7 @@ class ProgramSelector:
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreparedCall:
         """The same without a word to other ranks.  Raises ConfigError for arguments whose program has never run."""
-        call = self._calls.read(args, kwargs, self.source.state(), running=False)
+        call = self._calls.read_call(args, kwargs, self.source.state(), running=False)
         program = self.programs.find(call, self.programs.known(call.key))
         if program is None or not program.part.has_executor:
             raise ConfigError(
@@ -155,8 +155,13 @@ class ProgramSelector:
             except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
                 failure = error
         self._tell_of_compile(work, failure)
-        made = program
-        ranks.agree(PROGRAM, made.hash if made and ranks.active else 0, lambda: made.lines() if made else {}, failure)
+        compiled = program
+        ranks.agree(
+            PROGRAM,
+            compiled.hash if compiled and ranks.active else 0,
+            lambda: compiled.lines() if compiled else {},
+            failure,
+        )
         assert program is not None
         self.programs.add(call.key, program, call.numbers)
         return program
@@ -180,7 +185,7 @@ class ProgramSelector:
             why = f"{type(failure).__name__}: {failure}"
             event("compile_failed", f"{graph} was not compiled: {why}", graph=graph, seconds=seconds, error=why)
 
-    def bound(self, prepared: PreparedCall) -> None:
+    def record_bound(self, prepared: PreparedCall) -> None:
         """Its program is bound: the same call, made again, finds it though parameters are split now."""
         call, program = prepared.call, prepared.program
         self.progress.repeats = bool(program.repeated)

@@ -47,8 +47,8 @@ class ReplicatedInputs:
         self.calls += 1
         leaves = [inputs.leaves[i] for i in self.all]
         everyone = ranks.collect([content(leaf.raw) for leaf in leaves])
-        found = [_difference(*each, ranks) for each in zip(leaves, zip(*everyone, strict=True), strict=True)]
-        failure = next(filter(None, found), None)  # the same on all ranks, as what they have told each other
+        differences = [_difference(*each, ranks) for each in zip(leaves, zip(*everyone, strict=True), strict=True)]
+        failure = next(filter(None, differences), None)  # the same on all ranks, as what they have told each other
         if failure is not None:
             ranks.agree(INPUTS, failure=failure)
 
@@ -65,11 +65,11 @@ def _is_small(leaf: Input) -> bool:
 def _difference(leaf: Input, hashes: Sequence[int], ranks: Ranks) -> CaptureError | None:
     placement = ranks.placement
     shared = _shared_axes(leaf, placement)
-    found: dict[tuple[int, ...], dict[int, int]] = {}
+    hashes_by_group: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, number in zip(ranks.ids, hashes, strict=True):
         at = placement.coordinate(rank)
-        found.setdefault(tuple(c for axis, c in enumerate(at) if axis not in shared), {})[rank] = number
-    for group in found.values():
+        hashes_by_group.setdefault(tuple(c for axis, c in enumerate(at) if axis not in shared), {})[rank] = number
+    for group in hashes_by_group.values():
         if len(set(group.values())) > 1:
             axes = ", ".join(placement.names[axis] for axis in shared)
             values = "; ".join(by_value(list(group), [f"hash {number:x}" for number in group.values()]))

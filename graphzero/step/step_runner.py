@@ -39,12 +39,12 @@ class StepRunner:
 
     def _bind_anew(self, prepared: PreparedCall) -> None:
         program, state = prepared.program, prepared.call.state
-        captured, found = program.captured, state.tensors()
+        captured, tensors = program.captured, state.tensors()
         ranks = self.source.ranks
         shared = ranks.agree_on(
             BIND,
-            lambda: preflight.check(state, program.graph, captured.states, found),
-            lambda _: preflight.facts(state, captured.states, captured.constants, found, program.repeated),
+            lambda: preflight.check(state, program.graph, captured.states, tensors),
+            lambda _: preflight.facts(state, captured.states, captured.constants, tensors, program.repeated),
             needs=bool,
         )
         if ranks.active and ranks.is_needed:
@@ -56,11 +56,11 @@ class StepRunner:
         with phase("code"):
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):
-            executor.bind(bind(state, program.graph, captured.states, captured.constants, found))
+            executor.bind(bind(state, program.graph, captured.states, captured.constants, tensors))
         state.settle(program, executor)
-        self.selection.bound(prepared)
+        self.selection.record_bound(prepared)
 
-    def run(self, prepared: PreparedCall) -> Any:
+    def run_step(self, prepared: PreparedCall) -> Any:
         """Take the step; what ``build`` returns.  One that ends within its update leaves a state that says so."""
         program, call, world = prepared.program, prepared.call, prepared.source.world
         state, progress = call.state, self.selection.progress
@@ -84,16 +84,16 @@ class StepRunner:
             is_schedulers_own = is_taken and isinstance(error, Exception)
             if executor.has_written and not is_schedulers_own:
                 written = program.graph.updates
-                held = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
-                state.mark_partial_update(self._why_torn(error), {node.meta["role"].of for node in held})
+                params = (node for node in program.graph.placeholders("param", "buffer") if node.name in written)
+                state.mark_partial_update(self._why_torn(error), {node.meta["role"].of for node in params})
             raise
         return program.outputs(call, results, world)
 
     def _follow(self, program: StepProgram, call: BuildCall, results: Results) -> None:
         """What a training step says beside its outputs is kept; numbers of groups go on, and schedulers step."""
-        norms = {name: held[0] for name, held in results.aux.items() if name.startswith("grad_norm")}
+        norms = {name: tensors[0] for name, tensors in results.aux.items() if name.startswith("grad_norm")}
         self._grad_norms = {name: norm.detach().clone() for name, norm in norms.items()}
-        self._skips = [held[0].detach().clone() for name, held in results.aux.items() if name == "skipped"]
+        self._skips = [tensors[0].detach().clone() for name, tensors in results.aux.items() if name == "skipped"]
         if self._skips and is_on() and self.skipped:
             self._tell_skipped()
         carries = program.captured.carries
@@ -101,7 +101,7 @@ class StepRunner:
             self.source.carry(carries, call.numbers)
             self.source.step_schedulers()
 
-    def tell(self, seconds: float) -> None:
+    def log_step(self, seconds: float) -> None:
         """An event of the log."""
         taken = self.selection.progress.taken
         name = self.source.name

@@ -56,9 +56,9 @@ class UserGraph:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """By attribute; the loss scale beside them where there is one."""
-        found = {name: held for name, held in vars(self.owner).items() if isinstance(held, nn.Module)}
+        named = {name: attribute for name, attribute in vars(self.owner).items() if isinstance(attribute, nn.Module)}
         scale = self.loss_scale
-        return found if scale is None else {**found, LOSS_SCALE: scale}
+        return named if scale is None else {**named, LOSS_SCALE: scale}
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -84,8 +84,8 @@ class UserGraph:
     def carry(self, carries: Sequence[Carry], numbers: Mapping[Role, float]) -> None:
         """Let optimizers hold the numbers that a step has made of ``numbers``."""
         params = {path: entry.tensor for path, entry in self.state().tensors().items()} if carries else {}
-        for one, after in [(one, one.after(numbers)) for one in carries]:
-            one.write(self.optimizers[one.optimizer].optimizer, params, after)
+        for carried, after in [(carried, carried.after(numbers)) for carried in carries]:
+            carried.write(self.optimizers[carried.optimizer].optimizer, params, after)
 
     def step_schedulers(self) -> None:
         """Step them all, as behind a training call; warn of one that somebody else steps too."""
@@ -141,14 +141,14 @@ class UserGraph:
 
     def state(self) -> State:
         """The tensors; another object when modules or optimizers are others."""
-        held, optimizers = self.modules, [spec.optimizer for spec in self.optimizers]
-        kept = self._state
-        if kept is not None and kept.modules == held and kept.optimizers == optimizers:
-            return kept
-        made = self._state = State(lambda: self.world, self.ranks, held, optimizers)
-        if kept is not None:
-            made.random, made.moved = kept.random, kept.moved
-        return made
+        modules, optimizers = self.modules, [spec.optimizer for spec in self.optimizers]
+        previous = self._state
+        if previous is not None and previous.modules == modules and previous.optimizers == optimizers:
+            return previous
+        new_state = self._state = State(lambda: self.world, self.ranks, modules, optimizers)
+        if previous is not None:
+            new_state.random, new_state.moved = previous.random, previous.moved
+        return new_state
 
     def take_settings(self, other: UserGraph, copied: Callable[[Any], Any]) -> None:
         """Optimizers and schedulers of ``other``, as ``copied`` makes them."""

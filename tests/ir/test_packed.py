@@ -43,14 +43,14 @@ def test_every_graph_of_a_history_comes_back_with_all_that_is_known_of_its_value
     graph = parse(step())
     for pass_ in default_passes(options(zero)):
         graph = Pipeline([pass_])(graph)
-        again = PackedGraph.of(graph).graph()
+        again = PackedGraph.from_graph(graph).graph()
         assert facts(again) == facts(graph)
         assert (again.name, again.placement, again.level) == (graph.name, graph.placement, graph.level)
         assert [list(map(str, a.users)) for a in again.nodes] == [list(map(str, a.users)) for a in graph.nodes]
 
 
 def test_numbers_keep_their_kinds_and_lists_their_values() -> None:
-    graph = PackedGraph.of(parse(NUMBERS)).graph()
+    graph = PackedGraph.from_graph(parse(NUMBERS)).graph()
     assert str(graph) == str(parse(NUMBERS))
     one, real = (graph.node(name).args[1] for name in "ab")
     assert (type(one), type(real)) == (int, float)
@@ -74,7 +74,7 @@ def test_what_text_cannot_say_comes_back_too() -> None:
         graph.call(own, (graph.node("x"),), value.tensor_type(graph.node("x")), sbp=(B,), name="mine")
     graph.node("a").meta["mine"] = held = object()
     graph.node("b").meta["among"] = {graph.node("x"), 1j}, [slice(1, None), frozenset("ab")]
-    again = PackedGraph.of(graph).graph()
+    again = PackedGraph.from_graph(graph).graph()
     assert again.node("mine").target is own
     assert again.node("a").meta["mine"] is held
     assert again.node("b").meta["among"] == ({again.node("x"), 1j}, [slice(1, None), frozenset("ab")])
@@ -92,7 +92,7 @@ def test_a_change_of_what_came_back_changes_nothing_else() -> None:
 
 def test_a_change_of_the_graph_does_not_reach_the_packed_one() -> None:
     graph = parse(step())
-    packed, text = PackedGraph.of(graph), str(graph)
+    packed, text = PackedGraph.from_graph(graph), str(graph)
     for node in graph.nodes:
         node.meta["sbp"] = None
     graph.set_output([], {}, {})
@@ -118,12 +118,12 @@ def test_every_graph_of_one_run_comes_back_as_it_was_then(zero: gz.passes.Zero |
 
 
 def test_what_is_put_back_is_as_it_was_and_what_is_erased_is_gone() -> None:
-    graph, shelf = parse(NUMBERS), PackedHistory()
-    texts, packed = [str(graph)], [shelf.put(graph)]
+    graph, history = parse(NUMBERS), PackedHistory()
+    texts, packed = [str(graph)], [history.add_copy(graph)]
 
     def take() -> None:
         texts.append(str(graph))
-        packed.append(shelf.put(graph))
+        packed.append(history.add_copy(graph))
 
     d, f = graph.node("d"), graph.node("f")
     kept = d.args
@@ -144,9 +144,9 @@ def test_what_is_put_back_is_as_it_was_and_what_is_erased_is_gone() -> None:
 
 
 def test_a_graph_that_did_not_change_is_the_same_object_and_one_that_did_is_not() -> None:
-    graph, shelf = parse(NUMBERS), PackedHistory()
-    first = shelf.put(graph)
-    assert shelf.put(graph) is first
+    graph, history = parse(NUMBERS), PackedHistory()
+    first = history.add_copy(graph)
+    assert history.add_copy(graph) is first
     changes = (
         lambda: graph.output.prepend(graph.node("f")),
         lambda: graph.node("a").meta.update(source="elsewhere"),
@@ -156,21 +156,21 @@ def test_a_graph_that_did_not_change_is_the_same_object_and_one_that_did_is_not(
     )
     for change in changes:
         change()
-        again = shelf.put(graph)
+        again = history.add_copy(graph)
         assert again is not first and str(again.graph()) == str(graph)
-        assert shelf.put(graph) is again
+        assert history.add_copy(graph) is again
         first = again
 
 
 def test_a_list_that_a_pass_has_noted_and_fills_later_is_packed_as_it_is_each_time() -> None:
-    graph, shelf, noted = parse(NUMBERS), PackedHistory(), list[int]()
+    graph, history, noted = parse(NUMBERS), PackedHistory(), list[int]()
     graph.node("a").meta["mine"] = noted
     graph.node("b").meta["among"] = (1, noted)
-    packed = [shelf.put(graph)]
+    packed = [history.add_copy(graph)]
     for i in range(3):
         noted.append(i)
         graph.node("c").meta["source"] = f"line {i}"
-        packed.append(shelf.put(graph))
+        packed.append(history.add_copy(graph))
     for count, each in enumerate(packed):
         assert each.graph().node("a").meta["mine"] == list(range(count))
         assert each.graph().node("b").meta["among"] == (1, list(range(count)))
@@ -183,7 +183,7 @@ def test_a_history_takes_a_fraction_of_its_graphs() -> None:
     graphs = [record.after for record in history]
     gc.collect()
     held = tracemalloc.get_traced_memory()[0]
-    packed = [PackedGraph.of(graph) for graph in graphs]
+    packed = [PackedGraph.from_graph(graph) for graph in graphs]
     gc.collect()
     kept = tracemalloc.get_traced_memory()[0] - held
     tracemalloc.stop()

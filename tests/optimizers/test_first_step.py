@@ -234,7 +234,7 @@ def test_the_plan_of_a_first_step_is_what_it_does(stage):
         slots = [slot for (slot,) in executor.slots.values()]
         gc.collect()
         with torch.no_grad(), Storages([*data, *slots, *(t for t in held if isinstance(t, torch.Tensor))]) as mode:
-            graph._steps.run(call)
+            graph._steps.run_step(call)
         memory = graph.plan.memory
         made = sum(t.nbytes for n, (t,) in executor.bound.items() if graph.program.node(n).meta["role"].kind == "state")
         assert memory.resident["optimizer_states"] == made

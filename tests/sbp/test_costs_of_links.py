@@ -37,25 +37,25 @@ def test_links_that_are_alike_and_without_latency_price_by_bytes_too():
 
 def test_prices_compare_axes_in_bytes_of_the_fastest():
     costs = Costs((4, 4), (Link(0, 1e9), Link(0, 10e9)))
-    assert costs.of("all_gather", 400, axis=1) == 300
-    assert costs.of("all_gather", 400, axis=0) == pytest.approx(3000)
+    assert costs.price_of("all_gather", 400, axis=1) == 300
+    assert costs.price_of("all_gather", 400, axis=0) == pytest.approx(3000)
     slow, fast = (link.seconds("all_gather", 300, 4) for link in costs.links)
-    assert costs.of("all_gather", 400, 0) / costs.of("all_gather", 400, 1) == pytest.approx(slow / fast)
+    assert costs.price_of("all_gather", 400, 0) / costs.price_of("all_gather", 400, 1) == pytest.approx(slow / fast)
 
 
 def test_latency_lets_few_messages_win_where_tensors_are_small():
     costs = Costs((8,), (Link(latency=1e-5, bandwidth=1e9),))
-    one, two = (costs.of("all_reduce", n, 0) for n in (64, 1 << 26))
-    both = [costs.of("reduce_scatter", n, 0) + costs.of("all_gather", n, 0) for n in (64, 1 << 26)]
+    one, two = (costs.price_of("all_reduce", n, 0) for n in (64, 1 << 26))
+    both = [costs.price_of("reduce_scatter", n, 0) + costs.price_of("all_gather", n, 0) for n in (64, 1 << 26)]
     assert one == pytest.approx(both[0]) and two == pytest.approx(both[1])  # a ring's all_reduce is these two
-    assert costs.of("all_to_all", 64, 0) > 0.9 * costs.of("all_gather", 64, 0)  # messages count
-    assert costs.of("all_to_all", 1 << 26, 0) < 0.2 * costs.of("all_gather", 1 << 26, 0)  # bytes count
+    assert costs.price_of("all_to_all", 64, 0) > 0.9 * costs.price_of("all_gather", 64, 0)  # messages count
+    assert costs.price_of("all_to_all", 1 << 26, 0) < 0.2 * costs.price_of("all_gather", 1 << 26, 0)  # bytes count
 
 
 @pytest.mark.parametrize("links", [(), (Link(1e-5, 1e9), Link(1e-6, 1e11))])
 def test_what_sends_nothing_costs_nothing(links):
     costs = Costs((2, 2), links)
-    assert all(costs.of(kind, 1e6, axis) == 0 for kind in ("same", "slice", "keep_first") for axis in (0, 1))
+    assert all(costs.price_of(kind, 1e6, axis) == 0 for kind in ("same", "slice", "keep_first") for axis in (0, 1))
     assert costs.box(B, P, 1e6, 0) == costs.box(S(0), S(0), 1e6, 1) == 0
     assert Costs((1, 2), links).box(P, B, 1e6, axis=0) == 0  # an axis of one rank
 

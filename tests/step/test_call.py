@@ -33,8 +33,8 @@ def prepared(graph: gz.Graph, *args: object, alone: bool = False):
 
 
 def test_arguments_are_read_once_whether_a_call_compiles_binds_or_does_neither(monkeypatch):
-    read, seen = BuildInputReader.read, []
-    monkeypatch.setattr(BuildInputReader, "read", lambda *args: seen.append(args) or read(*args))
+    read, seen = BuildInputReader.read_inputs, []
+    monkeypatch.setattr(BuildInputReader, "read_inputs", lambda *args: seen.append(args) or read(*args))
     graph = ScaledGraph()
     for calls in (1, 2, 3):
         graph(X, 0.5)
@@ -96,5 +96,5 @@ def test_a_split_tensor_of_the_shape_of_a_plain_share_is_not_taken_for_a_larger_
         reader = BuildInputReader(lambda x: x, placement)
         whole = gz.to_global(torch.zeros(2, 3), placement=placement, sbp=gz.sbp.S(0))
         for x, shape in ((torch.zeros(4, 3), (8, 3)), (whole, (4, 3)), (torch.zeros(4, 3), (8, 3))):
-            (leaf,) = reader.read((x,), {}, {}).leaves
+            (leaf,) = reader.read_inputs((x,), {}, {}).leaves
             assert tuple(x.shape) == (4, 3) and leaf.shape == shape and leaf.nd == (gz.sbp.S(0),)

@@ -30,7 +30,7 @@ def test_every_call_is_read_as_the_first_of_its_kind():
     reader = BuildInputReader(build, placement)
     for _ in range(2):
         for what, (args, kwargs, names) in CALLS.items():
-            found = reader.read(args, kwargs, {})
+            found = reader.read_inputs(args, kwargs, {})
             leaves, spec = tree.flatten((args, kwargs))
             assert [leaf.name for leaf in found.leaves] == names, what
             assert all(leaf.raw is raw for leaf, raw in zip(found.leaves, leaves, strict=True)), what
@@ -40,10 +40,10 @@ def test_every_call_is_read_as_the_first_of_its_kind():
 def test_what_build_cannot_take_is_refused_in_every_call():
     reader = BuildInputReader(lambda x: x, gz.placement("cpu", range(2), virtual=True))
     for _ in range(2):
-        reader.read((A,), {}, {})
+        reader.read_inputs((A,), {}, {})
         with pytest.raises(TypeError, match="too many positional arguments"):
-            reader.read((A, A), {}, {})
+            reader.read_inputs((A, A), {}, {})
         with pytest.raises(TypeError, match="missing a required argument"):
-            reader.read((), {}, {})
+            reader.read_inputs((), {}, {})
         with pytest.raises(TypeError, match="multiple values"):
-            reader.read((A,), {"x": A}, {})
+            reader.read_inputs((A,), {"x": A}, {})

@@ -90,23 +90,23 @@ class LineReader:
 
     def until(self, mark: str) -> tuple[str, bool]:
         """What stands here up to ``mark``, which is gone past, or to the end; and whether there was one."""
-        found, mark, _ = self.text[self.at :].partition(mark)
-        self.at += len(found) + len(mark)
-        return found.strip(), bool(mark)
+        before, mark, _ = self.text[self.at :].partition(mark)
+        self.at += len(before) + len(mark)
+        return before.strip(), bool(mark)
 
     def rest(self) -> str:
         """What has not been read, which is read with that."""
         self._skip()
-        found, self.at = self.text[self.at :].rstrip(), len(self.text)
-        return found
+        remainder, self.at = self.text[self.at :].rstrip(), len(self.text)
+        return remainder
 
     def _skip(self) -> None:
         self._match(_SPACES)
 
     def _match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        self.at = found.end() if found is not None else self.at
-        return found[0] if found is not None else ""
+        match = pattern.match(self.text, self.at)
+        self.at = match.end() if match is not None else self.at
+        return match[0] if match is not None else ""
 
     # ---- words
 
@@ -132,11 +132,11 @@ class LineReader:
         if not token:
             return None
         try:
-            found = _ESCAPE.sub(_unescaped, token[1:-1])
-            found.encode()
+            text = _ESCAPE.sub(_unescaped, token[1:-1])
+            text.encode()
         except (KeyError, ValueError):  # another escape, or half of a character
             raise self.fail(f"{token:.80} is no text as repr writes it") from None
-        return found
+        return text
 
     def path(self) -> str | None:
         """One word of a role: a path as it stands, or anything in quotes."""
@@ -161,21 +161,21 @@ class LineReader:
 
     def items(self, close: str, depth: int = 0) -> list[Any]:
         """Values up to the bracket ``close``, behind the one that opened."""
-        found: list[Any] = []
+        values: list[Any] = []
         while not self.take(close):
-            found.append(self.value(depth))
+            values.append(self.value(depth))
             if not self.take(",") and self.next() != close:
                 raise self.unreadable()
-        return found
+        return values
 
     def value(self, depth: int = 0) -> Any:
         """One argument."""
         begin = self.at
-        found = self._primary(depth)
+        result = self._primary(depth)
         while self.next() in ("/", "@") and self.next():
             mark, self.at = self.next(), self.at + 1
-            found = self._cut(found, LocalSize if mark == "/" else LocalStart, begin)
-        return found
+            result = self._cut(result, LocalSize if mark == "/" else LocalStart, begin)
+        return result
 
     def unreadable(self) -> Exception:
         """The error where no argument, or more than one, stands between two commas."""
@@ -194,10 +194,10 @@ class LineReader:
         if mark == "-":
             return self._negative()
         if mark in ("'", '"') and mark:
-            found = self.string()
-            if found is None:
+            string = self.string()
+            if string is None:
                 raise self.fail("a text in quotes does not end")
-            return found
+            return string
         if self.take("["):
             return self.items("]", depth + 1)
         if self.take("("):
@@ -266,12 +266,12 @@ class LineReader:
         raise self.fail(f"{name} is not defined above this line")
 
     def _of_torch(self, name: str) -> Any:
-        found = torch.__dict__.get(name)
-        if not isinstance(found, _TORCH_KINDS):
+        constant = torch.__dict__.get(name)
+        if not isinstance(constant, _TORCH_KINDS):
             raise self.fail(
                 f"cannot read the argument 'torch.{name:.80}': of torch a text names dtypes, layouts and memory formats"
             )
-        return found
+        return constant
 
     def _device(self) -> torch.device:
         self.take("(")

@@ -185,7 +185,7 @@ class _Parser:
             return graph.create_node("call_function", operator.getitem, (self.values[words], items[0]), name=name)
         if not words or not reader.take("("):
             raise self.fail(f"{reader.text[: reader.text.rfind(' : ')]!r:.200} is no call of an op")
-        target = known_ops.find(words.split("."))
+        target = known_ops.find_op(words.split("."))
         if target is None:
             raise self.fail(f"no op is called {words:.200}")
         if why := known_ops.why_unfit(target):
@@ -271,10 +271,10 @@ class _Parser:
 
     def _output(self, word: str) -> Any:
         reader = self._reader(word)
-        found = reader.value()
+        output = reader.value()
         if reader.rest():
             raise self.fail(f"{word!r:.200} is no value; the graph ends with what it returns")
-        return found
+        return output
 
     def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:
         for word in words:

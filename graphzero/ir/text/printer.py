@@ -52,8 +52,8 @@ def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], 
     keep: which values; with it what is printed is no whole program, and has no last line.
     """
     lines = [_header(graph)]
-    kept = (node for node in graph.nodes if node.op != "output" and (keep is None or keep(node)))
-    rows: list[Any] = [(node, node.name, *_columns(node)) for node in kept]
+    nodes = (node for node in graph.nodes if node.op != "output" and (keep is None or keep(node)))
+    rows: list[Any] = [(node, node.name, *_columns(node)) for node in nodes]
     widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
     part = ("input", 0)
     for node, name, text, type_, rest in rows:

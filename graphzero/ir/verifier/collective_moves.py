@@ -56,19 +56,19 @@ def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
         _check_product(graph, node, where)
     for operand in value.tensor_operands(node)[: 1 if product else None]:
         if value.nd_of(operand) != value.nd_of(node):
-            have, made = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
-            problem = f"'{node.name}' takes {have} to {made}, which {op_name(node.target)} does not"
+            have, result = nd_text(value.nd_of(operand)), nd_text(value.nd_of(node))
+            problem = f"'{node.name}' takes {have} to {result}, which {op_name(node.target)} does not"
             raise violation(node, where, problem, "Box what it reads before it")
 
 
 def _check_product(graph: StepGraph, node: fx.Node, where: str) -> None:
     """What is added up is a product as ``mm`` makes it."""
-    factors, made = value.tensor_operands(node)[1:], value.tensor_type(node)
+    factors, product = value.tensor_operands(node)[1:], value.tensor_type(node)
     metas = [value.tensor_type(x).meta for x in factors]
     for axis, ranks in enumerate(graph.placement.hierarchy):
         stands = Signature(tuple(value.nd_of(x)[axis] for x in factors), (value.nd_of(node)[axis],))
         sections = {sbp.sections for sbp in (*stands.inputs, *stands.outputs)} - {1}
-        allowed = signatures(torch.ops.aten.mm.default, metas, {}, [made.meta], ranks=ranks, sections=sections)
+        allowed = signatures(torch.ops.aten.mm.default, metas, {}, [product.meta], ranks=ranks, sections=sections)
         if ranks > 1 and stands not in allowed:
             problem = f"'{node.name}' adds up a product {stands}, which would not compute the same"
             raise violation(node, where, problem, "Box what it reads before it")

@@ -57,8 +57,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, .
             given, named = [_read(x) for x in args[1:]], {name: _read(x) for name, x in kwargs}
             if why := _too_many(op, given, count):
                 return why
-            made = op(*given, **named)
-            return _types(op, made, count, sum(x.untyped_storage().nbytes() for x in _tensors((given, named))))
+            result = op(*given, **named)
+            return _types(op, result, count, sum(x.untyped_storage().nbytes() for x in _tensors((given, named))))
     except Exception as error:  # whatever an op says of arguments that it cannot take
         return f"calls {op_name(op)} with what it cannot take: {' '.join(str(error).split()):.300}"
 

@@ -57,14 +57,14 @@ def _same(*kinds: str, casts: bool = False) -> Form:
     casts: whether it may be told a dtype.
     """
 
-    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def result_type(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         most, least = len(kinds) + 1, len(kinds) + 1 - ("reduction" in kinds)
         need((casts or not kwargs) and least <= len(args) <= most, f"takes {len(kinds) + 1} arguments")
         type_ = _tensor(args[0])
         _check_rest(graph, [type_], kinds, args[1:])
         return _cast([type_], kwargs)[0]
 
-    return made
+    return result_type
 
 
 def _check_rest(graph: StepGraph, types: list[TensorType], kinds: tuple[str, ...], given: list[Any]) -> None:
@@ -92,7 +92,7 @@ def _cast(types: list[TensorType], kwargs: dict[str, Any]) -> list[TensorType]:
 
 
 def _bucket(*kinds: str, casts: bool = False) -> Form:
-    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def result_types(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         least = len(kinds) + 1 - ("reduction" in kinds)
         need((casts or not kwargs) and least <= len(args) <= len(kinds) + 1, f"takes {len(kinds) + 1} arguments")
         need(isinstance(args[0], (list, tuple)) and len(args[0]) > 0, "has no list of values")
@@ -109,7 +109,7 @@ def _bucket(*kinds: str, casts: bool = False) -> Form:
         _check_rest(graph, types, tuple(kind for kind in kinds if kind != "dim"), rest)
         return tuple(moved)
 
-    return made
+    return result_types
 
 
 def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -119,9 +119,9 @@ def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     )
     slot = args[1]
     need(slot is None or (type(slot) is int and NO_SLOT_YET <= slot < MOST_SLOTS), f"has no slot {slot!r:.20}")
-    made = FORMS[args[0]](graph, args[2:], kwargs)
-    need(slot is not None or len(made) == 1, "has no slot for several values")
-    return made
+    types = FORMS[args[0]](graph, args[2:], kwargs)
+    need(slot is not None or len(types) == 1, "has no slot for several values")
+    return types
 
 
 def _wait(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +147,7 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _in_turn(*kinds: str) -> Form:
     """The form of an op on micro-batches.  kinds: of its arguments; it makes what the first one is."""
 
-    def made(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def result_type(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
         need(graph.level != "captured" and not kwargs and len(args) == len(kinds), f"takes {len(kinds)} arguments")
         given = dict(zip(kinds, args, strict=True))
         first, many, number = _tensor(args[0]), given.get("k", 2), given.get("i", 0)
@@ -167,15 +167,15 @@ def _in_turn(*kinds: str) -> Form:
         need(given.get("how", "sum") in ops.ACCUMULATIONS, f"accumulates by {given.get('how')!r:.20}")
         return first if "x" in given else part
 
-    return made
+    return result_type
 
 
 def _accumulate_mm(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     need(len(args) == 5, "takes 5 arguments")
     x, y = _tensor(args[1]), _tensor(args[2])
     product = len(x.shape) == len(y.shape) == 2 and x.shape[1] == y.shape[0] and x.dtype == y.dtype
-    made = TensorType(x.dtype, (x.shape[0], y.shape[1])) if product else None
-    need(made == _tensor(args[0]), f"adds the product of {x} and {y} to {_tensor(args[0])}")
+    product_type = TensorType(x.dtype, (x.shape[0], y.shape[1])) if product else None
+    need(product_type == _tensor(args[0]), f"adds the product of {x} and {y} to {_tensor(args[0])}")
     return _in_turn("a", "i", "k")(graph, [args[0], *args[3:]], kwargs)
 
 

@@ -76,10 +76,10 @@ def _check_call(graph: StepGraph, node: fx.Node) -> None:
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
     if why := known_ops.why_unfit(target):
         raise Unfit(f"calls {op_name(target)}, which {why}")
-    made = _made(graph, node)
-    need(made == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(made)}")
+    type_ = _made(graph, node)
+    need(type_ == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(type_)}")
     nd = value.sbp_of(node)
-    need(nd is None or not isinstance(made, ScalarType), "is a number, which has no SBP")
+    need(nd is None or not isinstance(type_, ScalarType), "is a number, which has no SBP")
 
 
 def _text(type_: Any) -> str:
@@ -136,10 +136,10 @@ def _number(node: fx.Node) -> Type:
     growing = node.target in (operator.mul, operator.pow)
     need(not growing or "float" in kinds, "multiplies whole numbers, which may grow without bounds")
     try:
-        made = node.target(*probe)  # type: ignore[operator]  # one of ``known_ops.ARITHMETIC``, on ones
+        result = node.target(*probe)  # type: ignore[operator]  # one of ``known_ops.ARITHMETIC``, on ones
     except (TypeError, ValueError, ArithmeticError) as error:
         raise Unfit(f"cannot be computed: {error}") from None
-    return ScalarType(type(made).__name__)
+    return ScalarType(type(result).__name__)
 
 
 # ---- ATen's ops and graphzero's own
@@ -150,12 +150,12 @@ def _of_op(graph: StepGraph, node: fx.Node) -> Any:
         _check_end(graph, node)
     args = as_key(node.args)
     kwargs = tuple((name, as_key(arg)) for name, arg in value.own_kwargs(node).items())
-    made = infer(node.target, args, kwargs, _count(value.type_of(node)))
-    if isinstance(made, str):
-        raise Unfit(made)
-    if isinstance(made, tuple) and isinstance(value.type_of(node), tuple):  # results that nobody reads may stay unsaid
-        made = tuple(None if s is None else t for t, s in zip(made, value.type_of(node), strict=True))
-    return made
+    types = infer(node.target, args, kwargs, _count(value.type_of(node)))
+    if isinstance(types, str):
+        raise Unfit(types)
+    if isinstance(types, tuple) and isinstance(value.type_of(node), tuple):  # results that nobody reads may stay unsaid
+        types = tuple(None if s is None else t for t, s in zip(types, value.type_of(node), strict=True))
+    return types
 
 
 def _count(type_: Any) -> int:
@@ -165,7 +165,7 @@ def _count(type_: Any) -> int:
 def _check_end(graph: StepGraph, node: fx.Node) -> None:
     said = node.args[1] if len(node.args) == 3 and not node.kwargs else None
     good = isinstance(said, (list, tuple)) and len(said) == len(graph.placement.names)
-    need(good and all(isinstance(one, str) for one in said), "does not name an SBP for each axis")  # type: ignore[union-attr]
-    for one in said:  # type: ignore[union-attr]
-        if one != SAME:
-            parse_sbp(str(one))
+    need(good and all(isinstance(word, str) for word in said), "does not name an SBP for each axis")  # type: ignore[union-attr]
+    for word in said:  # type: ignore[union-attr]
+        if word != SAME:
+            parse_sbp(str(word))

@@ -154,7 +154,7 @@ class _Walk:
 
     def _spend(self, storage: Storage | None, writer: fx.Node) -> None:
         """What lives in ``storage`` is not to be read any more."""
-        self.spent.update((one, writer) for one in self.held[storage] if one is not writer)
+        self.spent.update((holder, writer) for holder in self.held[storage] if holder is not writer)
 
     def _launch(self, moves: Transfer) -> None:
         node, slot = moves.node, moves.slot

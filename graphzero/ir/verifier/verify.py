@@ -132,9 +132,9 @@ def _check_known(graph: StepGraph, where: str) -> None:
             continue
         type_, nd = value.type_of(node), value.sbp_of(node)
         pairs = zip(type_, nd or (None,) * len(type_), strict=True) if isinstance(type_, tuple) else [(type_, nd)]
-        for one, sbp in pairs:
-            if isinstance(one, TensorType):
-                _check_sbp(node, one, sbp, graph, where)
+        for result_type, sbp in pairs:
+            if isinstance(result_type, TensorType):
+                _check_sbp(node, result_type, sbp, graph, where)
 
 
 def _was_known(graph: StepGraph, node: fx.Node) -> bool:

@@ -68,7 +68,7 @@ class InsertBoxing(BuiltinPass):
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in ANNOTATIONS:
                 source = value.operand(node)
-                node.update_arg(0, boxes.get(source, value.nd_of(node), node, reuse=False))
+                node.update_arg(0, boxes.box_value(source, value.nd_of(node), node, reuse=False))
             elif calls.is_op(node):
                 _box_operands(graph, node, boxes)
         _box_ends(graph, boxes)
@@ -83,7 +83,7 @@ class _Boxes:
         self.graph, self.costs = graph, costs
         self.made: dict[tuple[fx.Node, Nd], fx.Node] = {}
 
-    def get(self, node: fx.Node, want: Nd, reader: fx.Node, reuse: bool = True) -> fx.Node:
+    def box_value(self, node: fx.Node, want: Nd, reader: fx.Node, reuse: bool = True) -> fx.Node:
         """``node`` in the SBP ``want``, for ``reader``, which comes later than every reader before."""
         have = value.nd_of(node)
         if have == want:
@@ -110,17 +110,17 @@ class _Boxes:
     def _shown(self, node: fx.Node, want: Nd, reader: fx.Node) -> fx.Node:
         """``node`` shows another value in other dims: what that is gathered to serves all that show it."""
         source = value.operand(node)
-        whole = tuple(
+        gathered_nd = tuple(
             B if w is not h else s for w, h, s in zip(want, value.nd_of(node), value.nd_of(source), strict=True)
         )
-        gathered = self.get(source, whole, reader)
+        gathered = self.box_value(source, gathered_nd, reader)
         with self.graph.graph.inserting_before(reader):
             args = (gathered, *node.args[1:])
             name = f"{node.name}_{''.join(sbp.kind.lower() for sbp in want)}"
-            made = self.graph.call(node.target, args, value.tensor_type(node), sbp=want, like=node, name=name)
-        made.meta["phase"] = value.phase_of(reader)
-        self.made[node, want] = made
-        return made
+            view = self.graph.call(node.target, args, value.tensor_type(node), sbp=want, like=node, name=name)
+        view.meta["phase"] = value.phase_of(reader)
+        self.made[node, want] = view
+        return view
 
 
 def _shows_another(node: fx.Node, want: Nd) -> bool:
@@ -133,7 +133,7 @@ def _shows_another(node: fx.Node, want: Nd) -> bool:
 def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:
     """What a box moves, for the plan: a parameter, a gradient, or no matter what."""
     named = [node, reader] if reader.op == "call_function" and reader.target in ANNOTATIONS else [node]
-    roles = (value.role_of(one) for one in named)
+    roles = (value.role_of(candidate) for candidate in named)
     return next((role for role in roles if role is not None and role.kind in ("param", "gradient")), None)
 
 
@@ -142,7 +142,7 @@ def _box_operands(graph: StepGraph, node: fx.Node, boxes: _Boxes) -> None:
     wants: list[Nd] = list(zip(*(s.inputs for s in _select(graph, node, operands, boxes.costs)), strict=True))
     if all(value.nd_of(o) == w for o, w in zip(operands, wants, strict=True)):
         return
-    remaining = iter([boxes.get(o, w, node) for o, w in zip(operands, wants, strict=True)])
+    remaining = iter([boxes.box_value(o, w, node) for o, w in zip(operands, wants, strict=True)])
 
     def swap(operand: fx.Node) -> fx.Node:
         return next(remaining) if value.is_tensor(operand) else operand
@@ -158,9 +158,9 @@ def _select(graph: StepGraph, node: fx.Node, operands: list[fx.Node], costs: Cos
     if not calls.misfit(graph, node, dict(enumerate(best))):
         return best
     for ways in sorted(itertools.product(*ranked), key=lambda ways: sum(cost for cost, _ in ways)):
-        found = tuple(signature for _, signature in ways)
-        if not calls.misfit(graph, node, dict(enumerate(found))):
-            return found
+        chosen = tuple(signature for _, signature in ways)
+        if not calls.misfit(graph, node, dict(enumerate(chosen))):
+            return chosen
     raise SbpError(
         f"no signatures of {node.name} that make {value.sbp_of(node)} go together: each "
         f"{calls.misfit(graph, node, dict(enumerate(best)))}\n  Run `propagate` after passes that move pins"
@@ -172,7 +172,7 @@ def _ranked(
 ) -> list[tuple[float, Signature]]:
     """What makes the node's results in their SBP on one axis, by the cost of boxing."""
     outputs = calls.output_sbps(node, axis)
-    found: list[tuple[float, Signature]] = []
+    priced: list[tuple[float, Signature]] = []
     for signature in calls.signatures_of(graph, node, axis, (*calls.input_sbps(node, axis), *outputs)):
         if signature.outputs != outputs:
             continue
@@ -181,13 +181,13 @@ def _ranked(
             have = value.nd_of(operand)[axis]
             if have is not want:
                 total += costs.box(have, want, value.tensor_type(operand).nbytes, axis) + 1e-3
-        found.append((total, signature))
-    if not found:
+        priced.append((total, signature))
+    if not priced:
         raise SbpError(
             f"no signature of {node.name} makes {', '.join(map(str, outputs))} on axis {graph.placement.names[axis]}\n"
             "  Run `propagate` after passes that move pins"
         )
-    return sorted(found, key=lambda one: one[0])
+    return sorted(priced, key=lambda one: one[0])
 
 
 def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
@@ -200,7 +200,7 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
     for name, new in graph.updates.items():
         old = placeholders[name]
         role = value.role_of(old)
-        box = boxes.get(new, value.nd_of(old), output)
+        box = boxes.box_value(new, value.nd_of(old), output)
         if box is not new:
             box.meta["role"] = role if role is not None and role.kind == "param" else None
             _move_behind(new, box)
@@ -211,7 +211,7 @@ def _box_ends(graph: StepGraph, boxes: _Boxes) -> None:
             return node
         nd = value.nd_of(node)
         wanted = tuple(_end_sbp(ends, node, axis, nd[axis], whole) for axis in axes)
-        return boxes.get(node, wanted, output)
+        return boxes.box_value(node, wanted, output)
 
     outputs = fx.map_arg(graph.outputs, lambda node: leave(node, whole=False))
     aux = {name: leave(node, whole=True) for name, node in graph.aux.items()}

@@ -82,16 +82,16 @@ def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
 
 def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
     """Where one rank's part begins: a ``LocalStart`` where a dim is split, else None."""
-    return [found if isinstance(found, LocalStart) else None for found in _of_part(graph, shape, nd, LocalStart)]
+    return [start if isinstance(start, LocalStart) else None for start in _of_part(graph, shape, nd, LocalStart)]
 
 
 def _of_part(graph: StepGraph, shape: Sequence[int], nd: Nd, what: Callable[[Any, str], Any]) -> list[Any]:
     """``what`` of each dim that is split, one in another where several axes split it."""
-    found: list[Any] = list(shape)
+    sizes: list[Any] = list(shape)
     for sbp, axis, ranks in zip(nd, graph.placement.names, graph.placement.hierarchy, strict=True):
         if sbp.is_split and ranks > 1:
-            found[sbp.dim] = what(found[sbp.dim], axis)
-    return found
+            sizes[sbp.dim] = what(sizes[sbp.dim], axis)
+    return sizes
 
 
 def _is_split(node: fx.Node) -> bool:
@@ -109,7 +109,7 @@ def _localize_draw(graph: StepGraph, node: fx.Node) -> None:
     if len(apart.shape) > len(total):  # type: ignore[arg-type]
         _draw_apart(graph, node, apart)
         return
-    start: Any = [found or 0 for found in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
+    start: Any = [offset or 0 for offset in local_starts(graph, total, value.nd_of(node))]  # type: ignore[arg-type]
     node.args = (like, key, number, start, total, *part)
 
 
@@ -128,14 +128,14 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
     nd, shape = cutting(value.nd_of(node), graph.placement.hierarchy), list(apart.shape)
     read = tuple(sbp if sbp.is_partial else own for sbp, own in zip(value.nd_of(like), nd, strict=True))
     of_like, drawn = (TensorType(value.tensor_type(x).dtype, apart.shape) for x in (like, node))
-    sizes, whole = local_sizes(graph, apart.shape, apart.nd(nd)), local_sizes(graph, total, nd)  # type: ignore[arg-type]
+    sizes, whole_sizes = local_sizes(graph, apart.shape, apart.nd(nd)), local_sizes(graph, total, nd)  # type: ignore[arg-type]
     with graph.graph.inserting_before(node):
         like = _relabelled(graph, like, read, node)
         view = graph.call(aten.view.default, (like, sizes), of_like, sbp=apart.nd(read), like=node)
         args = (view, key, number, [0] * len(shape), shape)
         draw = graph.call(node.target, args, drawn, sbp=apart.nd(nd), like=node)
     _localize_draw(graph, draw)
-    node.target, node.args = aten.view.default, (draw, whole)
+    node.target, node.args = aten.view.default, (draw, whole_sizes)
     if nd != value.nd_of(node):
         with graph.graph.inserting_before(node):
             together = graph.call(node.target, node.args, value.tensor_type(node), sbp=nd, like=node)

@@ -29,8 +29,8 @@ VIEW = torch.ops.aten.view.default
 
 def _arguments(kind: str, src: Sbp, dst: Sbp, axis: str) -> tuple[Any, ...]:
     dims = iter([sbp.dim for sbp in (src, dst) if sbp.is_split])
-    known = {"axis": axis, "reduction": src.reduction}
-    return tuple(next(dims) if name == "dim" else known[name] for name in COLLECTIVES[kind].arguments)
+    values = {"axis": axis, "reduction": src.reduction}
+    return tuple(next(dims) if name == "dim" else values[name] for name in COLLECTIVES[kind].arguments)
 
 
 # Kind of move -> op and its arguments behind the value: (from, to, axis name).
@@ -98,20 +98,20 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
     is_small = role is None and type_.nbytes < SMALL
     nd, hierarchy = value.nd_of(source), graph.placement.hierarchy
     steps = route(nd, value.nd_of(box), hierarchy, type_.shape, is_small=is_small, links=links, nbytes=type_.nbytes)
-    made: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
+    moves: list[tuple[Any, tuple[Any, ...], TensorType, Nd]] = []  # op, its arguments behind the value, its result
     for at, (axis, step) in enumerate(steps):
         after = (*nd[:axis], step.dst, *nd[axis + 1 :])
         if not _is_said_beside(steps, at) or not alike(nd, after, hierarchy):
-            made += _written(graph, type_, nd, axis, step)
+            moves += _written(graph, type_, nd, axis, step)
         elif at:
-            made[-1] = (*made[-1][:-1], after)
+            moves[-1] = (*moves[-1][:-1], after)
         nd = after
-    for op, args, result, sbp in made[:-1]:
+    for op, args, result, sbp in moves[:-1]:
         with graph.graph.inserting_before(box):
             source = graph.call(op, (source, *args), result, sbp=sbp, like=box)
         if role is not None and op is not VIEW:
             source.meta["role"] = role
-    op, args = made[-1][:2] if made else (ops.relabel, ())
+    op, args = moves[-1][:2] if moves else (ops.relabel, ())
     box.target, box.args = op, (source, *args)
     if op is VIEW:
         box.meta.pop("role", None)

@@ -64,9 +64,9 @@ class FuseAccumulate(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         for node in list(graph.graph.find_nodes(op="call_function", target=ops.accumulate)):
-            held, product, number, count, how = node.args
+            accumulator, product, number, count, how = node.args
             if how == "sum" and _is_alone(product, node):
-                node.target, node.args = ops.accumulate_mm, (held, *product.args, number, count)
+                node.target, node.args = ops.accumulate_mm, (accumulator, *product.args, number, count)
                 graph.graph.erase_node(product)
         return graph
 

@@ -18,7 +18,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ops import ADAM, ADAM_ROUNDED, STOCHASTIC_ROUND
 from graphzero.passes.base import BuiltinPass
-from graphzero.passes.fuse.pattern import matches, read
+from graphzero.passes.fuse.pattern import matches_pattern, parse_pattern
 
 CHAIN = """
 graph adam(dp=1) local
@@ -134,13 +134,17 @@ class FuseAdam(BuiltinPass):
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        last, position = read(CHAIN).outputs[0], liveness(graph).position
+        last, position = parse_pattern(CHAIN).outputs[0], liveness(graph).position
         instead: dict[fx.Node, fx.Node] = {}
         chains: list[fx.Node] = []
         for node in position:
-            found: dict[str, Any] = {}
-            if node.target is last.target and matches(last, node, found) and _may_fuse(node, found, position):
-                chains += _fuse(graph, node, found, instead)
+            matched: dict[str, Any] = {}
+            if (
+                node.target is last.target
+                and matches_pattern(last, node, matched)
+                and _may_fuse(node, matched, position)
+            ):
+                chains += _fuse(graph, node, matched, instead)
         graph.hand_out(instead)
         for node in reversed(chains):
             if not node.users:
@@ -168,10 +172,10 @@ def _round_at_once(graph: StepGraph) -> None:
     """Let an update of what is cast for it, and whose results are rounded stochastically, do both itself."""
     instead: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.find_nodes(op="call_function", target=ADAM):
-        held = [x for at in (0, 2, 3, 4) for x in node.args[at]]
-        results = _rounded_results(node, len(held))
-        if results and all(_is_cast_for(x, node) for x in held):
-            _round_inside(graph, node, held, results, instead)
+        operands = [x for at in (0, 2, 3, 4) for x in node.args[at]]
+        results = _rounded_results(node, len(operands))
+        if results and all(_is_cast_for(x, node) for x in operands):
+            _round_inside(graph, node, operands, results, instead)
     graph.hand_out(instead)
     for old in instead:
         _erase_with_operands(graph, old)
@@ -195,15 +199,17 @@ def _round_inside(
 ) -> None:
     _, key, _, start, total = results[0].args
     lists = [[x.args[0] if x in held else x for x in group] for group in node.args[:6]]  # type: ignore[union-attr]
-    told = {"numbers": [x.args[2] for x in results], "start": start, "total": total}
+    rounding = {"numbers": [x.args[2] for x in results], "start": start, "total": total}
     types, nds = tuple(map(value.type_of, results)), tuple(map(value.nd_of, results))
     with graph.graph.inserting_before(node):
         args = (*lists, *node.args[6:], key)
-        fused = graph.call(ADAM_ROUNDED, args, types, sbp=nds, kwargs={**told, **node.kwargs}, like=node, name="adam")
+        fused = graph.call(
+            ADAM_ROUNDED, args, types, sbp=nds, kwargs={**rounding, **node.kwargs}, like=node, name="adam"
+        )
         for i, old in enumerate(results):
-            made = graph.call(operator.getitem, (fused, i), types[i], sbp=nds[i], like=old)
-            old.replace_all_uses_with(made, delete_user_cb=lambda user: user.op != "output")
-            instead[old] = made
+            result = graph.call(operator.getitem, (fused, i), types[i], sbp=nds[i], like=old)
+            old.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output")
+            instead[old] = result
 
 
 def _erase_with_operands(graph: StepGraph, node: fx.Node) -> None:
@@ -223,8 +229,8 @@ def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]
     if any(not value.is_tensor(x) for x in (*tensors, found["step"])):
         return False
     forms = {(value.type_of(x), value.sbp_of(x)) for x in (*tensors, node, found["new_avg"], found["new_sq"])}
-    whole = value.tensor_type(found["step"]).shape == () and value.tensor_type(node).shape != ()
-    if len(forms) > 1 or value.tensor_type(node).dtype not in FUSED or not whole:
+    is_plain = value.tensor_type(found["step"]).shape == () and value.tensor_type(node).shape != ()
+    if len(forms) > 1 or value.tensor_type(node).dtype not in FUSED or not is_plain:
         return False
     chain = set(_made(found))
     others = [user for name in ("new_avg", "new_sq") for user in found[name].users if user not in chain]
@@ -233,14 +239,14 @@ def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]
 
 def _made(found: dict[str, Any]) -> list[fx.Node]:
     """What the chain computes, in order."""
-    return [found[node.name] for node in read(CHAIN).nodes if node.op == "call_function"]
+    return [found[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
 
 
 def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Write the kernel's call; returns what it takes the place of, in order.  ``instead`` gets what to hand out."""
     param, decay = found["param"], 0.0
     before: dict[str, Any] = {"lr": found["lr"]}
-    if matches(read(DECAY).outputs[0], param, before) and set(param.users) == {node}:
+    if matches_pattern(parse_pattern(DECAY).outputs[0], param, before) and set(param.users) == {node}:
         param, decay = before["param"], before["weight_decay"]
     numbers = (found["lr"], found["beta1"], found["beta2"], found["eps"], decay)
     args: tuple[Any, ...] = (
@@ -257,9 +263,9 @@ def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[
     with graph.graph.inserting_before(node):
         fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
         for i, old in enumerate((node, found["new_avg"], found["new_sq"])):
-            made = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
-            old.replace_all_uses_with(made, delete_user_cb=lambda user: user.op != "output" and user not in chain)
-            instead[old] = made
+            result = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
+            old.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output" and user not in chain)
+            instead[old] = result
     return [*_before(found["param"], param), *chain]
 
 

@@ -48,13 +48,13 @@ class Spread:
         if (self.op, self.dim) != (other.op, other.dim):
             return None
         parts = dict(self.parts)
-        for part, made in other.parts.items():
+        for part, piece in other.parts.items():
             if part in parts:
-                parts[part] = PieceSum(parts[part], made, at)
+                parts[part] = PieceSum(parts[part], piece, at)
             elif any(part[0] < last and first < part[1] for first, last in parts):
                 return None
             else:
-                parts[part] = made
+                parts[part] = piece
         return Spread(self.op, self.dim, self.size, parts)
 
     @property
@@ -91,16 +91,16 @@ class FusePieces(BuiltinPass):
     """
 
     def __call__(self, graph: StepGraph) -> StepGraph:
-        found: dict[fx.Node, Spread] = {}
+        spreads: dict[fx.Node, Spread] = {}
         for node in list(graph.nodes):
-            spread = _sum(node, found) if node.target is ADD else _spread(node)
+            spread = _sum(node, spreads) if node.target is ADD else _spread(node)
             if spread is not None:
-                found[node] = spread
-        inner = {arg for node in found if node.target is ADD for arg in node.all_input_nodes}
-        for node, spread in found.items():
+                spreads[node] = spread
+        inner = {arg for node in spreads if node.target is ADD for arg in node.all_input_nodes}
+        for node, spread in spreads.items():
             if node not in inner and spread.is_whole:
                 _join(graph, node, spread)
-        for node in reversed([*found]):
+        for node in reversed([*spreads]):
             if not node.users:
                 graph.graph.erase_node(node)
         for op in JOINS:
@@ -113,17 +113,17 @@ def _spread(node: fx.Node) -> Spread | None:
     """What one op spreads over a dim of which this rank holds all."""
     if node.target not in (SELECT, SLICE):
         return None
-    made, sizes, dim, first, *rest = node.args
-    assert isinstance(made, fx.Node) and isinstance(sizes, (list, tuple))
+    piece, sizes, dim, first, *rest = node.args
+    assert isinstance(piece, fx.Node) and isinstance(sizes, (list, tuple))
     dim = int(dim) % len(sizes)  # type: ignore[arg-type]
     size = sizes[dim]
     if not isinstance(size, int) or not all(isinstance(x, int) for x in (first, *rest)):
         return None
     if node.target is SELECT:
         index = int(first) % size  # type: ignore[arg-type]
-        return Spread(SELECT, dim, size, {(index, index + 1): made})
+        return Spread(SELECT, dim, size, {(index, index + 1): piece})
     begin, end, step = slice(first, *rest).indices(size)
-    return Spread(SLICE, dim, size, {(begin, end): made}) if step == 1 and begin < end else None
+    return Spread(SLICE, dim, size, {(begin, end): piece}) if step == 1 and begin < end else None
 
 
 def _sum(node: fx.Node, found: dict[fx.Node, Spread]) -> Spread | None:
@@ -181,11 +181,11 @@ def _make_dense(graph: StepGraph, joined: fx.Node) -> None:
         return  # a cat ignores an empty piece of one dim
     with graph.graph.inserting_before(copy):
         turned = [_permuted(graph, piece, of_pieces, joined) for piece in pieces]
-        made = graph.call(
+        stack = graph.call(
             joined.target, (turned, order.index(dim)), value.type_of(copy), sbp=value.nd_of(copy), like=copy,
             name=joined.target._opname,  # type: ignore[union-attr]
         )  # fmt: skip
-    _replace(graph, copy, made)
+    _replace(graph, copy, stack)
     for node in (copy, shown, joined):
         graph.graph.erase_node(node)
 

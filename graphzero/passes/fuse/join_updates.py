@@ -102,7 +102,7 @@ def _stretches(graph: StepGraph) -> Iterator[list[fx.Node]]:
         if node.op == "call_function" and value.phase_of(node) == "update" and not is_transfer(node):
             stretch.append(node)
         else:
-            if sum(_key(one) is not None for one in stretch) > 1:
+            if sum(_key(update) is not None for update in stretch) > 1:
                 yield stretch
             stretch = []
 
@@ -144,14 +144,14 @@ class _Group:
 
     def waiting(self, nodes: list[fx.Node], load: _Load) -> dict[fx.Node, int]:
         """Bytes that its members hold longer than by themselves, while each node runs."""
-        found: dict[fx.Node, int] = {}
+        lifetimes: dict[fx.Node, int] = {}
         longer, members = 0, set(self.members)
         for i in range(self.members[0], self.place + 1):
             if longer:
-                found[nodes[i]] = longer
+                lifetimes[nodes[i]] = longer
             if i in members:
                 longer += load.last[nodes[i]]
-        return found
+        return lifetimes
 
     def fits(self, nodes: list[fx.Node], load: _Load) -> bool:
         """Whether there is a place for the call, and room for what waits for it."""
@@ -167,16 +167,16 @@ def _first_group(nodes: list[fx.Node], load: _Load) -> _Group | None:
         key = _key(node)
         if key is None:
             continue
-        around, known = order.around(i), open_.get(key)
+        around, open_group = order.around(i), open_.get(key)
         after = max((j for j in around if j < i), default=-1)
         alone = _Group((i,), after, min((j for j in around if j > i), default=len(nodes)))
-        if known is not None and around.isdisjoint(known.members):
-            group = known.joined(alone)
+        if open_group is not None and around.isdisjoint(open_group.members):
+            group = open_group.joined(alone)
             if group.fits(nodes, load):
                 open_[key] = group
                 continue
-        if known is not None and len(known.members) > 1:
-            return known
+        if open_group is not None and len(open_group.members) > 1:
+            return open_group
         open_[key] = alone
     return next((group for group in open_.values() if len(group.members) > 1), None)
 
@@ -211,12 +211,12 @@ class _Order:
     def around(self, i: int) -> set[int]:
         """The nodes that may not change places with the update at ``i``; its results are moved with it."""
         node = self.nodes[i]
-        found = {self.made[operand] for operand in node.all_input_nodes if operand in self.made}
+        neighbours = {self.made[operand] for operand in node.all_input_nodes if operand in self.made}
         for root in written_by(node, self.roots):
-            found.update(self.readers[root], self.writers[root])
+            neighbours.update(self.readers[root], self.writers[root])
         for root in self._read(node):
-            found.update(self.writers[root])
-        return found - {i} - {self.made[user] for user in node.users if user in self.made}
+            neighbours.update(self.writers[root])
+        return neighbours - {i} - {self.made[user] for user in node.users if user in self.made}
 
     def _read(self, node: fx.Node) -> set[Storage]:
         if _is_pick(node):
@@ -261,9 +261,9 @@ def _join(graph: StepGraph, nodes: list[fx.Node], group: _Group, load: _Load) ->
 def _results(members: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """(member, number of its result), in the order of the call's results: all parameters, then all of each moment."""
     counts = [len(inplace.outs_of(member)) // len(member.args[0]) for member in members]  # type: ignore[arg-type]
-    found = []
+    results = []
     for kind in range(counts[0]):
         for member in members:
             many = len(member.args[0])  # type: ignore[arg-type]
-            found += [(member, kind * many + k) for k in range(many)]
-    return found
+            results += [(member, kind * many + k) for k in range(many)]
+    return results

@@ -69,10 +69,10 @@ def _in_pieces(state: AxisPropagation, node: fx.Node, want: Sbp) -> _Way | None:
         if signature.outputs != (want,) or state.misfit(node, signature):
             continue
         ways = [_operand(state, node, o, w) for o, w in zip(operands, signature.inputs, strict=True)]
-        found = [way for way in ways if way is not None]
-        if len(found) < len(ways):
+        feasible = [way for way in ways if way is not None]
+        if len(feasible) < len(ways):
             continue
-        way = _Way(sum(w.cost for w in found), (*(c for w in found for c in w.changes), (node, signature)))
+        way = _Way(sum(w.cost for w in feasible), (*(c for w in feasible for c in w.changes), (node, signature)))
         if best is None or way.cost < best.cost:
             best = way
     return best

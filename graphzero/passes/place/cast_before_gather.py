@@ -74,14 +74,14 @@ def _cast_first(graph: StepGraph, use: fx.Node, casts: list[fx.Node]) -> None:
     role = value.role_of(param)
     type_ = value.tensor_type(cast)
     with graph.graph.inserting_before(use):
-        made = graph.call(_CAST, (param,), type_, kwargs=dict(cast.kwargs), like=use, name=f"{param.name}_narrow")
-        made.meta["role"] = Role("param", role.of) if role is not None else None
-        read = use
+        new_cast = graph.call(_CAST, (param,), type_, kwargs=dict(cast.kwargs), like=use, name=f"{param.name}_narrow")
+        new_cast.meta["role"] = Role("param", role.of) if role is not None else None
+        narrow_use = use
         if set(use.users) != set(casts):
-            read = graph.call(ops.use, (made,), type_, sbp=value.sbp_of(use), like=use, name=use.name)
-            read.meta["pins"] = value.pins_of(use)
-    for one in casts:
-        one.replace_all_uses_with(read)
-        graph.graph.erase_node(one)
-    read.args = (made,)
-    read.meta["type"] = type_
+            narrow_use = graph.call(ops.use, (new_cast,), type_, sbp=value.sbp_of(use), like=use, name=use.name)
+            narrow_use.meta["pins"] = value.pins_of(use)
+    for old_cast in casts:
+        old_cast.replace_all_uses_with(narrow_use)
+        graph.graph.erase_node(old_cast)
+    narrow_use.args = (new_cast,)
+    narrow_use.meta["type"] = type_

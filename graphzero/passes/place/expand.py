@@ -47,8 +47,8 @@ class DefinitionWriter:
             type_ = value.tensor_type(arg)
             return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
-        made = op(*fx.map_arg(args, meta), **kwargs)
-        type_ = TensorType(made.dtype, tuple(made.shape))
+        result = op(*fx.map_arg(args, meta), **kwargs)
+        type_ = TensorType(result.dtype, tuple(result.shape))
         with self.graph.graph.inserting_before(self.node):
             return self.graph.call(op, args, type_, like=self.node, kwargs=kwargs, name=op._opname)
 
@@ -101,9 +101,9 @@ def logsumexp(w: DefinitionWriter, x: fx.Node, dims: Sequence[int], keepdim: boo
     top = w(aten.amax.default, wide, list(dims), True)
     top = w.replaced(w.replaced(top, -INF, 0.0), INF, 0.0)
     powers = w(aten.exp.default, w(aten.sub.Tensor, wide, top))
-    found = w(aten.add.Tensor, w(aten.log.default, w.total(powers, dims)), top)
-    found = found if keepdim else w(aten.squeeze.dims, found, list(dims))
-    return w.to(found, value.tensor_type(w.node).dtype)
+    result = w(aten.add.Tensor, w(aten.log.default, w.total(powers, dims)), top)
+    result = result if keepdim else w(aten.squeeze.dims, result, list(dims))
+    return w.to(result, value.tensor_type(w.node).dtype)
 
 
 def softmax_backward(w: DefinitionWriter, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
@@ -113,9 +113,9 @@ def softmax_backward(w: DefinitionWriter, grad: fx.Node, out: fx.Node, dim: int,
 
 
 def log_softmax_backward(w: DefinitionWriter, grad: fx.Node, out: fx.Node, dim: int, dtype: torch.dtype) -> fx.Node:
-    known = _row_sum(w, grad, dim)
+    row_sum = _row_sum(w, grad, dim)
     grad, out = w.wide(grad), w.wide(out)
-    total = w.total(grad, [dim]) if known is None else w.wide(known)
+    total = w.total(grad, [dim]) if row_sum is None else w.wide(row_sum)
     return w.to(w(aten.sub.Tensor, grad, w(aten.mul.Tensor, w(aten.exp.default, out), total)), dtype)
 
 
@@ -183,10 +183,10 @@ class Expand(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         while any(node.target in TABLE for node in graph.nodes):
-            found = [axis.found for axis in swept(graph, self.links)]
-            split = [(node, splits) for node in graph.nodes if any(splits := _splits(node, found))]
+            axis_sbps = [axis.found for axis in swept(graph, self.links)]
+            split = [(node, splits) for node in graph.nodes if any(splits := _splits(node, axis_sbps))]
             for node, splits in split:
-                _expand(graph, node, found, splits)
+                _expand(graph, node, axis_sbps, splits)
             if not split:
                 break
         return graph

@@ -109,9 +109,9 @@ class AxisPropagation:
 
     def sbp(self, node: fx.Node) -> Sbp:
         """The SBP found for a node that is one tensor."""
-        found = self.found[node][0]
-        assert found is not None
-        return found
+        first_sbp = self.found[node][0]
+        assert first_sbp is not None
+        return first_sbp
 
     def pinned(self, node: fx.Node) -> Sbp | None:
         nd = value.sbp_of(node)
@@ -122,11 +122,11 @@ class AxisPropagation:
         """Bytes of a value for its price.  With links, which weigh bytes against messages, those that are left of it by
         the axes that have been swept.
         """
-        whole: float = value.tensor_type(node).nbytes
+        remaining: float = value.tensor_type(node).nbytes
         if self.costs.links:
             others = (axis for axis in self.axes if axis is not self and node in axis.found)
-            whole /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
-        return whole
+            remaining /= prod(axis.ranks for axis in others if axis.sbp(node).is_split)
+        return remaining
 
     def cost(self, reader: fx.Node, node: fx.Node, have: Sbp, want: Sbp) -> float:
         """The price of boxing a value for ``reader`` (``Costs``); what is boxed so for another one is free."""
@@ -235,7 +235,7 @@ class AxisPropagation:
 
     # ---- what is found
 
-    def write(self) -> None:
+    def write_sbps(self) -> None:
         """Give every node its SBP on this axis."""
         for node, sbps in self.found.items():
             self._write(node, sbps)

@@ -93,10 +93,13 @@ class Pin(BuiltinPass):
     def _check(self, graph: StepGraph) -> None:
         """Raise SbpError for a role that nothing has, and for another number of SBPs than axes."""
         roles = [role for node in graph.placeholders() if (role := value.role_of(node)) is not None]
-        known, axes = set(roles), graph.placement.names
+        known_roles, axes = set(roles), graph.placement.names
         for role, nd in self.placed.items():
-            if role not in known:
-                near = ", ".join(role_text(one) for one in roles if one.kind == role.kind) or "none of that kind"
+            if role not in known_roles:
+                near = (
+                    ", ".join(role_text(known_role) for known_role in roles if known_role.kind == role.kind)
+                    or "none of that kind"
+                )
                 raise SbpError(f"pin: nothing in {graph.name} has the role {role_text(role)}; there is {near:.200}")
             if len(nd) != len(axes):
                 raise SbpError(
@@ -125,8 +128,8 @@ def _pin_use(graph: StepGraph, node: fx.Node) -> None:
     for i, axis in enumerate(graph.placement.names):
         if pins and pins[i]:
             continue
-        whole = axis in graph.placement.batch_axes and value.phase_of(node) != "update"
-        graph.pin(node, axis, B if whole else value.nd_of(param)[i])
+        is_whole = axis in graph.placement.batch_axes and value.phase_of(node) != "update"
+        graph.pin(node, axis, B if is_whole else value.nd_of(param)[i])
 
 
 def pin_gradients(graph: StepGraph, wanted: Mapping[str, Nd]) -> dict[str, fx.Node]:

@@ -68,7 +68,7 @@ def propagation(graph: StepGraph, links: Links = (), notes: bool = False) -> tup
     for axis in axes:
         place_reductions(axis)
         cut_for_readers(axis)
-        axis.write()
+        axis.write_sbps()
         warn_of_gathered_batch(axis)
     graph.level = "propagated"
     return graph, axes

@@ -152,8 +152,8 @@ def zero_split(
         if any(nd[i].sections > 1 for i in cutters):
             return tuple(nd)
         cut = S(dim, 1 if max(cutters) < over[0] else prod(hierarchy[i] for i in cutters))
-    found = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
-    return found if nests(shape, found, hierarchy) else tuple(nd)
+    split = tuple(cut if i in over else sbp for i, sbp in enumerate(nd))
+    return split if nests(shape, split, hierarchy) else tuple(nd)
 
 
 def split_dim(shape: tuple[int, ...], free: list[int], ranks: int) -> int:

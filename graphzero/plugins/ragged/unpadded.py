@@ -31,7 +31,7 @@ def unpadded(step: Step, inputs: Inputs, padded: Padded, captured: Captured) -> 
     graph = captured.graph
     sizes = _compared(step, inputs, padded, captured, graph)
     found = exact(graph, sizes, padded.ragged, padded.dims)
-    return replace(captured, packed=PackedGraph.of(found.graph), padded=found.outputs, least=found.least)
+    return replace(captured, packed=PackedGraph.from_graph(found.graph), padded=found.outputs, least=found.least)
 
 
 def _compared(step: Step, inputs: Inputs, padded: Padded, captured: Captured, graph: StepGraph) -> Sizes:

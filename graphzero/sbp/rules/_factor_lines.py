@@ -15,15 +15,15 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def overloads(*names: str) -> list[Any]:
     """The functional overloads (no out=, no mutation) that this torch has of ATen ops, named one or many a string."""
-    found: list[Any] = []
+    functional: list[Any] = []
     for name in " ".join(names).split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, packet_name, None)
         for which in () if packet is None else [overload] if overload else packet.overloads():
             op = getattr(packet, which, None)
             if op is not None and (overload or _functional(op)):
-                found.append(op)
-    return found
+                functional.append(op)
+    return functional
 
 
 def _functional(op: Any) -> bool:

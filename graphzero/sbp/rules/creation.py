@@ -25,7 +25,7 @@ def made(call: Call) -> str:
 def new(call: Call) -> list[Signature]:
     """Of the operand only dtype and device are read: however it stands, any piece can be made."""
     operand = [B, *_splits(call.shape), *map(partial, REDUCTIONS)]
-    return [Signature((have,), (made,)) for made in (B, *_splits(call.out)) for have in operand]
+    return [Signature((have,), (want,)) for want in (B, *_splits(call.out)) for have in operand]
 
 
 def _splits(shape: tuple[int, ...]) -> list[Sbp]:

@@ -85,17 +85,17 @@ def _written(call: Call, name: str = "_") -> tuple[str, str] | None:
 @rule(overloads("scatter.src"))
 def scatter(call: Call) -> str | None:
     """The value at a place is the source's or the old one: both must be partial for the result to be."""
-    if (found := _written(call)) is None:
+    if (dims := _written(call)) is None:
         return None
-    own, index = found
+    own, index = dims
     index = index.replace("z", "_")
     return f"{MOVE}{own}+~{index},{index}->{own}"
 
 
 def _scattered(call: Call, name: str = "_") -> str | None:
-    if (found := _written(call, name)) is None:
+    if (dims := _written(call, name)) is None:
         return None
-    own, index = found
+    own, index = dims
     mark = "" if is_zero(call["value"]) else "~"
     return f"{mark}{own},~{index.replace('z', '_')}->{own}"
 
@@ -106,9 +106,9 @@ def scatter_value(call: Call) -> str | None:
 
 
 def _added(call: Call, name: str = "_") -> str | None:
-    if (found := _written(call, name)) is None:
+    if (dims := _written(call, name)) is None:
         return None
-    own, index = found
+    own, index = dims
     source = call.tensors[2].shape
     at = dim_of(call["dim"], len(call.shape))
     if source[at] != call.tensors[1].shape[at]:
@@ -123,17 +123,17 @@ def scatter_add(call: Call) -> str | None:
 
 @rule(overloads("scatter.value_reduce"))
 def scatter_value_reduce(call: Call) -> str | None:
-    if (found := _written(call)) is None:
+    if (dims := _written(call)) is None:
         return None
-    own, index = found
+    own, index = dims
     return f"~{own},~{index.replace('z', '_')}->{own}"
 
 
 @rule(overloads("scatter.reduce", "scatter_reduce.two"))
 def scatter_reduce(call: Call) -> str | None:
-    if (found := _written(call)) is None:
+    if (dims := _written(call)) is None:
         return None
-    own, index = found
+    own, index = dims
     index = index.replace("z", "_")
     return f"~{own},~{index},~{index}->{own}"
 
@@ -192,28 +192,28 @@ def _indexed(call: Call) -> tuple[str, list[str], str] | None:
     shape = torch.broadcast_shapes(*(m.shape for m in metas))
     points = letters(len(shape), skip=ndim)
     own = "".join("_" if i in at else name for i, name in enumerate(dims))
-    kept = [name for i, name in enumerate(dims) if i not in at]
+    untouched = [name for i, name in enumerate(dims) if i not in at]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0  # indices that are not side by side go to the front
     shown = ["1" if size == 1 else name for name, size in zip(points, shape, strict=True)]
-    return own, [broadcast(points, m.shape) for m in metas], "".join((*kept[:first], *shown, *kept[first:]))
+    return own, [broadcast(points, m.shape) for m in metas], "".join((*untouched[:first], *shown, *untouched[first:]))
 
 
 @rule(overloads("index.Tensor", "_unsafe_index.Tensor"))
 def index(call: Call) -> str | None:
-    found = _indexed(call)
-    if found is None:
+    dims = _indexed(call)
+    if dims is None:
         return None
-    own, points, out = found
+    own, points, out = dims
     return f"{own},{','.join('~' + p for p in points)}->{out}"
 
 
 @rule(overloads("index_put", "_unsafe_index_put"))
 def index_put(call: Call) -> str | None:
     """With accumulate the values add up over the index; without, a place is old or new."""
-    found = _indexed(call)
-    if found is None:
+    dims = _indexed(call)
+    if dims is None:
         return None
-    own, points, out = found
+    own, points, out = dims
     if not call["accumulate"]:
         named = set("".join(points)) - {"1"}
         points = ["".join("_" if c in named else c for c in p) for p in points]

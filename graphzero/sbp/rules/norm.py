@@ -14,26 +14,26 @@ def _normalized(call: Call) -> tuple[str, str]:
 
 @rule(overloads("native_layer_norm"))
 def layer_norm(call: Call) -> str:
-    n, one = _normalized(call)
-    return f"~...{n},~{n},~{n}->...{n},...{one},...{one}"
+    n, ones = _normalized(call)
+    return f"~...{n},~{n},~{n}->...{n},...{ones},...{ones}"
 
 
 @rule(overloads("native_layer_norm_backward"))
 def layer_norm_backward(call: Call) -> str:
-    n, one = _normalized(call)
-    return f"...{n},~...{n},~...{one},~...{one},~{n},~{n}->...{n},{n}:0123,{n}:0"
+    n, ones = _normalized(call)
+    return f"...{n},~...{n},~...{ones},~...{ones},~{n},~{n}->...{n},{n}:0123,{n}:0"
 
 
 @rule(overloads("_fused_rms_norm"))
 def rms_norm(call: Call) -> str:
-    n, one = _normalized(call)
-    return f"~...{n},~{n}->...{n},...{one}"
+    n, ones = _normalized(call)
+    return f"~...{n},~{n}->...{n},...{ones}"
 
 
 @rule(overloads("_fused_rms_norm_backward"))
 def rms_norm_backward(call: Call) -> str:
-    n, one = _normalized(call)
-    return f"...{n},~...{n},~...{one},~{n}->...{n},{n}:012"
+    n, ones = _normalized(call)
+    return f"...{n},~...{n},~...{ones},~{n}->...{n},{n}:012"
 
 
 GROUP_SIZES = {

@@ -12,8 +12,8 @@ def reduction(call: Call, *, adds: bool, linear: bool, word: str = "", dim: obje
     ndim = len(call.shape)
     gone = dims_of(call[dim] if isinstance(dim, str) else dim, ndim)
     dims = letters(ndim, () if adds else gone)
-    kept = len(call.out) == ndim
-    out = "".join("1" if i in gone else name for i, name in enumerate(dims) if kept or i not in gone)
+    keeps_dims = len(call.out) == ndim
+    out = "".join("1" if i in gone else name for i, name in enumerate(dims) if keeps_dims or i not in gone)
     return f"{word}{'' if linear else '~'}{''.join(dims)}->{','.join([out] * len(call.outputs))}"
 
 
