@@ -24,7 +24,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
-from graphzero.runtime.transport.process_monitor import Waiting
+from graphzero.runtime.transport.process_monitor import WaitState
 from graphzero.runtime.transport.shared_memory_connect import connect_shared_memory
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)
@@ -60,7 +60,7 @@ def work(rank: int, rounds: int) -> dict[tuple[str, int], dict[str, Cell]]:
     group = _compat.gloo(_compat.job_store("collectives"), rank, len(ranks), 60.0)
     ways: dict[str, Any] = {
         "gloo's own": Own(len(ranks)),
-        "sent": PeerCollectives(GlooTransport(group, ranks, ranks, rank, 0, 60.0, Waiting()), rank),
+        "sent": PeerCollectives(GlooTransport(group, ranks, ranks, rank, 0, 60.0, WaitState()), rank),
     }
     shared = connect_shared_memory(gathered, ranks, limit=60.0)
     if not isinstance(shared, str):

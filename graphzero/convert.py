@@ -21,7 +21,7 @@ from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.state.placement_checks import check_kept, check_trained_apart
 from graphzero.runtime.tensors import shards
-from graphzero.runtime.tensors.relocate import check_ranks, nd_here, relocated, standing
+from graphzero.runtime.tensors.relocate import check_ranks, describe_distribution, nd_here, relocate
 from graphzero.runtime.tensors.shards import global_shape, is_whole, wrap
 from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
@@ -158,12 +158,12 @@ def _redistributed(x: DTensor, placement: Placement | DeviceMesh | None, sbp: Wa
             f"({_text(nd)}); make a partial from the ranks' own: gz.to_global(local, placement, sbp)"
         )
     if before == nd or is_whole(before) and nd_here(x, where) is not None:
-        return relocated(x, where, nd)  # this rank needs nobody
+        return relocate(x, where, nd)  # this rank needs nobody
     ranks = Ranks(where, "DTensor")
     with ranks.together("to_global of a DTensor"):
-        text = f"{standing(x, where)} to {_text(nd)}"
+        text = f"{describe_distribution(x, where)} to {_text(nd)}"
         ranks.agree(PLACE, digest(text), lambda: {"tensor": text})
-        return relocated(x, where, nd)
+        return relocate(x, where, nd)
 
 
 def _global_shape(x: Tensor, placement: Placement, nd: Nd) -> tuple[int, ...]:
@@ -257,7 +257,7 @@ def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
         return None
     if isinstance(x, DTensor):
         given: Any = x.detach()
-        new = relocated(given, placement, nd)
+        new = relocate(given, placement, nd)
         return None if new is given else new
     tree.to_device(x, device_of(placement))
     tree.from_first_rank(x, placement)
@@ -288,5 +288,6 @@ def _by_name(
 def _facts(held: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
     """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
     return {
-        found.path: f"{standing(found.tensor, placement)} to {_text(nd)}" for found, nd in zip(held, nds, strict=True)
+        found.path: f"{describe_distribution(found.tensor, placement)} to {_text(nd)}"
+        for found, nd in zip(held, nds, strict=True)
     }

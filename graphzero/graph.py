@@ -328,7 +328,7 @@ class Graph:
             f"{self.name}({self.placement!r})",
             repr(self.config),
             *(last.decisions if last else ()),
-            *(f"along {axis} {way}" for axis, way in self._source.ways.items()),
+            *(f"along {axis} {way}" for axis, way in self._source.transports.items()),
             "parameters:",
             *_parameter_lines(entries, nds),
         ]

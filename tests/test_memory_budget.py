@@ -338,7 +338,7 @@ def test_auto_trains_as_the_stage_that_it_takes():
 def test_auto_without_a_budget_asks_the_device(monkeypatch):
     peaks = [found.memory.peak for found in stages(**UNLIKE).values()]
     for nbytes, stage in ((2**34, 1), (peaks[1], 2), (peaks[2], 3)):
-        machine = device_memory.Device("here", int(nbytes * 4 / device_memory.SHARE) + 8)
+        machine = device_memory.DeviceMemory("here", int(nbytes * 4 / device_memory.SHARE) + 8)
         monkeypatch.setattr(device_memory, "_machine", lambda machine=machine: machine)
         found = BudgetGraph("auto", **UNLIKE).planned(8).plan
         assert found.stage == stage and "0.9 of the device's memory" in found.decisions[0]
@@ -371,11 +371,11 @@ def room(ranks, mine, everyone):
 
     place = gz.placement("cpu", range(ranks), virtual=True)
     object.__setattr__(place, "virtual", False)
-    return device_memory.room(Told(place))
+    return device_memory.memory_limit(Told(place))
 
 
 def test_the_ranks_of_a_machine_share_it_and_the_least_share_counts(monkeypatch):
-    small, large = device_memory.Device("a", 1000), device_memory.Device("b", 4000)
+    small, large = device_memory.DeviceMemory("a", 1000), device_memory.DeviceMemory("b", 4000)
     for mine in (small, large):
         monkeypatch.setattr(device_memory, "_machine", lambda mine=mine: mine)
         assert room(2, mine, [small, large]) == 900
@@ -388,8 +388,8 @@ def test_the_ranks_of_a_machine_share_it_and_the_least_share_counts(monkeypatch)
 
 
 def test_virtual_ranks_share_one_device(monkeypatch):
-    monkeypatch.setattr(device_memory, "_machine", lambda: device_memory.Device("a", 4000))
-    assert device_memory.room(Ranks(FOUR)) == 900
+    monkeypatch.setattr(device_memory, "_machine", lambda: device_memory.DeviceMemory("a", 4000))
+    assert device_memory.memory_limit(Ranks(FOUR)) == 900
 
 
 def test_a_machine_has_memory():

@@ -1,4 +1,4 @@
-"""Keeping memory that was freed, so that the next step need not ask the kernel for it again.
+"""Settings of the C library that keep freed memory, so that the next step need not ask the kernel for it again.
 
 glibc gives large freed blocks back to the kernel, and every page of a block that is asked for again must be cleared
 and mapped: a step that computes little on much memory spends a tenth of its time there.  CUDA memory needs none of
@@ -39,10 +39,10 @@ def keep_freed_memory() -> None:
 
 @_compat.contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within it large blocks go back to the kernel when they are freed, and leave no holes among small ones.
+    """Return large blocks to the kernel as they are freed within the context, so that they leave no holes.
 
-    glibc serves a block from its heap once it has seen one of that size freed.  Afterwards it is as after many such;
-    a C library without such a setting does as it does.
+    glibc serves a block from its heap once a block of that size has been freed.  Afterwards the settings are as after
+    many such blocks; other C libraries are left as they are.
     """
     try:
         _set(_SMALLEST, _SMALLEST)
@@ -52,7 +52,7 @@ def freed_at_once() -> Iterator[None]:
 
 
 def _set(mapped_from: int, trimmed_from: int) -> bool:
-    """Set mallopt's two bounds; whether it could be done."""
+    """Set mallopt's two bounds; return whether the C library has them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(
         mallopt(_MMAP_THRESHOLD, mapped_from) and mallopt(_TRIM_THRESHOLD, trimmed_from)

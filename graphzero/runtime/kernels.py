@@ -1,6 +1,6 @@
-"""What is called for one op of a graph on one rank.
+"""Kernels: the function to call for one op of a graph on one rank.
 
-ATen ops are called as they stand, but for five things: ``view`` runs as ``reshape`` (a shard need not be dense as
+ATen ops are called as they are, with five exceptions: ``view`` runs as ``reshape`` (a shard need not be dense as
 the whole was), kernels that take their operands to be dense get them so, ops that create get the world's device, sizes
 of this rank become numbers, and frequent ops go through torch's Python bindings, which parse arguments in half the time
 of an OpOverload.
@@ -45,7 +45,7 @@ BINDINGS: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-# Kernels that read these operands without regard to their strides; whoever calls them in torch has made them dense.
+# Kernels that read these operands without regard to their strides; their callers in torch make them dense.
 DENSE: Mapping[Any, tuple[int, ...]] = {
     aten.native_layer_norm_backward.default: (3, 4),
     aten.native_group_norm.default: (0, 1, 2),
@@ -58,16 +58,16 @@ DENSE: Mapping[Any, tuple[int, ...]] = {
 }
 
 
-# Kernels that lay out what they join as its parts are laid out, even if the whole is then not dense.
+# Kernels whose result takes the memory format of its parts, even if it is then not dense.
 JOINING = (aten.cat.default, aten.stack.default)
 
 
 def kernel(target: Any) -> Callable[..., Any]:
-    """What to call for ``target``."""
+    """Return the function to call for ``target``."""
     if target in JOINING:
-        return _made_dense(_compat.direct(target))
+        return _dense_result(_compat.direct(target))
     if target in DENSE:
-        return _with_dense(_compat.direct(target), DENSE[target])
+        return _dense_operands(_compat.direct(target), DENSE[target])
     if target in BINDINGS:
         return BINDINGS[target]
     if isinstance(target, torch._ops.OpOverload):
@@ -75,11 +75,11 @@ def kernel(target: Any) -> Callable[..., Any]:
     return target  # type: ignore[no-any-return]
 
 
-def _made_dense(call: Callable[..., Any]) -> Callable[..., Any]:
+def _dense_result(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: call(*args, **kwargs).contiguous()
 
 
-def _with_dense(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
+def _dense_operands(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[..., Any]:
     def dense(*args: Any, **kwargs: Any) -> Any:
         given = (x.contiguous() if i in places and x is not None else x for i, x in enumerate(args))
         return call(*given, **kwargs)
@@ -88,7 +88,7 @@ def _with_dense(call: Callable[..., Any], places: tuple[int, ...]) -> Callable[.
 
 
 def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str, fx.Node]]:
-    """What to call for a node whose result is put into ``room``, and the keyword that says so."""
+    """Return the function for a node that writes its result to ``room``, and the keyword arguments that say so."""
     over_first = kernel_forms.over_first(node.target) if node.args and node.args[0] is room else None
     if over_first is not None:
         return _compat.direct(over_first), {}
@@ -97,17 +97,17 @@ def writing(node: fx.Node, room: fx.Node) -> tuple[Callable[..., Any], dict[str,
 
 
 def into(node: fx.Node) -> tuple[Callable[..., Any], str]:
-    """What to call for a node whose result is put into a given tensor, and the keyword of that."""
-    found = kernel_forms.writing(node.target)
-    assert found is not None
-    call, keyword = _compat.direct(found[0]), found[1]
+    """Return the function for a node that writes its result to a given tensor, and the keyword of that tensor."""
+    form = kernel_forms.writing(node.target)
+    assert form is not None
+    call, keyword = _compat.direct(form[0]), form[1]
     if node.target in DENSE:
-        call = _with_dense(call, DENSE[node.target])
+        call = _dense_operands(call, DENSE[node.target])
     return _into_rows(call, keyword) if kernel_forms.writes_rows(node.target) else call, keyword
 
 
 def _into_rows(call: Callable[..., Any], keyword: str) -> Callable[..., Any]:
-    """A kernel that writes row by row, told to write into a tensor that may lie otherwise."""
+    """Wrap a kernel that writes row by row, for an output of another memory format."""
 
     def write(*args: Any, **kwargs: Any) -> Any:
         out: Tensor = kwargs[keyword]
@@ -121,18 +121,18 @@ def _into_rows(call: Callable[..., Any], keyword: str) -> Callable[..., Any]:
 
 
 def keywords(node: fx.Node, device: torch.device) -> dict[str, Any]:
-    """The node's keyword arguments; an op without a tensor operand is told where to put what it makes."""
-    found = dict(node.kwargs)
+    """Return the node's keyword arguments, with the device for an op that creates a tensor."""
+    arguments = dict(node.kwargs)
     schema = getattr(node.target, "_schema", None)
     if schema is None or any(value.is_tensor(arg) for arg in value.flat_nodes((node.args, node.kwargs))):
-        return found
-    if found.get("device") is None and any(arg.name == "device" for arg in schema.arguments):
-        found["device"] = device
-    return found
+        return arguments
+    if arguments.get("device") is None and any(arg.name == "device" for arg in schema.arguments):
+        arguments["device"] = device
+    return arguments
 
 
 def accumulator(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[], Tensor]:
-    """Room for this rank's part of what micro-batches add up."""
+    """Return a function that allocates this rank's accumulator of micro-batches."""
     type_ = value.tensor_type(node)
     shape = shape_on(graph, type_, value.nd_of(node), world.rank_ids[local])
     return lambda: torch.empty(shape, dtype=type_.dtype, device=world.device)
@@ -170,7 +170,7 @@ IN_TURN: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def local_move(graph: StepGraph, node: fx.Node, world: World, local: int) -> Callable[[Tensor], Tensor]:
-    """``slice_shard``, ``keep_first`` or ``place_shard`` on one rank."""
+    """Return the function of ``slice_shard``, ``keep_first`` or ``place_shard`` on one rank."""
     source = value.operand(node)
     axis = str(node.args[-1])
     index = world.placement.axis(axis)

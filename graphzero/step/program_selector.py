@@ -147,7 +147,7 @@ class ProgramSelector:
         ranks = self.source.ranks
         program: StepProgram | None = None
         failure: Exception | None = None
-        room = device_memory.room(ranks) if _needs_room(call.settings) else None
+        room = device_memory.memory_limit(ranks) if _needs_room(call.settings) else None
         self._tell_of_other(call, "compile_begun", "compiles a program")
         with working(f"compiling {self.source.name}", self.source.speaks) as work:
             try:

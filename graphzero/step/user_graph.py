@@ -135,9 +135,9 @@ class UserGraph:
         return ProcessWorld(self.placement)
 
     @property
-    def ways(self) -> dict[str, str]:
+    def transports(self) -> dict[str, str]:
         """How ranks talk along each axis, where they do already."""
-        return dict(self.world.ways) if "world" in vars(self) else {}
+        return dict(self.world.transports) if "world" in vars(self) else {}
 
     def state(self) -> State:
         """The tensors; another object when modules or optimizers are others."""

@@ -38,7 +38,7 @@ def test_when_one_of_two_hosts_is_gone_the_other_goes_on_alone(tmp_path):
                 host.kill()
                 host.wait()
     said = outputs[0].read_text()
-    assert "send through sockets" in said and "goes on from step" in said, said
+    assert "send through gloo" in said and "goes on from step" in said, said
     found = losses(said)
     assert max(found) == max(wanted) and found == pytest.approx({step: wanted[step] for step in found}, rel=1e-9)
     assert set(bytes_of_last(folder)) == {"rank-00000.safetensors"}

@@ -311,7 +311,7 @@ def check_ranks_of_unlike_machines_take_one_stage_and_keep_alike():
     wanted, plan = trained_at(3)
     room = plan.memory.peak + 2**17 if rank else 2**40
     machines = device_memory._machine
-    device_memory._machine = lambda: device_memory.Device(f"machine {rank}", int(room / device_memory.SHARE) + 8)
+    device_memory._machine = lambda: device_memory.DeviceMemory(f"machine {rank}", int(room / device_memory.SHARE) + 8)
     try:
         found, plan = trained_at("auto")
     finally:

@@ -21,7 +21,7 @@ def share(x):
 
 @EVERYTHING
 def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what_is_dead_is_spoiled():
-    read = SharedMemoryTransport.read
+    read = SharedMemoryTransport.read_piece
 
     def late(self, q, address, into):
         if dist.get_rank() == 1:
@@ -31,7 +31,7 @@ def check_results_are_those_without_to_the_bit_though_a_rank_reads_late_and_what
     for stage in range(4):
         plain = steps("gpt", adamw_graph(MODELS["gpt"](), stage, used=False), share=share)
         graph = adamw_graph(MODELS["gpt"](), stage)
-        with mock.patch.object(SharedMemoryTransport, "read", late):
+        with mock.patch.object(SharedMemoryTransport, "read_piece", late):
             assert equal(steps("gpt", graph, spoiled=True, share=share), plain), stage
         assert any(is_transfer(node) for node, _ in graph._selection.last.part.arena.offsets) == (stage > 0)
 

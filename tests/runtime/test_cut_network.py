@@ -23,7 +23,7 @@ import torch.distributed as dist
 import graphzero as gz
 from graphzero.runtime.transport import process_monitor
 
-process_monitor.ASKS = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
+process_monitor.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="tcp://%s:29517", rank=rank, world_size=2)
 

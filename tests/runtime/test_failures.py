@@ -296,7 +296,7 @@ _FAILING: dict[str, tuple[Any, str, int]] = {
     "full_state_dict": (gather, "_copy", 1),
     "load_state_dict": (loading, "_split_as", 2),
     "to_global of a module": (modules, "from_first_rank", 3),
-    "to_global of a tensor": (resplit, "_joined", 1),
+    "to_global of a tensor": (resplit, "_gather_and_join", 1),
     "a first call": (modules, "from_first_rank", 2),
     "gz.check": (resplit, "join", 2),
 }

@@ -22,7 +22,7 @@ from graphzero import _compat
 from graphzero.errors import RankError
 from graphzero.runtime.transport.gloo_transport import SEGMENT, GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
-from graphzero.runtime.transport.process_monitor import Waiting
+from graphzero.runtime.transport.process_monitor import WaitState
 from graphzero.runtime.transport.transport import Transport
 from graphzero.runtime.transport.watch_connections import watch_connections
 
@@ -57,7 +57,7 @@ def groups_of(ranks: int, limit: float = 20.0) -> list[Any]:
 
 def connected(ranks: int, limit: float = 20.0) -> list[GlooTransport]:
     groups, members = groups_of(ranks, limit), range(ranks)
-    return [GlooTransport(groups[r], members, GLOBAL[:ranks], r, 0, limit, Waiting()) for r in members]
+    return [GlooTransport(groups[r], members, GLOBAL[:ranks], r, 0, limit, WaitState()) for r in members]
 
 
 def numbers(start: int, size: int = 6) -> Tensor:
@@ -92,7 +92,9 @@ def test_a_large_piece_of_any_dtype_arrives_whole(dtype: torch.dtype) -> None:
 
 def test_axes_that_share_connections_do_not_cross() -> None:
     groups = groups_of(2)
-    axes = [[GlooTransport(groups[r], (0, 1), GLOBAL[:2], r, axis, 20.0, Waiting()) for axis in (0, 1)] for r in (0, 1)]
+    axes = [
+        [GlooTransport(groups[r], (0, 1), GLOBAL[:2], r, axis, 20.0, WaitState()) for axis in (0, 1)] for r in (0, 1)
+    ]
     into = [torch.zeros(6), torch.zeros(6)]
     sent = [swap(axes[0][axis], 2, numbers(10 * axis), NOTHING) for axis in (0, 1)]
     handles = [swap(axes[1][axis], 2, NOTHING, into[axis]) for axis in (1, 0)]
@@ -168,7 +170,7 @@ def test_any_program_of_collectives_gives_what_ranks_in_order_give(seed: int) ->
 
 def test_a_rank_that_closes_its_connections_is_an_error_for_who_needs_it() -> None:
     groups = groups_of(2)
-    transport = GlooTransport(groups[0], (0, 1), GLOBAL[:2], 0, 0, 20.0, Waiting())
+    transport = GlooTransport(groups[0], (0, 1), GLOBAL[:2], 0, 0, 20.0, WaitState())
     threading.Timer(0.3, _compat.break_gloo, (groups[1],)).start()
     with pytest.raises(RankError, match="rank 4 waits for rank 7, which has closed its connection") as caught:
         swap(transport, 2, NOTHING, torch.zeros(6)).wait()
@@ -177,7 +179,7 @@ def test_a_rank_that_closes_its_connections_is_an_error_for_who_needs_it() -> No
 
 def test_a_wait_is_ended_from_another_thread() -> None:
     groups = groups_of(2)
-    transport = GlooTransport(groups[0], (0, 1), GLOBAL[:2], 0, 0, 20.0, Waiting())
+    transport = GlooTransport(groups[0], (0, 1), GLOBAL[:2], 0, 0, 20.0, WaitState())
     threading.Timer(0.3, _compat.break_gloo, (groups[0],)).start()
     with pytest.raises(RankError, match="rank 4 waits for rank 7"):
         swap(transport, 2, NOTHING, torch.zeros(6)).wait()

@@ -38,7 +38,7 @@ def test_a_rank_that_makes_fewer_calls_and_ends_is_an_error_on_the_others(tmp_pa
 
 def calls_late(rank):
     """Rank 1 does something else for a while between two calls."""
-    process_monitor.LONG = communicator.LONG = 0.5
+    process_monitor.LONG_WAIT = communicator.LONG_WAIT = 0.5
     said = logging.handlers.QueueHandler(queue.SimpleQueue())
     logging.getLogger("graphzero").addHandler(said)
     graph = linear_graph()

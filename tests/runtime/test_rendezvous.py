@@ -6,14 +6,14 @@ import pytest
 import torch.distributed as dist
 
 import graphzero as gz
-from graphzero.runtime.world.rendezvous import meet
+from graphzero.runtime.world.rendezvous import agree_on_prefix
 
 RANKS = 3
 
 
 def all_meet(store, ranks=range(RANKS), seconds=60.0):
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda rank: meet(store, rank, RANKS, seconds), ranks))
+        return list(pool.map(lambda rank: agree_on_prefix(store, rank, RANKS, seconds), ranks))
 
 
 def test_each_start_has_one_name_of_its_own():
@@ -26,9 +26,9 @@ def test_a_rank_that_comes_first_does_not_take_an_earlier_name():
     store = dist.HashStore()
     earlier = all_meet(store)[0]
     with ThreadPoolExecutor(RANKS) as pool:
-        first = [pool.submit(meet, store, rank, RANKS, 60.0) for rank in (2, 1)]
+        first = [pool.submit(agree_on_prefix, store, rank, RANKS, 60.0) for rank in (2, 1)]
         assert not any(one.done() for one in first)
-        name = pool.submit(meet, store, 0, RANKS, 60.0).result()
+        name = pool.submit(agree_on_prefix, store, 0, RANKS, 60.0).result()
         assert {one.result() for one in first} == {name} and name != earlier
 
 

@@ -48,7 +48,7 @@ def test_a_piece_arrives_whoever_begins_first() -> None:
             into[1 - rank] = received[rank]
             handles[rank] = links[rank].exchange(2 + first, sends, into)
         for rank in (first, 1 - first):
-            links[rank]._listen(0)  # the other one comes by
+            links[rank]._poll_notes(0)  # the other one comes by
         for handle in handles.values():
             handle.wait()
         assert received[0].equal(numbers(10)) and received[1].equal(numbers(0))
@@ -73,7 +73,7 @@ def test_exchanges_may_be_awaited_in_another_order_than_they_began() -> None:
     handles = [[pairs[rank].begin("all_reduce", x, x, "sum") for x in sums[rank]] for rank in (0, 1)]
     for _ in range(4):  # both come by in turns, as two processes do
         for link in links:
-            link._listen(0)
+            link._poll_notes(0)
     for handle in (handles[0][2], handles[1][0], handles[1][2], handles[0][0], handles[1][1], handles[0][1]):
         handle.wait()
     assert all(x.equal(y) for one in sums for x, y in zip(one, wanted, strict=True))
@@ -98,7 +98,7 @@ def test_notes_that_come_in_parts_are_put_together() -> None:
     handle = link.exchange(8, [NOTHING] * 2, [NOTHING, into])
     note = shared_memory._NOTE.pack(8, x.data_ptr(), 24)
     b.send(note[:5])
-    link._listen(0)
+    link._poll_notes(0)
     assert handle.to_read == {1}
     b.send(note[5:])
     handle.wait()
@@ -132,7 +132,7 @@ def test_pieces_of_other_sizes_are_an_error_that_says_both(first: int, sizes: tu
             links[0].exchange(3, [numbers(0, sent)] * 2, [NOTHING, NOTHING])
         else:
             links[1].exchange(3, [NOTHING] * 2, [torch.zeros(expected), NOTHING])
-            links[1]._listen(0)
+            links[1]._poll_notes(0)
 
     with pytest.raises(GraphZeroError, match=f"rank 4 sends {4 * sent} bytes where rank 7 expects {4 * expected}"):
         for rank in (first, 1 - first):

@@ -200,7 +200,7 @@ def to_device(tensor: Tensor, device: torch.device) -> None:
 def from_first_rank(tensor: Tensor, placement: Placement) -> None:
     """Give a plain tensor on every rank the values that it has on the placement's first rank, if it has any.
 
-    Within ``consensus.Together``: a rank that stops on the way wakes the others.
+    Within ``consensus.CollectiveCall``: a rank that stops on the way wakes the others.
     """
     if placement.virtual or placement.size == 1 or has_fake_world() or tensor.numel() == 0 or tensor.is_meta:
         return

@@ -1,4 +1,4 @@
-"""A number for the values of a tensor, the same in every process: ranks compare it instead of the values."""
+"""A hash of the values of a tensor, the same in every process: ranks compare it instead of the values."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _MASK = (1 << 62) - 1
 
 
 def content(x: Tensor) -> int:
-    """62 bits of the values that this process holds of a dense tensor.
+    """Return 62 bits of a hash of the values that this process holds of a dense tensor.
 
     The sum of its 64-bit words, each times an odd number that depends on its place, modulo 2**64: of two tensors of
     which one word differs it is not the same, but in the two highest bits of a word.  To each word its upper half is
     added before, or the highest bits of two, signs say, would cancel.  It reads the tensor at the speed of memory.  On
     a GPU the host waits for it.
     """
-    held = local_of(x).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    whole = held.numel() // 8 * 8
-    words = (held if held.storage_offset() % 8 == 0 else held.clone())[:whole].view(torch.int64)
+    data = local_of(x).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = (data if data.storage_offset() % 8 == 0 else data.clone())[:whole].view(torch.int64)
     full = words.numel() // _ROW * _ROW
     rows, rest = words[:full].view(-1, _ROW), words[full:]
-    odd, even = _weights(max(len(rows), 1), 1, held.device), _weights(_ROW, 0, held.device)
-    total = (_mixed(rest) * (even[: len(rest)] + 1)).sum()
-    step = _ROWS.get(held.device.type, _ROWS["cuda"])
+    odd, even = _weights(max(len(rows), 1), 1, data.device), _weights(_ROW, 0, data.device)
+    total = (_mix(rest) * (even[: len(rest)] + 1)).sum()
+    step = _ROWS.get(data.device.type, _ROWS["cuda"])
     for part, weights in zip(torch.split(rows, step), torch.split(odd, step), strict=False):
-        mixed = _mixed(part)
+        mixed = _mix(part)
         total += (mixed.sum(1) * weights).sum() + (mixed.sum(0) * even).sum()
     number = int(total)
-    for byte in held[whole:].tolist():
+    for byte in data[whole:].tolist():
         number = number * 257 + byte
     return (number ^ number >> 62) & _MASK
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix(words: Tensor) -> Tensor:
     return words + (words >> 32)
 
 
@@ -49,5 +49,5 @@ def _spread(count: int) -> Tensor:
 
 
 def _weights(count: int, parity: int, device: torch.device) -> Tensor:
-    """Numbers far apart, all odd or all even."""
+    """Return numbers far apart, all odd or all even."""
     return (_spread(count) << 1 | parity).to(device)

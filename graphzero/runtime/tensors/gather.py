@@ -1,6 +1,6 @@
-"""Many split tensors made whole together: pieces of several travel side by side, in few large all-gathers.
+"""Gathers of many split tensors at once: their pieces share few large all-gathers.
 
-One tensor is ``resplit.whole``'s; how a rank's piece lies in the whole is ``sbp.local``'s.
+``resplit.whole`` gathers one tensor; ``sbp.shards`` says where a rank's piece is in the full tensor.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ Box = tuple[slice, ...]  # a block of neighbouring elements; beyond the end of a
 
 
 def wholes(xs: Sequence[DTensor], placement: Placement, nbytes: int = WINDOW) -> list[Tensor]:
-    """All values of each as a plain tensor, which may be its own storage; every rank of ``placement`` calls it.
+    """Return all values of each as a plain tensor, which may be its own storage; every rank of ``placement`` calls it.
 
-    Tensors cut along the same axes of one mesh share buffers, whatever their dtypes and dims.  Beside what is returned
-    a rank holds at most ``nbytes`` of pieces, or 64 KiB a rank.
+    Tensors split along the same axes of one mesh share buffers, whatever their dtypes and dims.  Beside the result a
+    rank holds at most ``nbytes`` of pieces, or 64 KiB a rank.
     """
-    found: dict[int, Tensor] = {}
-    groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[_Split]] = {}
+    full: dict[int, Tensor] = {}
+    groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[_GatheredTensor]] = {}
     for at, x in enumerate(xs):
         nd = nd_of_dtensor(x)
         axes = tuple(axis for axis, sbp in enumerate(nd) if sbp.is_split and x.device_mesh.size(axis) > 1)
         if not axes or any(sbp.is_partial for sbp in nd):
-            found[at] = resplit.whole(x, placement)
+            full[at] = resplit.whole(x, placement)
         else:
-            split = _Split(x, nd, axes)
-            found[at] = split.whole
+            split = _GatheredTensor(x, nd, axes)
+            full[at] = split.whole
             groups.setdefault((x.device_mesh, axes, split.whole.device), []).append(split)
     for (mesh, axes, _), members in groups.items():
         _gather(members, mesh, axes, placement, nbytes)
-    return [found[at] for at in range(len(xs))]
+    return [full[at] for at in range(len(xs))]
 
 
 def take_piece(x: DTensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole`` into ``x``, where it stands."""
+    """Write this rank's piece of ``whole`` into ``x``, in place."""
     at = x.device_mesh.get_coordinate()
     assert at is not None, "a DTensor of other ranks"
     local_of(x).copy_(cut(whole, nd_of_dtensor(x), tuple(x.device_mesh.shape), at))
 
 
-class _Split:
-    """A tensor on its way, cut by some axes of its mesh.
+class _GatheredTensor:
+    """A tensor that is being gathered, split by some axes of its mesh.
 
-    whole: what all ranks' pieces go to; places: where in it each lies, a view; piece: this rank's, as its place is.
+    whole: receives all ranks' pieces; places: a view of it for each piece; piece: this rank's, of its place's shape.
     """
 
     def __init__(self, x: DTensor, nd: Nd, axes: Sequence[int]) -> None:
@@ -72,9 +72,9 @@ class _Split:
         self.piece = local.reshape(self.places[resplit.place_on(mesh, axes)].shape)
 
     def boxes(self, nbytes: int) -> Iterator[tuple[Box, int]]:
-        """Blocks that together cover the piece of any rank, each of at most so many bytes, with these bytes.
+        """Yield blocks that together cover the piece of any rank, each of at most ``nbytes``, with its size in bytes.
 
-        Elements of a block lie one behind the other in a dense piece.
+        Elements of a block are contiguous in a dense piece.
         """
         sizes = [max(place.shape[dim] for place in self.places) for dim in range(self.places[0].dim())]
         itemsize = self.whole.element_size()
@@ -92,24 +92,24 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Block:
     """A block of a tensor's pieces, and where it begins in each rank's line of a buffer, in bytes."""
 
-    of: _Split
+    split: _GatheredTensor
     box: Box
     offset: int
 
-    def on(self, line: Tensor, piece: Tensor) -> Tensor:
-        """What of ``line`` holds the block of ``piece``, as it lies in that."""
-        held = piece[self.box]
-        end = self.offset + held.numel() * held.element_size()
-        return line[self.offset : end].view(held.dtype).view(held.shape)
+    def view_in(self, line: Tensor, piece: Tensor) -> Tensor:
+        """Return the part of ``line`` that holds the block of ``piece``, in the block's dtype and shape."""
+        block = piece[self.box]
+        end = self.offset + block.numel() * block.element_size()
+        return line[self.offset : end].view(block.dtype).view(block.shape)
 
 
 def _gather(
-    members: Sequence[_Split], mesh: DeviceMesh, axes: tuple[int, ...], placement: Placement, nbytes: int
+    members: Sequence[_GatheredTensor], mesh: DeviceMesh, axes: tuple[int, ...], placement: Placement, nbytes: int
 ) -> None:
-    """Fill the wholes of tensors that the same axes cut."""
+    """Fill the full tensors that the same axes split."""
     hierarchy = tuple(mesh.size(axis) for axis in axes)
     ranks, own = prod(hierarchy), resplit.place_on(mesh, axes)
     buckets = list(_buckets(members, max(nbytes // ranks, _SMALLEST)))
@@ -117,10 +117,10 @@ def _gather(
     buffer = torch.empty(ranks * longest, dtype=torch.uint8, device=members[0].whole.device)
     for parts, size in buckets:
         lines = buffer[: ranks * size].view(ranks, size)
-        _copy([(part.on(lines[own], part.of.piece), part.of.piece[part.box]) for part in parts])
+        _copy([(part.view_in(lines[own], part.split.piece), part.split.piece[part.box]) for part in parts])
         resplit.gather_lines(lines.view(*hierarchy, size), mesh, axes, placement)
-        arrived = ((part, *pair) for part in parts for pair in zip(lines, part.of.places, strict=True))
-        _copy([(place[part.box], part.on(line, place)) for part, line, place in arrived])
+        arrived = ((part, *pair) for part in parts for pair in zip(lines, part.split.places, strict=True))
+        _copy([(place[part.box], part.view_in(line, place)) for part, line, place in arrived])
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -129,9 +129,9 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in filled], [of for _, of in filled])
 
 
-def _buckets(members: Sequence[_Split], nbytes: int) -> Iterator[tuple[list[_Part], int]]:
-    """All blocks of all tensors, in order, and the bytes of one rank's, at most so many together."""
-    parts: list[_Part] = []
+def _buckets(members: Sequence[_GatheredTensor], nbytes: int) -> Iterator[tuple[list[_Block], int]]:
+    """Yield groups of blocks of all tensors, in order, each with its bytes on one rank, at most ``nbytes``."""
+    parts: list[_Block] = []
     end = 0
     for split in members:
         for box, size in split.boxes(nbytes):
@@ -139,7 +139,7 @@ def _buckets(members: Sequence[_Split], nbytes: int) -> Iterator[tuple[list[_Par
             if parts and end + room > nbytes:
                 yield parts, end
                 parts, end = [], 0
-            parts.append(_Part(split, box, end))
+            parts.append(_Block(split, box, end))
             end += room
     if parts:
         yield parts, end

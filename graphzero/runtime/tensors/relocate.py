@@ -1,5 +1,4 @@
-"""A DTensor put where its user says: in another SBP, on its own ranks in another arrangement, or on all axes of which
-its mesh is a part."""
+"""Moves of DTensors that a user asks for: to another SBP, another arrangement of the same ranks, or a larger mesh."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 
 
-def standing(x: Tensor, placement: Placement) -> str:
-    """What ``x`` is and how it lies, alike on all ranks of ``placement`` that may place it together."""
+def describe_distribution(x: Tensor, placement: Placement) -> str:
+    """Describe ``x`` and its distribution, equally on all ranks of ``placement`` that may place it together."""
     text = tensor_text(x) + " on meta" * x.is_meta
     if not isinstance(x, DTensor):
         return text
@@ -28,7 +27,7 @@ def standing(x: Tensor, placement: Placement) -> str:
 
 
 def check_ranks(x: DTensor, placement: Placement, what: str) -> None:
-    """Raise PlacementError unless ``x`` lies on the ranks of ``placement``, in any arrangement, or on axes of it."""
+    """Raise PlacementError unless ``x`` is on the ranks of ``placement``, in any arrangement, or on axes of it."""
     if not placement.virtual and placement.axes_of(x.device_mesh) is not None:
         return
     mesh = x.device_mesh.mesh.flatten().tolist()
@@ -37,18 +36,18 @@ def check_ranks(x: DTensor, placement: Placement, what: str) -> None:
 
 
 def nd_here(x: DTensor, placement: Placement) -> Nd | None:
-    """The SBP of ``x`` on the axes of ``placement``; None where its ranks are arranged otherwise."""
+    """Return the SBP of ``x`` on the axes of ``placement``; None where its ranks are arranged otherwise."""
     return None if placement.axes_of(x.device_mesh) is None else nd_on(x, placement, "a value")
 
 
-def relocated(x: DTensor, placement: Placement, nd: Nd) -> DTensor:
-    """The same values as ``nd`` says on ``placement``; every rank calls it.  It holds no storage but its own."""
+def relocate(x: DTensor, placement: Placement, nd: Nd) -> DTensor:
+    """Return the same values under ``nd`` on ``placement``, in storage of its own; every rank calls it."""
     if x.is_meta:
         return as_dtensor(torch.empty(x.shape, dtype=x.dtype, device="meta"), placement, nd)
     if nd_here(x, placement) is None:
         return as_dtensor(whole(x, placement), placement, nd)
-    found = resplit(on_whole(x, placement), nd, placement)
-    local = local_of(found)
-    if found is x or _compat.local_tensor(found).untyped_storage().nbytes() == local.numel() * local.element_size():
-        return found
+    moved = resplit(on_whole(x, placement), nd, placement)
+    local = local_of(moved)
+    if moved is x or _compat.local_tensor(moved).untyped_storage().nbytes() == local.numel() * local.element_size():
+        return moved
     return wrap(local.clone(memory_format=torch.contiguous_format), placement.mesh(), nd, x.shape)

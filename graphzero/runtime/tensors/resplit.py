@@ -1,10 +1,10 @@
-"""A DTensor made whole, or given another SBP.
+"""Redistribution of DTensors: to full tensors, or to another SBP.
 
-Between CPU tensors by what the ranks of a placement talk through (``communicator``), so that a rank that stops on the
-way wakes the others as in a step; every rank of the placement calls it then, within ``consensus.Together``.  On other
-devices, and where autograd follows, by torch: but for dims cut in sections.  Where several axes cut one, torch puts the
-pieces together in another order than it cut them, and some versions, 2.11 is one, refuse to cut one at all.  Those are
-gathered and joined here, also where autograd follows, if several axes cut the dim.
+CPU tensors move through the ``communicator`` of the placement, so that a rank that stops on the way wakes the others as
+in a step; every rank of the placement then calls it, within ``consensus.CollectiveCall``.  On other devices, and where
+autograd records, torch moves them, except for dims split in sections: where several axes split one, torch joins the
+pieces in another order than it splits them, and some versions, 2.11 among them, refuse to split one.  Those are
+gathered and joined here, also where autograd records, if several axes split the dim.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from graphzero.sbp.types import B, Nd
 
 
 def whole(x: DTensor, placement: Placement) -> Tensor:
-    """All values of ``x`` as a plain tensor, which may be its own storage; every rank of ``placement`` calls it."""
+    """Return all values of ``x`` as a plain tensor, maybe in its own storage; every rank of ``placement`` calls it."""
     nd = nd_of_dtensor(x)
     if not _is_ours(x, nd):
         return x.full_tensor().detach()
-    return _moved(x, (B,) * len(nd), placement)
+    return _redistribute(x, (B,) * len(nd), placement)
 
 
 def resplit(x: DTensor, nd: Nd, placement: Placement) -> DTensor:
-    """The same values as ``nd`` says; every rank of ``placement`` calls it."""
+    """Return a DTensor of the same values with another SBP; every rank of ``placement`` calls it."""
     now = nd_of_dtensor(x)
     if now == nd:
         return x
     if not _is_ours(x, now, nd):
         return x.redistribute(placements=to_placements(nd))
-    return wrap(_moved(x, nd, placement), x.device_mesh, nd, x.shape)
+    return wrap(_redistribute(x, nd, placement), x.device_mesh, nd, x.shape)
 
 
 def _is_ours(x: DTensor, *nds: Nd) -> bool:
@@ -60,19 +60,19 @@ def _nests_sections(nd: Nd) -> bool:
     return any(sbp.is_split and sbp.sections > 1 and dims.count(sbp.dim) > 1 for sbp in nd)
 
 
-def _moved(x: DTensor, nd: Nd, placement: Placement) -> Tensor:
-    """This rank's piece of ``x`` as ``nd`` says: what the axes concerned have cut is gathered, joined, and cut anew."""
+def _redistribute(x: DTensor, nd: Nd, placement: Placement) -> Tensor:
+    """Return this rank's piece of ``x`` under ``nd``: pieces along all axes concerned are gathered and cut."""
     now, mesh, local = nd_of_dtensor(x), x.device_mesh, local_of(x)
     axes = _concerned(now, nd)
-    kept = {sbp.dim for axis, sbp in enumerate(now) if axis not in axes and sbp.is_split}
-    shape = tuple(local.shape[dim] if dim in kept else size for dim, size in enumerate(x.shape))
+    split_dims = {sbp.dim for axis, sbp in enumerate(now) if axis not in axes and sbp.is_split}
+    shape = tuple(local.shape[dim] if dim in split_dims else size for dim, size in enumerate(x.shape))
     apart = [axis for axis in axes if not now[axis].is_broadcast]
-    found = _joined(local, shape, now, mesh, apart, placement)
+    joined_tensor = _gather_and_join(local, shape, now, mesh, apart, placement)
     if is_whole(nd):
-        return found
+        return joined_tensor
     sizes = tuple(mesh.size(axis) for axis in axes)
-    mine = piece(found, tuple(nd[axis] for axis in axes), sizes, place_on(mesh, axes))
-    return mine.clone(memory_format=torch.contiguous_format)
+    own_piece = piece(joined_tensor, tuple(nd[axis] for axis in axes), sizes, place_on(mesh, axes))
+    return own_piece.clone(memory_format=torch.contiguous_format)
 
 
 def _concerned(now: Nd, nd: Nd) -> list[int]:
@@ -82,7 +82,7 @@ def _concerned(now: Nd, nd: Nd) -> list[int]:
     return [axis for axis, sbp in enumerate(now) if axis in changed or (sbp.is_split and sbp.dim in dims)]
 
 
-def _joined(
+def _gather_and_join(
     local: Tensor, shape: Sequence[int], now: Nd, mesh: DeviceMesh, axes: Sequence[int], placement: Placement
 ) -> Tensor:
     """The tensor of ``shape`` that some axes have cut, of all their ranks' pieces."""
@@ -90,51 +90,53 @@ def _joined(
     count = prod(hierarchy)
     if count == 1:
         return local
-    room = prod(local_shape(shape, nd, hierarchy, 0))  # no rank's piece is larger
-    found = local.new_zeros(*hierarchy, room)
-    found.view(count, room)[place_on(mesh, axes), : local.numel()] = local.reshape(-1)
-    gather_lines(found, mesh, axes, placement)
+    longest = prod(local_shape(shape, nd, hierarchy, 0))  # no rank's piece is larger
+    gathered = local.new_zeros(*hierarchy, longest)
+    gathered.view(count, longest)[place_on(mesh, axes), : local.numel()] = local.reshape(-1)
+    gather_lines(gathered, mesh, axes, placement)
     shapes = [local_shape(shape, nd, hierarchy, position) for position in range(count)]
-    lines = found.view(count, room)
+    lines = gathered.view(count, longest)
     return join([x[: prod(size)].view(size) for x, size in zip(lines, shapes, strict=True)], nd, hierarchy)
 
 
 def place_on(mesh: DeviceMesh, axes: Sequence[int]) -> int:
-    """Where this rank stands among those that some axes of a mesh lead to, flattened."""
+    """Return this rank's position among the ranks along some axes of a mesh, flattened."""
     at = _at(mesh)
     return sum(at[axis] * prod(mesh.size(inner) for inner in axes[i + 1 :]) for i, axis in enumerate(axes))
 
 
 def gather_lines(lines: Tensor, mesh: DeviceMesh, axes: Sequence[int], placement: Placement) -> None:
-    """Every rank's line along some axes of a mesh; ``lines``: dense, one dim for each axis and one of elements, filled
-    where this rank stands.  Every rank of ``placement`` calls it."""
+    """Fill in every rank's line along some axes of a mesh.  Every rank of ``placement`` calls it.
+
+    lines: dense, one dim for each axis and one of elements, filled at this rank's position.
+    """
     at = _at(mesh)
     for i, axis in reversed(list(enumerate(axes))):
         block = lines[tuple(at[outer] for outer in axes[:i])]
         _gather(block, block[at[axis]], mesh, axis, placement)
 
 
-def _gather(out: Tensor, mine: Tensor, mesh: DeviceMesh, axis: int, placement: Placement) -> None:
-    """Into ``out`` every rank's ``mine`` along one axis, one after the other; its own stands there."""
-    if mesh.size(axis) == 1 or not mine.numel():
+def _gather(out: Tensor, own_piece: Tensor, mesh: DeviceMesh, axis: int, placement: Placement) -> None:
+    """Gather every rank's piece along one axis into ``out``, one after the other; this rank's is already there."""
+    if mesh.size(axis) == 1 or not own_piece.numel():
         return
-    known, own = out.view(-1).view(torch.uint8), mine.reshape(-1).view(torch.uint8)
-    if mine.device.type != "cpu" or has_fake_world():
-        _compat.all_gather_single(known, own, group=mesh.get_group(axis))
+    received, sent = out.view(-1).view(torch.uint8), own_piece.reshape(-1).view(torch.uint8)
+    if own_piece.device.type != "cpu" or has_fake_world():
+        _compat.all_gather_single(received, sent, group=mesh.get_group(axis))
         return
     collectives = communicator(placement.ranks.ravel().tolist()).collectives(_line(mesh, axis))
-    collectives.begin("all_gather", known, own, "sum").wait()
+    collectives.begin("all_gather", received, sent, "sum").wait()
 
 
 def _at(mesh: DeviceMesh) -> list[int]:
-    """This rank's place on a mesh, by axis."""
-    found = mesh.get_coordinate()
-    assert found is not None, "a mesh of other ranks"
-    return list(found)
+    """Return this rank's coordinate on a mesh."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a mesh of other ranks"
+    return list(coordinate)
 
 
 def _line(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The ranks that this one meets along an axis, in its order."""
+    """Return the ranks along an axis through this one, in its order."""
     at: list[Any] = [*_at(mesh)]
     line: list[int] = mesh.mesh.movedim(axis, 0)[(slice(None), *at[:axis], *at[axis + 1 :])].tolist()
     return line

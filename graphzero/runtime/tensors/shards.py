@@ -1,6 +1,6 @@
-"""Whole tensors and the pieces that ranks hold: cut, join, shapes, and pieces wrapped as DTensors.
+"""Pieces of tensors that ranks hold: split, join, shapes, and pieces wrapped as DTensors.
 
-A *position* is a rank's place in the placement, flattened: 0 .. size-1.  Where pieces begin is ``sbp.local``'s.
+A *position* is a rank's index in the flattened placement: 0 .. size-1.  ``sbp.shards`` says where pieces begin.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from graphzero.sbp.types import Nd
 
 
 def coordinates(hierarchy: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """Where a position stands, one number per axis (row-major)."""
-    found = []
+    """Return the coordinate of a position, one number per axis (row-major)."""
+    coordinate = []
     for i in range(len(hierarchy)):
         inner = prod(hierarchy[i + 1 :])
-        found.append(position // inner % hierarchy[i])
-    return tuple(found)
+        coordinate.append(position // inner % hierarchy[i])
+    return tuple(coordinate)
 
 
 def is_whole(nd: Nd) -> bool:
-    """Whether every rank holds the whole tensor."""
+    """Return whether every rank holds the full tensor."""
     return all(sbp.is_broadcast for sbp in nd)
 
 
 def local_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """Shape of the piece at ``position``."""
+    """Return the shape of the piece at ``position``."""
     return piece_shape(shape, nd, hierarchy, coordinates(hierarchy, position))
 
 
 def global_shape(shape: Sequence[int], nd: Nd, hierarchy: tuple[int, ...]) -> tuple[int, ...]:
-    """Global shape of a value of which every rank holds a piece of ``shape``."""
-    found = list(shape)
+    """Return the global shape of a value of which every rank holds a piece of ``shape``."""
+    sizes = list(shape)
     for sbp, ranks in zip(nd, hierarchy, strict=True):
         if sbp.is_split:
-            found[sbp.dim] *= ranks
-    return tuple(found)
+            sizes[sbp.dim] *= ranks
+    return tuple(sizes)
 
 
 def piece(whole: Tensor, nd: Nd, hierarchy: tuple[int, ...], position: int) -> Tensor:
-    """The piece at ``position``: a view of ``whole`` but where it is cut in sections, or partial on another rank."""
+    """Return the piece at ``position``: a view of ``whole``, except where split in sections or partial elsewhere."""
     at = coordinates(hierarchy, position)
-    found = cut(whole, nd, hierarchy, at)
+    local = cut(whole, nd, hierarchy, at)
     for sbp, place in zip(nd, at, strict=True):
         if sbp.is_partial and sbp.reduction == "sum" and place > 0:
-            return torch.zeros_like(found)
-    return found
+            return torch.zeros_like(local)
+    return local
 
 
 def join(pieces: Sequence[Tensor], nd: Nd, hierarchy: tuple[int, ...]) -> Tensor:
-    """The whole tensor of all ranks' pieces, innermost axis first; with B everywhere it is the first piece itself."""
+    """Join all ranks' pieces to the full tensor, innermost axis first; with B everywhere that is the first piece."""
     current = list(pieces)
     sections = {axis: count for axis, _, count in cuts(nd, hierarchy)}
     for axis, (sbp, ranks) in reversed(list(enumerate(zip(nd, hierarchy, strict=True)))):
@@ -86,22 +86,22 @@ def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, nd: Nd, shape: Sequence[int]) -> DTensor:
-    """The DTensor of global ``shape`` of which this rank holds ``local``; no communication, uneven pieces allowed."""
+    """Return the DTensor of global ``shape`` whose piece here is ``local``; no communication, uneven pieces allowed."""
     shape = torch.Size(shape)
-    found: DTensor = DTensor.from_local(
+    dtensor: DTensor = DTensor.from_local(
         local, mesh, to_placements(nd), run_check=False, shape=shape, stride=_dense_stride(tuple(shape))
     )
-    return found
+    return dtensor
 
 
 def position_of(placement: Placement) -> int:
-    """Where this process stands in a real placement, flattened."""
+    """Return the position of this process in a real placement."""
     flat: list[int] = placement.ranks.ravel().tolist()
     return flat.index(dist.get_rank())
 
 
 def as_dtensor(whole: Tensor, placement: Placement, nd: Nd) -> DTensor:
-    """The DTensor that holds this rank's piece of ``whole``, in storage of its own unless it is all of it."""
+    """Return the DTensor that holds this rank's piece of ``whole``, in storage of its own unless the piece is all."""
     position = position_of(placement)
     local = piece(whole, nd, placement.hierarchy, position)
     if not is_whole(nd):
@@ -126,7 +126,7 @@ def check_mesh(x: DTensor, placement: Placement, what: str) -> None:
 
 
 def local_of(x: Tensor) -> Tensor:
-    """What this process holds of ``x``: a DTensor's piece, a plain tensor itself; detached, same storage."""
+    """Return this process's part of ``x``: a DTensor's piece, or a plain tensor itself; detached, same storage."""
     return _compat.local_tensor(x).detach()
 
 

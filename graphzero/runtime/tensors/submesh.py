@@ -1,7 +1,6 @@
 """DTensors on a part of a placement, ``mesh["tp"]`` of ``mesh``, as ``parallelize_module`` leaves them.
 
-On the axes that their mesh lacks they are whole.  They stay on their own mesh as long as no program wants them
-otherwise.
+On the axes that their mesh lacks they are B.  They stay on their own mesh as long as no program needs another one.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from graphzero.sbp.types import B, Nd
 
 
 def nd_on(x: DTensor, placement: Placement, what: str) -> Nd:
-    """The SBP of ``x`` on all axes of ``placement``.  Raises PlacementError for a DTensor on other ranks."""
+    """Return the SBP of ``x`` on all axes of ``placement``.  Raises PlacementError for a DTensor on other ranks."""
     axes = placement.axes_of(x.device_mesh)
     if axes is None:
         check_mesh(x, placement, what)
-        raise PlacementError(f"{what} lies on {x.device_mesh}, which is no part of {placement!r}")
+        raise PlacementError(f"{what} is on {x.device_mesh}, which is not a part of {placement!r}")
     nd = [B] * len(placement.names)
     for axis, sbp in zip(axes, nd_of_dtensor(x), strict=True):
         nd[axis] = sbp
@@ -28,14 +27,14 @@ def nd_on(x: DTensor, placement: Placement, what: str) -> Nd:
 
 
 def on_whole(x: DTensor, placement: Placement) -> DTensor:
-    """The same values on the mesh of all axes: itself where that is its mesh already, else in the same storage."""
+    """Return the same values on the mesh of all axes: ``x`` itself where that is its mesh, else in the same storage."""
     if x.device_mesh.ndim == len(placement.names):
         return x
     return wrap(local_of(x), placement.mesh(), nd_on(x, placement, "a parameter"), x.shape)
 
 
 def on_mesh_of(x: DTensor, like: DTensor) -> DTensor:
-    """``x``, which lies as ``like`` does, on the mesh of that, in the same storage."""
+    """Return ``x``, distributed as ``like`` is, on the mesh of ``like``, in the same storage."""
     if x.device_mesh.ndim == like.device_mesh.ndim:
         return x
     return wrap(local_of(x), like.device_mesh, nd_of_dtensor(like), x.shape)

@@ -44,13 +44,13 @@ from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.messages import GroupMessages
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.process_monitor import (
-    EVERYBODY,
-    LONG,
+    ALL_RANKS,
+    LONG_WAIT,
     ProcessMonitor,
-    Waiting,
+    WaitState,
     check_own_process,
-    near,
-    whereabouts,
+    process_location,
+    ranks_on_host,
 )  # fmt: skip
 from graphzero.runtime.transport.shared_memory_connect import GLOO, connect_shared_memory, requested_transport
 from graphzero.runtime.transport.teardown import before_tear_down
@@ -74,8 +74,8 @@ class Communicator(GroupMessages):
         self.limit = _compat.timeout_of(_world())
         self.generation, self.label, self.number = 0, "", 0
         self._store = _compat.job_store(f"graphzero {','.join(map(str, ids))} {index}")
-        self._waiting = Waiting()
-        self._places: dict[int, tuple[str | None, int]] = {}  # ``whereabouts`` of all, when they have come
+        self._wait_state = WaitState()
+        self._places: dict[int, tuple[str | None, int]] = {}  # ``process_location`` of all, when they have come
         self._monitor = self._watch({})
         self._watches_hosts = False
         self._missed: set[int] = set()
@@ -86,7 +86,7 @@ class Communicator(GroupMessages):
         """Begin a call."""
         self.label = label
         self.number += 1
-        self._waiting.end()  # of a former call that was interrupted
+        self._wait_state.end()  # of a former call that was interrupted
 
     @property
     def ended(self) -> frozenset[int]:
@@ -105,13 +105,13 @@ class Communicator(GroupMessages):
             self._group = self._connect_gloo("gloo")
         if not self._watches_hosts:
             self._watches_hosts = True
-            nearby = near(self._places)
+            nearby = ranks_on_host(self._places)
             if len(nearby) < len(self._places):  # then every rank sees that
                 remote = [q for q, rank in enumerate(self.ids) if rank not in nearby]
                 sockets = watch_connections(
                     lambda: self._connect_gloo("watch"), lambda x: self.gather_along(x, self.ids), remote
                 )
-                self._monitor = self._watch({self.ids[q]: one for q, one in sockets.items()})
+                self._monitor = self._watch({self.ids[q]: connection for q, connection in sockets.items()})
 
     def collectives(self, ranks: Sequence[int]) -> PeerCollectives:
         """Collectives of CPU tensors between some ranks, in that order; all ranks call it, each for its own axis."""
@@ -122,21 +122,23 @@ class Communicator(GroupMessages):
             if isinstance(transport, str):
                 reason, transport = transport, self._gloo_transport(axis, own)
                 about = f"{rank_list(axis)} send through gloo ({reason})"
-                is_unexpected = own == 0 and requested_transport() != GLOO and near(self._places).issuperset(axis)
+                is_unexpected = (
+                    own == 0 and requested_transport() != GLOO and ranks_on_host(self._places).issuperset(axis)
+                )
                 level = logging.WARNING if is_unexpected else logging.INFO
             event("connected", f"rank {self.rank}: {about}", level, ranks=list(axis))
             self._collectives[axis] = PeerCollectives(transport, own, about)
         return self._collectives[axis]
 
     def _gloo_transport(self, axis: Sequence[int], own: int) -> GlooTransport:
-        members, index = [self.ids.index(one) for one in axis], len(self._collectives)
-        return GlooTransport(self._group, members, axis, own, index, self.limit, self._waiting)
+        members, index = [self.ids.index(rank) for rank in axis], len(self._collectives)
+        return GlooTransport(self._group, members, axis, own, index, self.limit, self._wait_state)
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks have come to this generation."""
         store, began, pause, purpose = self._generation_store(), time.monotonic(), 1e-3, "all ranks to come"
         try:
-            store.set(f"here {self.rank}", pickle.dumps(whereabouts(), protocol=0).decode("ascii"))
+            store.set(f"here {self.rank}", pickle.dumps(process_location(), protocol=0).decode("ascii"))
             store.add("here", 1)
             while store.add("here", 0) < len(self.ids):
                 if store.add("reports", 0) or self._monitor.ended:
@@ -149,7 +151,7 @@ class Communicator(GroupMessages):
             raise lost_connection(self.rank, purpose, error) from error
 
     def _read_places(self) -> dict[int, tuple[str | None, int]]:
-        """Every rank's ``whereabouts``; all ranks have come."""
+        """Every rank's ``process_location``; all ranks have come."""
         store = self._generation_store()
         try:
             return {rank: pickle.loads(store.get(f"here {rank}")) for rank in self.ids}
@@ -178,12 +180,12 @@ class Communicator(GroupMessages):
 
     def run_collective(self, begin: Callable[[Any], Any], purpose: str) -> None:
         self.connect()
-        self._waiting.begin(EVERYBODY, purpose)
+        self._wait_state.begin(ALL_RANKS, purpose)
         try:
             begin(self._group).wait()
         except RuntimeError as error:
             raise lost_connection(self.rank, purpose, error) from error
-        self._waiting.end()
+        self._wait_state.end()
 
     # ---- failures
 
@@ -208,7 +210,7 @@ class Communicator(GroupMessages):
 
     def _diagnosis(self, reports: ReportStore) -> FailureDiagnosis:
         return FailureDiagnosis(
-            self.rank, self.ids, self.label, self.number, self.limit, reports, self._find_ended, self._monitor.far,
+            self.rank, self.ids, self.label, self.number, self.limit, reports, self._find_ended, self._monitor.remote,
             self._close,
         )  # fmt: skip
 
@@ -218,23 +220,23 @@ class Communicator(GroupMessages):
         Of a rank that is not monitored its closed connection is all one can see; it counts after a while without a
         report.
         """
-        ended, known = self._monitor.ended, self._monitor.known
-        if ended or seconds < _ENDING or len(known) == len(self.ids) - 1:
+        ended, monitored = self._monitor.ended, self._monitor.monitored
+        if ended or seconds < _ENDING or len(monitored) == len(self.ids) - 1:
             return sorted(ended)
         closed = set() if self._group is None else {self.ids[i] for i in _compat.lost_by_gloo(self._group)}
-        self._missed |= closed - known
-        return sorted(closed - known)
+        self._missed |= closed - monitored
+        return sorted(closed - monitored)
 
     def release(self) -> None:
         """Release all connections: this rank needs no other any more."""
-        for one in self._collectives.values():
-            one.transport.close()
+        for axis in self._collectives.values():
+            axis.transport.close()
         self._collectives.clear()
         self._group = None
 
     def _close(self) -> None:
-        for one in self._collectives.values():
-            one.transport.close()
+        for axis in self._collectives.values():
+            axis.transport.close()
         self._break_group()
 
     def _break_group(self) -> None:
@@ -245,12 +247,12 @@ class Communicator(GroupMessages):
 
     def _watch(self, remote: Mapping[int, socket.socket]) -> ProcessMonitor:
         return ProcessMonitor(
-            self._places, remote, self._waiting, self._disconnect_rank, self._break_group, self._report_long_wait
+            self._places, remote, self._wait_state, self._disconnect_rank, self._break_group, self._report_long_wait
         )
 
     def _disconnect_rank(self, rank: int) -> None:
-        for one in list(self._collectives.values()):
-            one.transport.disconnect_rank(rank)
+        for axis in list(self._collectives.values()):
+            axis.transport.disconnect_rank(rank)
 
     def _report_long_wait(self, purpose: str, is_again: bool) -> None:
         """Record in the store that this rank has waited for a while; the second time, name the ranks that do not."""
@@ -258,9 +260,9 @@ class Communicator(GroupMessages):
             reports = ReportStore(_compat.own_connection(self._generation_store()))
             others = set(self.ids) - {self.rank}
             reports.mark_waiting(self.rank)
-            late = sorted(others.difference(reports.ranks_waiting(others, 3 * LONG))) if is_again else []
+            late = sorted(others.difference(reports.ranks_waiting(others, 3 * LONG_WAIT))) if is_again else []
             if late:
-                text = late_text(self.rank, self.label, purpose, late, 2 * LONG, self.limit)
+                text = late_text(self.rank, self.label, purpose, late, 2 * LONG_WAIT, self.limit)
                 event("waits", text, logging.WARNING, rank=self.rank, late=late)
 
 
@@ -280,8 +282,8 @@ def communicator(ids: Sequence[int]) -> Communicator:
 
 
 def _release() -> None:
-    for _, one in _communicators.values():
-        one.release()
+    for _, known in _communicators.values():
+        known.release()
     _communicators.clear()
 
 

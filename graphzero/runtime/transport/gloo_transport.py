@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphzero.errors import RankError
 from graphzero.runtime.transport.primitives import Handle, fold
-from graphzero.runtime.transport.process_monitor import Waiting
+from graphzero.runtime.transport.process_monitor import WaitState
 from graphzero.runtime.transport.transport import Continuation, Pieces, Transport
 
 SEGMENT = 1 << 20  # bytes of one message that is reduced
@@ -30,14 +30,14 @@ class GlooTransport(Transport):
 
     def __init__(
         self, group: Any, members: Sequence[int], ranks: Sequence[int], own: int, axis: int, limit: float,
-        waiting: Waiting,
+        wait_state: WaitState,
     ) -> None:  # fmt: skip
         """group: of gloo; members: the numbers in it of the ranks along the axis.
 
-        axis: number of the axis among all that share the group, equal on all ranks.  waiting: records the wait.
+        axis: number of the axis among all that share the group, equal on all ranks.  wait_state: records the waits.
         """
         super().__init__(ranks, own, limit)
-        self._group, self._members, self._waiting = group, list(members), waiting
+        self._group, self._members, self._wait_state = group, list(members), wait_state
         self._first_tag = axis % _AXES * _TAGS
         if len(ranks) == 2:  # pieces in two rounds would be as many bytes
             self.one_round_bytes = math.inf
@@ -91,12 +91,12 @@ class GlooTransport(Transport):
         for work, q in works:
             if work is None:
                 continue
-            self._waiting.begin([self.ranks[q]])
+            self._wait_state.begin([self.ranks[q]])
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self.connection_error(q, error) from error
-        self._waiting.end()
+        self._wait_state.end()
 
     def connection_error(self, q: int, error: RuntimeError) -> RankError:
         reason, other = str(error).strip(), self.ranks[q]

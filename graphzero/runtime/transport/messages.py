@@ -63,7 +63,7 @@ class GroupMessages(ABC):
     def gather_along(self, value: Any, ranks: Sequence[int]) -> list[Any]:
         """Return the objects of ``ranks``, in that order; all ranks call it, each for ranks of its own."""
         values = self.all_gather(value, "all ranks to connect")
-        return [values[self.ids.index(one)] for one in ranks]
+        return [values[self.ids.index(rank)] for rank in ranks]
 
 
 _MAX: Any = dist.AllreduceOptions()

@@ -4,11 +4,11 @@
 buffer it lies, so two bucket sizes, or two stages, differ in the last bit from three ranks on; its reduce_scatter
 is that all_reduce with a cut behind it and sends twice what it must.  Here reductions add the pieces in the order of
 ranks (``primitives.fold``): deterministic, independent of buckets, equal to ``VirtualWorld`` to the bit.  All pieces
-of an exchange move at once.  What a link holds beside the buffers while it reduces, a plan does not count.  A short
+of an exchange move at once.  A plan does not count what a transport holds beside the buffers while it reduces.  A short
 all_reduce sends whole buffers instead of pieces, (n-1) T instead of 2 T (n-1)/n, to save a round trip; the trace counts
 it as all others.
 
-How an exchange is done is a link's: ``shared_memory`` reads the memory of ranks on the same host, ``wires`` sends.
+A ``Transport`` does the exchanges: ``shared_memory`` between ranks of one host, ``gloo_transport`` between hosts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _ROUNDS = 2  # exchanges of one collective, at most
 
 
 class PeerCollectives:
-    """Numbers the collectives, which every rank begins in the same order, so that pieces never cross."""
+    """Collectives along one axis, numbered: every rank begins them in the same order, so that pieces never cross."""
 
     def __init__(self, transport: Transport, own: int, about: str = ""):
-        """``own``: this rank's number along the axis.  about: how tensors move, for people."""
+        """``own``: this rank's number along the axis.  about: a description of the transport for users."""
         self.about = about
         self.transport, self.rank, self.ranks = transport, own, len(transport.others) + 1
         self.number = 0
 
-    def next(self) -> int:
-        """The number of the next collective's first exchange."""
+    def next_number(self) -> int:
+        """Return the number of the next collective's first exchange."""
         self.number += _ROUNDS
         return self.number
 
@@ -51,23 +51,23 @@ class PeerCollectives:
         lines = out.chunk(self.ranks)
         if not same_place(lines[self.rank], sent):
             lines[self.rank].copy_(sent)
-        return self.transport.exchange(self.next(), [sent] * self.ranks, lines)
+        return self.transport.exchange(self.next_number(), [sent] * self.ranks, lines)
 
     def _all_to_all(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
         del reduction
         lines, pieces = out.chunk(self.ranks), sent.chunk(self.ranks)
         lines[self.rank].copy_(pieces[self.rank])
-        return self.transport.exchange(self.next(), pieces, lines)
+        return self.transport.exchange(self.next_number(), pieces, lines)
 
     def _reduce_scatter(self, out: Tensor, sent: Tensor, reduction: str) -> Handle:
         lines = sent.chunk(self.ranks)
-        return self.transport.reduce(self.next(), lines, lines[self.rank], out, reduction)
+        return self.transport.reduce(self.next_number(), lines, lines[self.rank], out, reduction)
 
     def _all_reduce(self, buffer: Tensor, sent: Tensor, reduction: str) -> Handle:
         del sent  # the same
         if buffer.numel() * buffer.element_size() > self.transport.one_round_bytes:
             return _AllReduceInPieces(self, buffer, reduction)
-        return self.transport.reduce_whole(self.next(), buffer, reduction)
+        return self.transport.reduce_whole(self.next_number(), buffer, reduction)
 
 
 class _AllReduceInPieces:
@@ -76,7 +76,7 @@ class _AllReduceInPieces:
     def __init__(self, collectives: PeerCollectives, buffer: Tensor, reduction: str):
         step = -(-buffer.numel() // collectives.ranks)
         lines = [buffer[min(q * step, buffer.numel()) : (q + 1) * step] for q in range(collectives.ranks)]
-        own, number = lines[collectives.rank], collectives.next()
+        own, number = lines[collectives.rank], collectives.next_number()
         self.second: list[Handle] = []
 
         def spread() -> None:
@@ -90,8 +90,8 @@ class _AllReduceInPieces:
             handle.wait()
 
 
-class Then:
-    """A handle with something to do once the transfers are over."""
+class ContinuedHandle:
+    """A handle with a function to call when the transfers are over."""
 
     def __init__(self, work: Any, then: Callable[[], Any]):
         self.work, self.then = work, then

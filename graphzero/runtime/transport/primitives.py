@@ -1,4 +1,4 @@
-"""What all transports are made of: something to wait for, and the one order in which pieces are reduced."""
+"""Parts of all transports: handles to wait for, and the one order in which pieces are reduced."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class Done:
-    """A collective that is over when it returns."""
+class CompletedHandle:
+    """A collective that was over when it returned."""
 
     def wait(self) -> None:
         return None
 
 
-DONE = Done()
+DONE = CompletedHandle()
 
 
-class All:
+class JoinedHandle:
     """Several collectives under way, begun in this order."""
 
     def __init__(self, handles: Sequence[Handle]):
@@ -39,12 +39,12 @@ class All:
 
 
 def place_of(x: Tensor) -> tuple[int, int, int]:
-    """Storage, offset and number of elements: equal for tensors of one dtype and layout that are one in memory."""
+    """Return storage, offset and size: equal for tensors of one dtype and layout that share all their memory."""
     return _compat.storage_id(x), int(x.storage_offset()), x.numel()
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one dtype begin at the same place of the same storage."""
+    """Return whether two tensors of one dtype begin at the same place of the same storage."""
     return place_of(x)[:2] == place_of(y)[:2]
 
 

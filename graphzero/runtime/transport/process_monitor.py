@@ -1,11 +1,11 @@
-"""Whether other ranks' processes live, and which connections a process has inherited and must leave alone.
+"""A monitor of other ranks' processes, and the connections that a forked process must not use.
 
-A connection says that its other end is gone only when nobody holds that end any more; a process that the other rank has
-forked, such as a worker of a DataLoader, holds it too.  So a rank also watches the other ranks' processes, those on its
-own host, in a thread that sleeps in the kernel until one of them ends.  Of ranks on other hosts it watches a connection
-on which nothing is ever sent: it lasts as long as their processes, whatever becomes of a step, and the kernel asks
-there now and then whether the other host still answers.  And what a process has inherited by a fork belongs to the rank
-that forked it: connections of Python's are closed in the child, and a Graph refuses to run there.
+A connection closes only when no process holds its other end any more; a process that the other rank has forked, such
+as a worker of a DataLoader, holds it too.  So a rank also monitors the processes of ranks on its own host, in a thread
+that sleeps in the kernel until one of them ends.  Of ranks on other hosts it monitors a connection on which nothing is
+ever sent (``watch_connections``): it lasts as long as their processes, whatever becomes of a step, and the kernel
+probes there whether the other host still answers.  What a process inherits by a fork belongs to the rank that forked
+it: Python's connections are closed in the child, and a Graph refuses to run there.
 """
 
 from __future__ import annotations
@@ -24,119 +24,123 @@ import torch.distributed as dist
 from graphzero.errors import GraphZeroError
 from graphzero.runtime.transport import peer_memory
 
-LONG = 30.0  # seconds of a wait until others are told of it, and again until this process says so
+LONG_WAIT = 30.0  # seconds of a wait until it is recorded for others, and again until this process reports it
 _GRACE = 1.0  # seconds in which what an ended rank has sent may still arrive
-# Seconds until the kernel asks a host that is silent, those until it asks again, and how often: a minute in all.
-ASKS = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+# Seconds until the kernel probes a silent host, seconds between two probes, and their number: a minute in all.
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 
-def whereabouts() -> tuple[str | None, int]:
-    """Of this process: what it has in common with those whose ids it can use, and its id."""
+def process_location() -> tuple[str | None, int]:
+    """Return where this process runs: the namespace of its process id, and that id."""
     return peer_memory.namespace(), os.getpid()
 
 
-EVERYBODY = range(2**62)
+ALL_RANKS = range(2**62)
 
 
-class Waiting:
-    """The ranks that the main thread waits for, any of them.  number: changes with each wait."""
+class WaitState:
+    """The wait of the main thread: for which ranks, and for what.  number: changes with each wait."""
 
     def __init__(self) -> None:
-        self.on: Container[int] = ()
-        self.number, self.what = 0, ""
+        self.ranks: Container[int] = ()
+        self.number, self.purpose = 0, ""
 
-    def begin(self, on: Container[int], what: str = "") -> None:
-        """``what``: is waited for."""
+    def begin(self, ranks: Container[int], purpose: str = "") -> None:
+        """Begin to wait for any of ``ranks``."""
         self.number += 1
-        self.on, self.what = on, what
+        self.ranks, self.purpose = ranks, purpose
 
     def end(self) -> None:
-        self.on = ()
+        self.ranks = ()
 
 
-def near(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
-    """The ranks whose processes this one can watch, by all ranks' ``whereabouts``; its own among them."""
-    here, _ = whereabouts()
-    return {rank for rank, (host, _) in places.items() if host is not None and host == here}
+def ranks_on_host(places: Mapping[int, tuple[str | None, int]]) -> set[int]:
+    """Return the ranks whose processes this one can monitor, itself among them.  places: of ``process_location``."""
+    namespace, _ = process_location()
+    return {rank for rank, (host, _) in places.items() if host is not None and host == namespace}
 
 
 class ProcessMonitor:
-    """The processes of the other ranks.
+    """A thread that notices when the processes of other ranks end.
 
-    ended: those ranks that have.  known: those that are watched; far: of these, by a connection.
+    ended: ranks whose processes have ended.  monitored: all ranks that it can see; remote: of these, those that it sees
+    by a connection.
     """
 
     def __init__(
-        self, places: Mapping[int, tuple[str | None, int]], far: Mapping[int, socket.socket], waiting: Waiting,
-        hang_up: Callable[[int], None], give_up: Callable[[], None], tell: Callable[[str, bool], None],
+        self, places: Mapping[int, tuple[str | None, int]], remote: Mapping[int, socket.socket], wait_state: WaitState,
+        disconnect_rank: Callable[[int], None], abort_waits: Callable[[], None],
+        report_long_wait: Callable[[str, bool], None],
     ):  # fmt: skip
-        """places: ``whereabouts`` by rank; far: TCP connections with those that are not near, for nothing else.
+        """places: ``process_location`` by rank.  remote: TCP connections with ranks of other hosts.
 
-        Called in another thread: hang_up, with each rank that has ended; give_up, where this one goes on to wait for
-        such a rank; tell, twice where this one waits long for all: what for, and whether it is the second time.
+        Called in the monitor's thread: disconnect_rank, with each rank that has ended; abort_waits, where this process
+        goes on to wait for such a rank; report_long_wait, twice where it waits long for all ranks, with the purpose of
+        the wait and whether this is the second time.
         """
-        self._tell, self._told = tell, (0, 0)  # number of the wait seen last, and how often that was
         self.ended: set[int] = set()
-        self._waiting, self._hang_up, self._give_up = waiting, hang_up, give_up
-        self._files: dict[int, int] = {}
-        self.far, self._held = frozenset(far), [*far.values()]  # which would be closed if nobody held them
-        for rank, one in far.items():
-            close_in_children(one)
-            _ask_now_and_then(one)
-            self._files[one.fileno()] = rank
-        for rank in near(places):
+        self._wait_state, self._seen_wait = wait_state, (0, 0)  # number of the wait seen last, and how often it was
+        self._disconnect_rank, self._abort_waits = disconnect_rank, abort_waits
+        self._report_long_wait = report_long_wait
+        self._ranks: dict[int, int] = {}  # by file descriptor
+        self.remote, self._connections = frozenset(remote), [*remote.values()]  # held, or they would be closed
+        for rank, connection in remote.items():
+            close_in_children(connection)
+            _keep_alive(connection)
+            self._ranks[connection.fileno()] = rank
+        for rank in ranks_on_host(places):
             _, process = places[rank]
             if process != os.getpid():
                 with suppress(OSError, AttributeError):  # ended before, or no such call on this system
-                    self._files[os.pidfd_open(process)] = rank
-        if self._files:
+                    self._ranks[os.pidfd_open(process)] = rank
+        if self._ranks:
             try:
-                threading.Thread(target=self._watch, name="graphzero-lives", daemon=True).start()
-            except RuntimeError:  # the system gives no thread: only their connections say that they have ended
-                self._files = {}
-        self.known = frozenset(self._files.values())
+                threading.Thread(target=self._monitor, name="graphzero-process-monitor", daemon=True).start()
+            except RuntimeError:  # the system starts no thread: only their connections show that they have ended
+                self._ranks = {}
+        self.monitored = frozenset(self._ranks.values())
 
-    def _watch(self) -> None:
+    def _monitor(self) -> None:
         poll = select.poll()
-        for file in self._files:
+        for file in self._ranks:
             poll.register(file, select.POLLIN)
-        numbers: dict[int, int] = {}  # ended rank -> the wait in which that was seen last
+        last_waits: dict[int, int] = {}  # ended rank -> the wait that was seen when it was looked at last
         while True:
-            events = poll.poll((_GRACE if numbers else LONG) * 1e3)
+            events = poll.poll((_GRACE if last_waits else LONG_WAIT) * 1e3)
             for file, _ in events:
                 poll.unregister(file)
-                rank = self._files[file]
+                rank = self._ranks[file]
                 self.ended.add(rank)
-                self._hang_up(rank)
-                numbers[rank] = 0
-            if not events and numbers:
-                self._look(numbers)
+                self._disconnect_rank(rank)
+                last_waits[rank] = 0
+            if not events and last_waits:
+                self._check_waits_for(last_waits)
             elif not events:
-                self._look_at_wait()
+                self._check_long_wait()
 
-    def _look_at_wait(self) -> None:
-        """Say what is waited for still, as at the last look, and the one before."""
-        waiting = self._waiting
-        number, times = self._told
-        self._told = waiting.number, (times + 1 if number == waiting.number and waiting.on else 0)
-        if waiting.on is EVERYBODY and self._told[1] in (1, 2):
-            self._tell(waiting.what, self._told[1] == 2)
+    def _check_long_wait(self) -> None:
+        """Report a wait for all ranks that was under way at the last look, and at the one before."""
+        wait = self._wait_state
+        number, times = self._seen_wait
+        self._seen_wait = wait.number, (times + 1 if number == wait.number and wait.ranks else 0)
+        if wait.ranks is ALL_RANKS and self._seen_wait[1] in (1, 2):
+            self._report_long_wait(wait.purpose, self._seen_wait[1] == 2)
 
-    def _look(self, numbers: dict[int, int]) -> None:
-        """Give up what has been waited for since an earlier look."""
-        for rank, number in numbers.items():
-            on, now = self._waiting.on, self._waiting.number
-            if rank in on and number == now:
-                self._give_up()
-            numbers[rank] = now
+    def _check_waits_for(self, last_waits: dict[int, int]) -> None:
+        """Abort a wait for an ended rank that has been under way since an earlier look."""
+        for rank, number in last_waits.items():
+            ranks, current = self._wait_state.ranks, self._wait_state.number
+            if rank in ranks and number == current:
+                self._abort_waits()
+            last_waits[rank] = current
 
 
-def _ask_now_and_then(one: socket.socket) -> None:
-    """A TCP connection with a host that does not answer any more ends; that of a process that is stopped does not."""
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, number in ASKS.items():
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end a TCP connection whose host does not answer any more; that of a stopped process lives on."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, number in KEEPALIVE.items():
         with suppress(AttributeError):  # not on every system
-            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
 
 
 _inherited: Any = None  # the default process group of the process that this one was forked from
@@ -144,9 +148,9 @@ _forked_from = -1
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def close_in_children(one: socket.socket) -> None:
-    """A forked process does not keep this connection."""
-    _sockets.add(one)
+def close_in_children(connection: socket.socket) -> None:
+    """Close this connection in processes that are forked from this one."""
+    _sockets.add(connection)
 
 
 def check_own_process() -> None:
@@ -161,9 +165,9 @@ def check_own_process() -> None:
 
 def _in_child() -> None:
     global _inherited, _forked_from
-    for one in list(_sockets):
+    for connection in list(_sockets):
         with suppress(OSError):
-            one.close()
+            connection.close()
     if dist.is_available() and dist.is_initialized():
         _inherited, _forked_from = dist.group.WORLD, dist.get_rank()
 

@@ -1,11 +1,11 @@
-"""Exchanges between ranks of one host: each reads what it is to get out of the others' memory.
+"""Exchanges between ranks of one host: each rank reads its pieces from the other ranks' memory.
 
-A rank that begins an exchange tells every other one where its piece lies; who has been told, and has begun the same
-exchange, reads the piece and says so.  So bytes are copied once and by the one who needs them, nothing is sent through
-the network stack, and no thread works beside the ones that compute.  What the ranks tell each other goes through Unix
-sockets, of which the kernel also says when the other end is gone.
+A rank that begins an exchange sends every other one a note with the address of its piece; a rank that has the note,
+and has begun the same exchange, reads the piece and sends a note that it has.  So bytes are copied once and by the rank
+that needs them, nothing is sent through the network stack, and no thread works beside the ones that compute.  Notes go
+through Unix sockets, where the kernel also reports when the other end is gone.
 
-Reading is done whenever a rank comes by: when it begins or awaits any exchange.
+Reading is done whenever a rank begins or awaits any exchange.
 
 A rank that stops closes its connections before it touches again what others may be reading.  So what has been read
 counts only if the connection is open afterwards.
@@ -50,7 +50,7 @@ class SharedMemoryExchange:
         self.transport, self.number, self.sends, self.to_read, self.then = transport, number, sends, to_read, then
         self.unread = {q for q in transport.others if sends[q].numel()}
 
-    def offered(self, q: int, address: int) -> None:
+    def accept_offer(self, q: int, address: int) -> None:
         """Rank q's piece lies at ``address``."""
         raise NotImplementedError
 
@@ -74,11 +74,11 @@ class _Copy(SharedMemoryExchange):
     def bytes_from(self, q: int) -> int:
         return nbytes(self.receives[q])
 
-    def offered(self, q: int, address: int) -> None:
-        self.transport.read(q, address, self.receives[q])
+    def accept_offer(self, q: int, address: int) -> None:
+        self.transport.read_piece(q, address, self.receives[q])
         self.transport.check_open(q)
         self.to_read.discard(q)
-        self.transport.tell(q, ~self.number)
+        self.transport.send_note(q, ~self.number)
 
 
 class _Reduction(SharedMemoryExchange):
@@ -101,23 +101,23 @@ class _Reduction(SharedMemoryExchange):
     def bytes_from(self, q: int) -> int:
         return nbytes(self.own)
 
-    def offered(self, q: int, address: int) -> None:
+    def accept_offer(self, q: int, address: int) -> None:
         self.addresses[q] = address
         if len(self.addresses) < len(self.to_read):
             return
         itemsize = self.own.element_size()
-        room = self.transport.room(self.own.dtype)
-        step = room.shape[1]
+        scratch = self.transport.scratch(self.own.dtype)
+        step = scratch.shape[1]
         for begin in range(0, self.own.numel(), step):
             own, out = self.own[begin : begin + step], self.out[begin : begin + step]
             pieces = [own] * (len(self.transport.others) + 1)
             for place, (other, there) in enumerate(self.addresses.items()):
-                pieces[other] = room[place, : own.numel()]
-                self.transport.read(other, there + begin * itemsize, pieces[other])
+                pieces[other] = scratch[place, : own.numel()]
+                self.transport.read_piece(other, there + begin * itemsize, pieces[other])
             fold(pieces, out, self.reduction)
         for other in self.addresses:
             self.transport.check_open(other)
-            self.transport.tell(other, ~self.number)
+            self.transport.send_note(other, ~self.number)
         self.to_read.clear()
 
 
@@ -145,7 +145,7 @@ class SharedMemoryTransport(Transport):
         self._poll = select.poll()
         self._by_file: dict[int, int] = {}
         self._hangups: dict[int, select.poll] = {}
-        self._room: Tensor | None = None
+        self._scratch: Tensor | None = None
         for q, one in sockets.items():
             one.setblocking(False)
             close_in_children(one)
@@ -166,41 +166,41 @@ class SharedMemoryTransport(Transport):
         sends = [buffer.clone()] * len(self.ranks)  # the others read it while the sum is written
         return self.reduce(number, sends, buffer, buffer, reduction)
 
-    def _begin(self, made: SharedMemoryExchange) -> SharedMemoryExchange:
-        number = made.number
-        self._under_way[number] = made
-        for q in made.unread:
-            self.tell(q, number, made.sends[q].data_ptr(), nbytes(made.sends[q]))
+    def _begin(self, exchange: SharedMemoryExchange) -> SharedMemoryExchange:
+        number = exchange.number
+        self._under_way[number] = exchange
+        for q in exchange.unread:
+            self.send_note(q, number, exchange.sends[q].data_ptr(), nbytes(exchange.sends[q]))
         for q in self.others:
             offer = self._offers.pop((q, number), None) if self._offers else None
             if offer is not None:
-                self._offered(made, q, *offer)
-        self._end(made)
-        self._listen(0)
-        return made
+                self._accept_offer(exchange, q, *offer)
+        self._continue(exchange)
+        self._poll_notes(0)
+        return exchange
 
-    def room(self, dtype: torch.dtype) -> Tensor:
+    def scratch(self, dtype: torch.dtype) -> Tensor:
         """A line of some elements for each other rank."""
         count = len(self.others)
-        if self._room is None:
-            self._room = torch.empty(count, _PARTS // count // _LINE * _LINE or _LINE, dtype=torch.uint8)
-        return self._room.view(dtype)
+        if self._scratch is None:
+            self._scratch = torch.empty(count, _PARTS // count // _LINE * _LINE or _LINE, dtype=torch.uint8)
+        return self._scratch.view(dtype)
 
     def advance(self, needed: set[int]) -> None:
         """Wait until a rank tells something.  Raises GraphZeroError where one of the ``needed`` is gone, or silent."""
         lost = needed & self._gone
         if lost:
-            raise self._ended(min(lost))
-        if not self._listen(self.limit):
+            raise self._ended_error(min(lost))
+        if not self._poll_notes(self.limit):
             if len(self._gone) == len(self.others):
-                raise self._ended(min(needed))
+                raise self._ended_error(min(needed))
             raise RankError(
                 f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
                 "is still there: it is slow, stopped, or runs another program. The limit is the process group's "
                 "timeout", [self.ranks[min(needed)]], is_silent=True,
             )  # fmt: skip
 
-    def _ended(self, q: int) -> RankError:
+    def _ended_error(self, q: int) -> RankError:
         other = self.ranks[q]
         return RankError(
             f"rank {self.ranks[self.own]} waits for rank {other}, which has ended or stopped its call; its own output "
@@ -222,46 +222,46 @@ class SharedMemoryTransport(Transport):
 
     # ---- what ranks tell each other
 
-    def _listen(self, seconds: float) -> bool:
-        """Take in what has been told, after waiting up to ``seconds`` for anything; whether there was something."""
+    def _poll_notes(self, seconds: float) -> bool:
+        """Take in what has been data, after waiting up to ``seconds`` for anything; whether there was something."""
         if len(self._gone) == len(self.others):
             return False
         events = self._poll.poll(seconds * 1e3)
         for file, _ in events:
-            self._hear(self._by_file[file])
+            self._receive_notes(self._by_file[file])
         return bool(events)
 
-    def _hear(self, q: int) -> None:
+    def _receive_notes(self, q: int) -> None:
         try:
-            told = self.sockets[q].recv(256 * _NOTE.size)
+            data = self.sockets[q].recv(256 * _NOTE.size)
         except BlockingIOError:
             return
         except ConnectionError:
-            told = b""
-        if not told:
+            data = b""
+        if not data:
             self._gone.add(q)
             self._poll.unregister(self.sockets[q])
             return
-        told = self._partial[q] + told
-        whole = len(told) - len(told) % _NOTE.size
-        self._partial[q] = told[whole:]
-        for number, address, size in _NOTE.iter_unpack(told[:whole]):
+        data = self._partial[q] + data
+        whole = len(data) - len(data) % _NOTE.size
+        self._partial[q] = data[whole:]
+        for number, address, size in _NOTE.iter_unpack(data[:whole]):
             if number < 0:
-                made = self._under_way[~number]
-                made.unread.discard(q)
-                self._forget(made)
+                exchange = self._under_way[~number]
+                exchange.unread.discard(q)
+                self._remove_if_done(exchange)
             elif number in self._under_way:
-                made = self._under_way[number]
-                self._offered(made, q, address, size)
-                self._end(made)
+                exchange = self._under_way[number]
+                self._accept_offer(exchange, q, address, size)
+                self._continue(exchange)
             else:
                 self._offers[q, number] = address, size
 
-    def _offered(self, made: SharedMemoryExchange, q: int, address: int, size: int) -> None:
-        expected = made.bytes_from(q) if q in made.to_read else 0
+    def _accept_offer(self, exchange: SharedMemoryExchange, q: int, address: int, size: int) -> None:
+        expected = exchange.bytes_from(q) if q in exchange.to_read else 0
         if size != expected:
             raise self._size_error(q, size, expected)
-        made.offered(q, address)
+        exchange.accept_offer(q, address)
 
     def _size_error(self, q: int, size: int, expected: int) -> GraphZeroError:
         """A piece of rank q is not as long as expected; in bytes."""
@@ -271,12 +271,12 @@ class SharedMemoryTransport(Transport):
             '(drop_last=True); config.check_inputs = "always" says what differs before the step'
         )
 
-    def read(self, q: int, address: int, into: Tensor) -> None:
+    def read_piece(self, q: int, address: int, into: Tensor) -> None:
         """Fill ``into`` from ``address`` on in rank q."""
         try:
             peer_memory.read_memory(self.processes[q], address, into)
         except ProcessLookupError as error:
-            raise self._ended(q) from error
+            raise self._ended_error(q) from error
         except OSError as error:
             raise GraphZeroError(
                 f"rank {self.ranks[self.own]} could not read the memory of rank {self.ranks[q]}: {error}. If that rank "
@@ -286,15 +286,15 @@ class SharedMemoryTransport(Transport):
     def check_open(self, q: int) -> None:
         """Raise RankError where rank q has closed its end, so that what was read of it may have been overwritten."""
         if q in self._gone or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
-            raise self._ended(q)
+            raise self._ended_error(q)
 
-    def tell(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
+    def send_note(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
         """A note to rank q."""
         note = memoryview(_NOTE.pack(number, address, size))
         while note:
             try:
                 note = note[self.sockets[q].send(note) :]
-            except BlockingIOError:  # told much more than heard: it must come by first
+            except BlockingIOError:  # data much more than heard: it must come by first
                 ready = select.poll()
                 ready.register(self.sockets[q], select.POLLOUT)
                 if not ready.poll(self.limit * 1e3):
@@ -305,13 +305,13 @@ class SharedMemoryTransport(Transport):
                 self._gone.add(q)
                 return
 
-    def _end(self, made: SharedMemoryExchange) -> None:
+    def _continue(self, exchange: SharedMemoryExchange) -> None:
         """What follows the arrival of all."""
-        if not made.to_read and made.then is not None:
-            then, made.then = made.then, None
+        if not exchange.to_read and exchange.then is not None:
+            then, exchange.then = exchange.then, None
             then()
-        self._forget(made)
+        self._remove_if_done(exchange)
 
-    def _forget(self, made: SharedMemoryExchange) -> None:
-        if not made.to_read and not made.unread:
-            self._under_way.pop(made.number, None)
+    def _remove_if_done(self, exchange: SharedMemoryExchange) -> None:
+        if not exchange.to_read and not exchange.unread:
+            self._under_way.pop(exchange.number, None)

@@ -25,15 +25,15 @@ def watch_connections(
     group = connect()
     copies = _copies([file for inode, file in _open_sockets().items() if inode not in before])
     del group
-    addresses = gather([(one.getsockname()[:2], one.getpeername()[:2]) for one in copies])
+    addresses = gather([(copy.getsockname()[:2], copy.getpeername()[:2]) for copy in copies])
     connections: dict[int, socket.socket] = {}
-    for one in copies:
-        ends = one.getpeername()[:2], one.getsockname()[:2]
+    for copy in copies:
+        ends = copy.getpeername()[:2], copy.getsockname()[:2]
         rank = next((q for q in others if ends in addresses[q]), None)
         if rank is None or rank in connections:
-            one.close()
+            copy.close()
         else:
-            connections[rank] = one
+            connections[rank] = copy
     return connections
 
 
@@ -52,11 +52,11 @@ def _copies(files: Sequence[int]) -> list[socket.socket]:
     copies = []
     for file in files:
         with suppress(OSError):
-            one = socket.socket(fileno=os.dup(file))
+            copy = socket.socket(fileno=os.dup(file))
             try:
-                one.getpeername()
-                assert one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
-                copies.append(one)
+                copy.getpeername()
+                assert copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
+                copies.append(copy)
             except (OSError, AssertionError):
-                one.close()
+                copy.close()
     return copies

@@ -38,8 +38,8 @@ class Accelerator:
         """Of the current device: a name that no other has, and its bytes; no bytes where there is none."""
         if not self.is_available:
             return "none", 0
-        found = self.module.get_device_properties(self.module.current_device())
-        return str(found.uuid), found.total_memory
+        properties = self.module.get_device_properties(self.module.current_device())
+        return str(properties.uuid), properties.total_memory
 
 
 ACCELERATORS = {one.device_type: one for one in (Accelerator("cuda", "nccl"),)}
@@ -47,6 +47,6 @@ assert {"cpu", *ACCELERATORS} == set(DEVICE_TYPES)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was told; a CPU has."""
+    """Wait until ``device`` has done all its work; a CPU has."""
     if device.type in ACCELERATORS:
         ACCELERATORS[device.type].module.synchronize(device)

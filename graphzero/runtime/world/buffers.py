@@ -1,4 +1,4 @@
-"""Memory of each local rank that programs share, one after the other: none keeps anything there."""
+"""Memory of each local rank that programs use one after the other: no program keeps a value there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Shape = tuple[int, ...]
 
 
 class Buffers:
-    """One storage for each local rank; none before somebody needs one."""
+    """A storage for each local rank, allocated when it is first needed."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self.storages: list[torch.UntypedStorage] = []
 
     def grow(self, nbytes: int) -> None:
-        """Have at least so many bytes.  What is there is lost; tensors that lie there stay, and find the new memory.
+        """Allocate at least so many bytes.  Values are lost; tensors in the buffer stay, and point to the new memory.
 
         Raises RuntimeError where there is not so much memory; there is then as much as before.
         """
@@ -41,5 +41,5 @@ class Buffers:
     def view(self, local: int, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
         """A dense tensor at ``offset`` bytes."""
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-        made = torch.empty(0, dtype=dtype)
-        return made.set_(self.storages[local], offset // dtype.itemsize, shape, strides)
+        view = torch.empty(0, dtype=dtype)
+        return view.set_(self.storages[local], offset // dtype.itemsize, shape, strides)

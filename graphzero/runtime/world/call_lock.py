@@ -1,8 +1,8 @@
-"""One Graph works at a time in a process: whole calls of all threads, one after the other.
+"""A lock of the process that every call of a Graph holds: calls of several threads run one after the other.
 
-Graphs share modules, connections and the memory of temporaries, and ranks must meet in one order.  So a call waits
-until that of another thread is over.  Ranks whose threads come in another order are told so when they agree.  A call
-within a call of the same thread, from a signal handler, say, would find a step half done; it raises.
+Graphs share modules, connections and the memory of temporaries, and all ranks must call in one order.  So a call waits
+until that of another thread is over.  Where threads of ranks call in different orders, consensus raises.  A call within
+a call of the same thread, for example from a signal handler, would see a step half done; it raises.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from graphzero.errors import ConfigError
 
 
 class CallLock:
-    """An interrupt may end ``take`` or ``end`` anywhere; ``end``, called again, ends the turn if it is not over."""
+    """The lock.  An interrupt may end ``acquire`` or ``release`` anywhere; ``release`` may then be called again."""
 
     def __init__(self) -> None:
         self._lock, self._doing = threading.RLock(), ""
         self._owner: Any = None
 
-    def take(self, owner: object, doing: str) -> None:
-        """Begin, when nobody else is at work.  Raises ConfigError if this thread is."""
+    def acquire(self, owner: object, doing: str) -> None:
+        """Wait for calls of other threads.  Raises ConfigError within a call of this thread."""
         with self._lock:
             if self._doing:
                 raise ConfigError(
@@ -30,19 +30,19 @@ class CallLock:
                     "it. Let it set a flag, and do it between two calls"
                 )
             self._doing, self._owner = doing, owner
-            self._lock.acquire()  # in the instruction after: who has it is the owner
+            self._lock.acquire()  # in the next instruction: the owner holds it
 
-    def end(self, owner: object) -> None:
-        """The turn of ``owner`` is over, if it has one."""
+    def release(self, owner: object) -> None:
+        """Release the lock if ``owner`` holds it."""
         if self._owner is owner:
             self._doing, self._owner = "", None
             self._lock.release()
 
-    def forget(self) -> None:
-        """In a forked process nobody is at work."""
+    def reset(self) -> None:
+        """Release the lock in a forked process, where no call runs."""
         self._lock, self._doing, self._owner = threading.RLock(), "", None
 
 
 CALL_LOCK = CallLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=CALL_LOCK.forget)
+    os.register_at_fork(after_in_child=CALL_LOCK.reset)

@@ -1,11 +1,11 @@
-"""What ranks agree on before they do anything together: who asks, for what, and that all would do the same.
+"""Consensus of ranks before they do anything together: which Graph calls, for what, and that all do the same.
 
-Whatever needs all ranks (a call, a binding, a state made whole or loaded) begins with one small message in which each
-says which Graph asks for what, a hash of what must be equal, and whether it can.  A rank that is asked for something
-else, a difference, or a failure on one rank, raises on every rank; nobody pairs with what was not meant for it.
+Everything that needs all ranks (a call, a binding, a full or loaded state) begins with one small message in which each
+rank says which Graph asks for what, a hash of what must be equal, and whether it can.  Another request, a difference,
+or a failure on one rank raises on every rank; no rank takes part in what it was not asked for.
 
-Everything goes through connections of its own (``communicator``), so that it neither waits for nor disturbs anybody's
-collectives.  What a rank does there that raises on it alone ends them: the others raise why, and nobody waits.
+Messages have connections of their own (``communicator``), so that they neither wait for nor disturb a user's
+collectives.  An error on one rank alone closes them: the others raise the reason, and no rank waits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _NO_NEEDS = (False, False)
 
 @dataclass(frozen=True)
 class Topic:
-    """Something that ranks do together.
+    """An operation of all ranks.
 
-    asked: what a user asks for, in which {} stands for whom.  about: what must be equal.  hint: how to make it so.
+    asked: what a user asks for, with {} in place of the Graph.  about: what must be equal.  hint: how to make it so.
     """
 
     asked: str
@@ -74,17 +74,17 @@ PLACE = Topic("to_global of {}", "what is given to to_global", _SAME)
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What ranks said beside what they agree on.  wish: the first one's; needs: of each, whether any of them has it."""
+class Agreement:
+    """Answers of a consensus.  wish: the first rank's; needs: for each need, whether any rank has it."""
 
     wish: bool
     needs: tuple[bool, ...]
 
 
 def identity(name: str, placement: Placement) -> str:
-    """How all ranks know a new Graph: by its name, and its number among those of that name and placement.
+    """Return the name of a new Graph that all ranks know: its name, and its number among those of name and placement.
 
-    It holds in programs that make their Graphs in the same order on all ranks of a placement.
+    Programs must make their Graphs in the same order on all ranks of a placement.
     """
     world = None if placement.virtual or not dist.is_initialized() else dist.group.WORLD
     key = name, repr(placement)
@@ -95,16 +95,16 @@ def identity(name: str, placement: Placement) -> str:
 
 
 def digest(*texts: str) -> int:
-    """62 bits of a hash that is the same in every process."""
+    """Return 62 bits of a hash that is the same in every process."""
     joined = "\0".join(texts).encode()
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big") >> 2
 
 
 class Ranks:
-    """The ranks of one placement, as far as they talk.  On virtual and fake worlds and worlds of one: silent.
+    """The ranks of one placement, which reach consensus.  On virtual and fake worlds and worlds of one: no messages.
 
-    who: what asks the others, see ``identity``.  ids: of the ranks, ascending.
-    waited: seconds that this rank has spent in ``agree`` until all had come.
+    who: name of the Graph that asks the others, see ``identity``.  ids: of the ranks, ascending.
+    waited: seconds that this rank has waited for others in ``agree``.
     """
 
     def __init__(self, placement: Placement, who: str = ""):
@@ -123,20 +123,20 @@ class Ranks:
     def agree(
         self, topic: Topic, value: int = 0, parts: Callable[[], Mapping[str, str]] = dict,
         failure: Exception | None = None, wish: bool = False, needs: tuple[bool, ...] = (),
-    ) -> Agreed:  # fmt: skip
+    ) -> Agreement:  # fmt: skip
         """Check that all ranks are asked for ``topic`` by the same, that ``value`` is the same on every rank, and that
         none has failed; raises on all of them if not.
 
         Returns the first one's ``wish``, and of each of ``needs``, whether any has it.
 
-        parts: the facts behind ``value`` by name, called only to explain.
+        parts: the facts behind ``value`` by name; called only for an error message.
         failure: this rank's own exception, which it raises after telling the others.
         """
         if self.active:
             ask = self._hash(topic)
             wish = wish and dist.get_rank() == int(self.placement.ranks.flat[0])
-            mine = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
-            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._highest(topic, mine)
+            message = [ask, -ask, value, -value, failure is not None, wish, *needs, *_NO_NEEDS[len(needs) :]]
+            most_ask, least_ask, highest, lowest, failed, wished, *needed = self._all_reduce_max(topic, message)
             if most_ask != -least_ask:
                 raise self.by_all(self._different_asks(topic, failure), self.ids[0])
             if failed:
@@ -144,24 +144,24 @@ class Ranks:
             if highest != -lowest:
                 raise self.by_all(self._difference(topic, parts()), self.ids[0])
             self._agreed_in = self.communicator.generation
-            return Agreed(bool(wished), tuple(map(bool, needed)))
+            return Agreement(bool(wished), tuple(map(bool, needed)))
         if failure is not None:
             raise failure
-        return Agreed(wish, needs)
+        return Agreement(wish, needs)
 
-    def _highest(self, topic: Topic, mine: list[Any]) -> list[int]:
-        """The highest of all ranks, place by place."""
-        told = torch.tensor(mine, dtype=torch.int64)
+    def _all_reduce_max(self, topic: Topic, message: list[Any]) -> list[int]:
+        """Return the maximum over all ranks of each number of a message."""
+        numbers = torch.tensor(message, dtype=torch.int64)
         began = time.perf_counter()
         try:
-            self.communicator.all_reduce(told, f"all ranks to agree on {topic.about}")
+            self.communicator.all_reduce(numbers, f"all ranks to agree on {topic.about}")
         finally:
             self.waited += time.perf_counter() - began
-        found: list[int] = told.tolist()
-        return found
+        highest: list[int] = numbers.tolist()
+        return highest
 
     def by_all(self, error: Exception, rank: int | None = None) -> Exception:
-        """``error``, which every rank raises.  rank: the one that prints it whole; None where each has its own."""
+        """Return ``error``, which every rank raises.  rank: prints it in full; None if each has its own."""
         self.raised_by_all = id(error)
         if rank not in (None, dist.get_rank()):
             errors.reported_by(error, rank)
@@ -174,37 +174,39 @@ class Ranks:
 
     def agree_on(
         self, topic: Topic, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]],
-        needs: Callable[[T], bool] = lambda made: False,
+        needs: Callable[[T], bool] = lambda result: False,
     ) -> T:  # fmt: skip
-        """What ``make`` makes, without other ranks, if it fails on none of them and its facts are the same on all.
+        """Return the result of ``make``, a call on each rank alone, if it fails on none and its facts are equal on all.
 
-        facts: of what has been made, by name; asked for only where ranks talk.
-        needs: whether what has been made needs more of all ranks; ``is_needed`` is then whether any rank's does.
+        facts: of the result, by name; called only where there are other ranks.
+        needs: whether a result needs more of all ranks; ``is_needed`` is then whether any rank's does.
         """
-        made: T | None = None
-        found: Mapping[str, str] = {}
+        result: T | None = None
+        named_facts: Mapping[str, str] = {}
         failure = None
         try:
-            made = make()
-            found = facts(made) if self.active else found
+            result = make()
+            named_facts = facts(result) if self.active else named_facts
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
-        need = failure is None and needs(cast(T, made))
-        agreed = self.agree(topic, digest(*found, *found.values()), lambda: found, failure, False, (need,))
+        need = failure is None and needs(cast(T, result))
+        agreed = self.agree(
+            topic, digest(*named_facts, *named_facts.values()), lambda: named_facts, failure, False, (need,)
+        )
         self.is_needed = agreed.needs[0]
-        return cast(T, made)
+        return cast(T, result)
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """The first rank's value of ``make()``, on every rank."""
+        """Return the first rank's value of ``make()`` on every rank."""
         if not self.active:
             return make()
         first = int(self.placement.ranks.flat[0])
-        made = make() if dist.get_rank() == first else None
-        return self.communicator.broadcast(made, first, f"what rank {first} decides")
+        value = make() if dist.get_rank() == first else None
+        return self.communicator.broadcast(value, first, f"what rank {first} decides")
 
     def _different_asks(self, topic: Topic, failure: Exception | None) -> Exception:
-        told = topic.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
-        lines = by_value(self.ids, self.collect(told))
+        request = topic.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
+        lines = by_value(self.ids, self.collect(request))
         return GraphZeroError(
             "the ranks are asked for different things, so none of them goes on:"
             + "".join(f"\n  {line}" for line in lines[:_SHOWN])
@@ -213,69 +215,68 @@ class Ranks:
         )
 
     def _first_failure(self, topic: Topic, failure: Exception | None) -> tuple[Exception, int]:
-        """What this rank raises, and the rank that has failed so first."""
-        mine = None if failure is None else (type(failure).__name__, str(failure))
-        everyone = self.collect(mine)
-        for rank, found in zip(self.ids, everyone, strict=True):
-            if found is not None and failure is None:
-                kind = getattr(errors, found[0], None)
+        """Return the error that this rank raises, and the first rank that has failed."""
+        own_failure = None if failure is None else (type(failure).__name__, str(failure))
+        everyone = self.collect(own_failure)
+        for rank, other in zip(self.ids, everyone, strict=True):
+            if other is not None and failure is None:
+                kind = getattr(errors, other[0], None)
                 known = kind if isinstance(kind, type) and issubclass(kind, GraphZeroError) else GraphZeroError
-                name = "" if known is not GraphZeroError else f"{found[0]}: "
-                text = f"rank {rank} could not prepare {topic.about}, so no rank runs it: {name}{found[1]}"
+                name = "" if known is not GraphZeroError else f"{other[0]}: "
+                text = f"rank {rank} could not prepare {topic.about}, so no rank runs it: {name}{other[1]}"
                 return known(text), rank
         assert failure is not None
-        return failure, self.ids[everyone.index(mine)]
+        return failure, self.ids[everyone.index(own_failure)]
 
     def _difference(self, topic: Topic, parts: Mapping[str, str]) -> Exception:
         everyone = self.collect(dict(parts))
-        names = dict.fromkeys(name for found in everyone for name in found)
+        names = dict.fromkeys(name for named_facts in everyone for name in named_facts)
         lines = []
         for name in names:
-            values = [found.get(name, "absent") for found in everyone]
+            values = [named_facts.get(name, "absent") for named_facts in everyone]
             if len(set(values)) > 1:
                 lines.append(f"  {name}: " + "; ".join(by_value(self.ids, values)))
         more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         shown = "\n".join(lines[:_SHOWN] + more) or "  (their descriptions are equal; their hashes are not)"
         return CaptureError(f"the ranks do not agree on {topic.about}:\n{shown}\n  {topic.hint}")
 
-    def collect(self, mine: Any) -> list[Any]:
-        """Every rank's ``mine``, in ascending order of ranks; ``[mine]`` where ranks do not talk."""
+    def collect(self, value: Any) -> list[Any]:
+        """Return every rank's value, in ascending order of ranks."""
         if not self.active:
-            return [mine]
-        return self.communicator.all_gather(mine, "what all ranks have found")
+            return [value]
+        return self.communicator.all_gather(value, "what all ranks have found")
 
     def watch(self) -> Callable[[], list[int]]:
-        """What tells, in any thread and as long as it is asked, which places of the placement belong to ranks whose
-        processes have ended, of those on this host."""
+        """Return a function that gives, in any thread, the positions in the placement of ranks that have ended."""
         if not self.active:
             return list
-        flat, talking = self.placement.ranks.ravel().tolist(), self.communicator
-        return lambda: [flat.index(rank) for rank in talking.ended]
+        flat, current = self.placement.ranks.ravel().tolist(), self.communicator
+        return lambda: [flat.index(rank) for rank in current.ended]
 
     def store_of(self, name: str) -> Any:
-        """What threads of all ranks tell each other through; None where ranks do not talk."""
+        """Return a store for messages between threads of all ranks; None where there are no other ranks."""
         return self.communicator.store_of(name) if self.active else None
 
     @property
     def communicator(self) -> Communicator:
-        """What they talk through."""
+        """The connections of these ranks."""
         return communicator(self.ids)
 
-    def together(self, doing: str) -> Together:
-        """What is done within it, all ranks do: if one of them raises what the others do not, they raise it too.
+    def together(self, doing: str) -> CollectiveCall:
+        """Return a context of a call of all ranks: if one of them raises an error alone, the others raise it too.
 
         doing: "step of TrainGraph"; the others are told so.
         """
-        return Together(self, doing)
+        return CollectiveCall(self, doing)
 
     @property
     def must_talk(self) -> bool:
-        """Whether one of them has stopped since they have agreed on anything."""
+        """Whether a rank has stopped since the last consensus."""
         return self.active and self.communicator.generation != self._agreed_in
 
 
-class Together:
-    """See ``Ranks.together``."""
+class CollectiveCall:
+    """The context of ``Ranks.together``: a call of all ranks."""
 
     def __init__(self, ranks: Ranks, doing: str) -> None:
         self._ranks, self._doing = ranks, doing
@@ -284,13 +285,13 @@ class Together:
     def __enter__(self) -> None:
         _compat.note_change(self._leave)
         try:
-            CALL_LOCK.take(self, self._doing)
+            CALL_LOCK.acquire(self, self._doing)
             self._ranks.raised_by_all = 0
             if self._ranks.active:
                 self._ranks.communicator.begin(self._doing)
                 self._generation = self._ranks.communicator.generation
         except Exception:  # an interrupt is ``_leave``'s
-            CALL_LOCK.end(self)
+            CALL_LOCK.release(self)
             _compat.forget_change(self._leave)
             raise
 
@@ -298,23 +299,23 @@ class Together:
         try:
             if error is None or not self._ranks.active or id(error) == self._ranks.raised_by_all:
                 return
-            raised = self._ranks.communicator.revoke(self._met_by_all(error))
+            raised = self._ranks.communicator.revoke(self._wait_if_check(error))
             if raised is not error:
                 raise raised from error
         finally:
-            CALL_LOCK.end(self)
+            CALL_LOCK.release(self)
             _compat.forget_change(self._leave)
 
     def _leave(self) -> None:
-        """What an interrupted ``__enter__`` or ``__exit__`` has left to do."""
+        """Do what an interrupted ``__enter__`` or ``__exit__`` has left undone."""
         try:
             if self._generation is not None and self._generation == self._ranks.communicator.generation:
                 self._ranks.communicator.revoke(KeyboardInterrupt("as the call began or ended"))
         finally:
-            CALL_LOCK.end(self)
+            CALL_LOCK.release(self)
 
-    def _met_by_all(self, error: BaseException) -> BaseException:
-        """A check is not met on all ranks, or on none: wait until all know, before what they still read is gone."""
+    def _wait_if_check(self, error: BaseException) -> BaseException:
+        """Wait for all ranks where a check fails, on all or none, before memory that they read is released."""
         if not isinstance(error, CheckError):
             return error
         try:
@@ -325,11 +326,11 @@ class Together:
 
 
 def by_value(ranks: list[int], values: list[str]) -> list[str]:
-    """ "ranks 0, 1: a" for each distinct value."""
-    found: dict[str, list[int]] = {}
+    """Return "ranks 0, 1: a" for each distinct value."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
-        found.setdefault(value, []).append(rank)
-    return [f"{_names(who)}: {value}" for value, who in found.items()]
+        ranks_of.setdefault(value, []).append(rank)
+    return [f"{_names(who)}: {value}" for value, who in ranks_of.items()]
 
 
 def _names(ranks: list[int]) -> str:

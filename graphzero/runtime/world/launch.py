@@ -61,33 +61,33 @@ def resolve(wanted: Placement | DeviceMesh | None) -> Placement:
 def located(wanted: Placement | DeviceMesh) -> Placement:
     """``wanted``, its process group made if need be; one rank without launcher and group becomes a virtual one.
 
-    Raises PlacementError where the ranks do not exist, or this process is none of them.
+    Raises PlacementError where the ranks do not exist, or this process is not one of them.
     """
-    found = as_placement(wanted)
-    if found.virtual:
-        return found
+    place = as_placement(wanted)
+    if place.virtual:
+        return place
     check_own_process()
     if not has_world() and not has_launcher():
-        if found.size == 1:
-            return placement(found.device_type, found.ranks, found.names, virtual=True)
+        if place.size == 1:
+            return placement(place.device_type, place.ranks, place.names, virtual=True)
         raise PlacementError(
-            f"{found!r} names {found.size} ranks, but this is one process without launcher; start it with `torchrun "
-            f"--nproc-per-node={found.size} SCRIPT`, or run all ranks in this process: virtual=True"
+            f"{place!r} names {place.size} ranks, but this is one process without launcher; start it with `torchrun "
+            f"--nproc-per-node={place.size} SCRIPT`, or run all ranks in this process: virtual=True"
         )
-    ensure_world(found.device_type)
+    ensure_world(place.device_type)
     size, rank = dist.get_world_size(), dist.get_rank()
-    if int(found.ranks.max()) >= size:
+    if int(place.ranks.max()) >= size:
         raise PlacementError(
-            f"{found!r} names rank {int(found.ranks.max())}, but the world has ranks 0 to {size - 1}; start more "
+            f"{place!r} names rank {int(place.ranks.max())}, but the world has ranks 0 to {size - 1}; start more "
             "processes or place on fewer ranks"
         )
-    if rank not in found.ranks:
-        raise PlacementError(f"rank {rank} has no part in {found!r}; make Graphs and global tensors on its ranks only")
-    return found
+    if rank not in place.ranks:
+        raise PlacementError(f"rank {rank} is not in {place!r}; make Graphs and global tensors on its ranks only")
+    return place
 
 
 def ensure_world(device_type: str | None) -> None:
-    """Initialise the default process group from torchrun's environment, unless somebody has."""
+    """Initialise the default process group from torchrun's environment, unless it is initialised already."""
     if has_world():
         return
     kind = device_type or _device_type(int(os.environ["WORLD_SIZE"]))
@@ -96,7 +96,7 @@ def ensure_world(device_type: str | None) -> None:
         _take_own(accelerator)
     backend = "gloo" if accelerator is None else f"cpu:gloo,{kind}:{accelerator.backend}"
     if rendezvous.is_kept_over_restarts():
-        store, rank, size = rendezvous.join()
+        store, rank, size = rendezvous.join_job()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend)

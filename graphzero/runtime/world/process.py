@@ -24,7 +24,7 @@ from torch import Tensor
 from graphzero import _compat
 from graphzero.errors import PlacementError
 from graphzero.runtime.transport.communicator import communicator
-from graphzero.runtime.transport.p2p_collectives import OPS, PeerCollectives, Then
+from graphzero.runtime.transport.p2p_collectives import OPS, ContinuedHandle, PeerCollectives
 from graphzero.runtime.transport.primitives import Handle
 from graphzero.runtime.transport.teardown import before_tear_down
 from graphzero.runtime.world.launch import has_fake_world
@@ -37,12 +37,12 @@ _MOVED_AS_BYTES = (torch.bool, torch.int16, torch.complex64, torch.complex128)
 _worlds: weakref.WeakSet[ProcessWorld] = weakref.WeakSet()
 
 
-def _let_go() -> None:
+def _release() -> None:
     for world in _worlds:
         world.close()
 
 
-before_tear_down(_let_go)
+before_tear_down(_release)
 
 
 class ProcessWorld(World):
@@ -86,7 +86,7 @@ class ProcessWorld(World):
         self.pending.clear()  # the connections on which it began are closed, and nothing more arrives
 
     @property
-    def ways(self) -> dict[str, str]:
+    def transports(self) -> dict[str, str]:
         return {axis: collectives.about for axis, collectives in self._collectives.items()}
 
     @property
@@ -110,7 +110,7 @@ class ProcessWorld(World):
         collectives = self._collectives_of(axis)
         if collectives is not None:
             return collectives.begin(kind, out, sent, reduction)
-        return WAYS[kind](out, sent, reduction, self._groups[axis])
+        return COLLECTIVE_FUNCTIONS[kind](out, sent, reduction, self._groups[axis])
 
 
 # ---- one collective by torch.distributed
@@ -125,14 +125,14 @@ def _all_gather(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle
 def _reduce_scatter(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
     (known, given), op, narrow = _reducible((out, sent), reduction)
     work: Handle = _compat.reduce_scatter_single(known, given, op, group=group, async_op=True)
-    return Then(work, lambda: out.copy_(known)) if narrow else work
+    return ContinuedHandle(work, lambda: out.copy_(known)) if narrow else work
 
 
 def _all_reduce(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
     del sent  # the same
     (known,), op, narrow = _reducible((out,), reduction)
     work: Handle = dist.all_reduce(known, op, group=group, async_op=True)
-    return Then(work, lambda: out.copy_(known)) if narrow else work
+    return ContinuedHandle(work, lambda: out.copy_(known)) if narrow else work
 
 
 def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle:
@@ -141,7 +141,7 @@ def _all_to_all(out: Tensor, sent: Tensor, reduction: str, group: Any) -> Handle
     return work
 
 
-WAYS = {
+COLLECTIVE_FUNCTIONS = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
 }  # fmt: skip
 

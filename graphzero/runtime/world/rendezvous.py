@@ -24,20 +24,20 @@ _AGAIN = 0.01  # seconds between two looks
 
 
 def is_kept_over_restarts() -> bool:
-    """Whether the store of this job outlives its processes."""
+    """Return whether the store of this job outlives its processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def join() -> tuple[Store, int, int]:
+def join_job() -> tuple[Store, int, int]:
     """The store of this start, this rank, and how many there are.  All ranks call it.
 
     Raises PlacementError for ranks that do not come within the timeout that torch's process groups have.
     """
     store, rank, size = next(rendezvous("env://"))
-    return PrefixStore(meet(store, rank, size, default_pg_timeout.total_seconds()), store), rank, size
+    return PrefixStore(agree_on_prefix(store, rank, size, default_pg_timeout.total_seconds()), store), rank, size
 
 
-def meet(store: Store, rank: int, size: int, seconds: float) -> str:
+def agree_on_prefix(store: Store, rank: int, size: int, seconds: float) -> str:
     """A name that the processes which call it now have in common, whatever earlier ones have left in ``store``.
 
     Rank 0 makes one.  Each of the others tells rank 0, under that name, a number of its own, and takes the name only
@@ -64,12 +64,12 @@ def _welcome(store: Store, name: str, size: int, seconds: float) -> str:
 
 
 def _arrive(store: Store, own: str, rank: int, seconds: float) -> str:
-    told, until = None, time.monotonic() + seconds
+    announced, until = None, time.monotonic() + seconds
     while time.monotonic() < until:
         name = store.get(_START).decode() if store.check([_START]) else None
-        if name is not None and name != told:
+        if name is not None and name != announced:
             store.set(_came(name, rank), own)
-            told = name
+            announced = name
         if name is not None and store.check([_seen(name, rank)]) and store.get(_seen(name, rank)).decode() == own:
             return name
         time.sleep(_AGAIN)

@@ -24,16 +24,16 @@ class VirtualWorld(World):
         self._groups: dict[str, list[list[int]]] = {}
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Positions of the ranks that meet along ``axis``, one list per group."""
+        """Return positions of the ranks along ``axis``, one list per group."""
         if axis not in self._groups:
             position = {rank: i for i, rank in enumerate(self.rank_ids)}
-            found = {tuple(position[peer] for peer in self.peers(local, axis)) for local in self.local_ranks}
-            self._groups[axis] = [list(group) for group in sorted(found)]
+            groups = {tuple(position[peer] for peer in self.peers(local, axis)) for local in self.local_ranks}
+            self._groups[axis] = [list(group) for group in sorted(groups)]
         return self._groups[axis]
 
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
         for group in self.groups(axis):
-            WAYS[kind]([outs[rank] for rank in group], [ins[rank] for rank in group], reduction)
+            COLLECTIVE_FUNCTIONS[kind]([outs[rank] for rank in group], [ins[rank] for rank in group], reduction)
         return DONE
 
 
@@ -70,6 +70,6 @@ def _all_to_all(outs: Sequence[Tensor], ins: Sequence[Tensor], reduction: str) -
             arrives.copy_(line[i])
 
 
-WAYS = {
+COLLECTIVE_FUNCTIONS = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce, "all_to_all": _all_to_all,
 }  # fmt: skip

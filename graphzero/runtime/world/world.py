@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphzero.errors import PlacementError
-from graphzero.runtime.transport.primitives import DONE, All, Handle, same_place
+from graphzero.runtime.transport.primitives import DONE, Handle, JoinedHandle, same_place
 from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.buffers import Buffers
 from graphzero.sbp.boxing import wire_bytes
@@ -71,8 +71,8 @@ class World(ABC):
             self.pending.popitem()[1].wait()
 
     @property
-    def ways(self) -> dict[str, str]:
-        """How tensors of this process move along each axis, for people; of those that have been used."""
+    def transports(self) -> dict[str, str]:
+        """A description of the transport of each axis that has been used."""
         return {}
 
     @property
@@ -128,7 +128,7 @@ class World(ABC):
         begun = [
             self._begin(kind, outs, ins, axis, reduction) for outs, ins in runs if outs[0].numel() or ins[0].numel()
         ]
-        return begun[0] if len(begun) == 1 else All(begun)
+        return begun[0] if len(begun) == 1 else JoinedHandle(begun)
 
     @abstractmethod
     def _begin(self, kind: str, outs: Sequence[Tensor], ins: Sequence[Tensor], axis: str, reduction: str) -> Handle:
