@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from graphzero.plan import Plan
     from graphzero.plugins.deepspeed import DeepSpeed as DeepSpeed
     from graphzero.plugins.page import save_page as save_page
-    from graphzero.plugins.profiler import TensorBoard as TensorBoard
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
     from graphzero.region import local_region
@@ -83,7 +82,6 @@ _HOMES = {
     "RankError": "errors",
     "SbpError": "errors",
     "StepGraph": "ir.graph",
-    "TensorBoard": "plugins.profiler",
     "Trace": "plugins.profiler",
     "VerifyError": "errors",
     "check": "inspect",
@@ -123,7 +121,6 @@ __all__ = [
     "RankError",
     "SbpError",
     "StepGraph",
-    "TensorBoard",
     "Trace",
     "VerifyError",
     "check",

@@ -379,3 +379,24 @@ def test_repr_shows_configuration_parameters_and_program():
     text = repr(graph)
     assert "zero=stage 3" in text and "model.0.weight: float64[10, 6] S(" in text and str(graph.program).strip() in text
     assert gz.nn.Graph is gz.Graph
+
+
+class TwoOptimizers(gz.Graph):
+    def __init__(self) -> None:
+        super().__init__(gz.placement("cpu", range(1), virtual=True))
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        groups = [{"params": [self.a.weight], "lr": 0.5}, {"params": [self.a.bias], "lr": 0.25}]
+        self.add_optimizer(torch.optim.SGD(groups), clip_grad_norm=1.0)
+        self.add_optimizer(torch.optim.SGD(self.b.parameters(), lr=0.125))
+
+    def build(self, x):
+        loss = self.b(self.a(x)).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_learning_rates_are_those_of_all_groups_in_the_order_of_add_optimizer():
+    graph = TwoOptimizers()
+    graph(torch.randn(2, 4))
+    assert graph.learning_rates == [0.5, 0.25, 0.125]
+    assert float(graph.grad_norm) > 0  # of the one optimizer that clips

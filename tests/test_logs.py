@@ -53,9 +53,9 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.due, self.work = 0.0, float("inf"), None
         monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(progress, "Ticker", self.ticker)
+        monkeypatch.setattr(progress, "ProgressThread", self.ticker)
 
-    def ticker(self, work: progress.Work) -> Any:
+    def ticker(self, work: progress.LongTask) -> Any:
         self.work, self.due = work, self.now + progress.QUIET
         over = SimpleNamespace(set=lambda: setattr(self, "due", float("inf")))
         return SimpleNamespace(start=lambda: None, is_alive=lambda: True, over=over, join=lambda: None)
@@ -229,9 +229,22 @@ def test_what_has_no_parts_says_how_long_it_takes(clock: Clock, monkeypatch: pyt
 def test_on_a_terminal_one_line_is_updated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", out := Terminal())
     work(clock, {"capture": 3.1})
-    *updates, last = out.getvalue().split("\r\x1b[K")
-    assert len(updates) > 2 and not any("\n" in update for update in updates)
+    *updates, last = out.getvalue().split("\r")
+    assert sum("capture (part 1)" in update for update in updates) > 2
+    assert not any("\n" in update for update in updates)
     assert last.startswith("graphzero: compiling Large took 3.1 s") and last.endswith("\n")
+    assert not [one for one in threading.enumerate() if one.name == "TMonitor" or type(one).__name__ == "TMonitor"]
+
+
+def test_on_a_terminal_without_tqdm_there_are_plain_lines(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", out := Terminal())
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+    work(clock, {"capture": 3.1})
+    assert out.getvalue().splitlines() == [
+        "graphzero: compiling Large: capture (part 1), 2 s so far",
+        "graphzero: compiling Large: capture took 3.1 s",
+        "graphzero: compiling Large took 3.1 s: capture 3.1 s",
+    ]
 
 
 @pytest.mark.parametrize("why", ["another rank", "set_logs", "logger"])
@@ -263,7 +276,7 @@ def test_the_passes_of_a_compile_are_shown_as_they_run(monkeypatch: pytest.Monke
     graph.config.add_pass(slow_pass, after="zero")
     graph(torch.randn(4, 8))
     assert "compiling Train: slow_pass (part" in shown[0]
-    assert not [one for one in threading.enumerate() if isinstance(one, progress.Ticker)]
+    assert not [one for one in threading.enumerate() if isinstance(one, progress.ProgressThread)]
 
 
 def test_the_seconds_of_a_part_are_without_those_within_it(clock: Clock) -> None:

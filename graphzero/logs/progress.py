@@ -1,18 +1,19 @@
 """What a process is busy with, for who waits: nothing for two seconds, then which part of the work is under way.
 
-On a terminal one line is updated in place.  Elsewhere there are plain lines: one for each part that took more than a
-second, and one every few seconds.  A thread of its own says them, for the work itself may be anywhere.
+On a terminal tqdm updates one line in place, if it is installed.  Elsewhere there are plain lines: one for each part
+that took more than a second, and one every few seconds.  A thread of its own says them: the work may be anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from graphzero import _compat
 from graphzero.logs.records import LOG, OPTIONS
@@ -20,11 +21,10 @@ from graphzero.logs.records import LOG, OPTIONS
 QUIET = 2.0  # seconds before anything is said
 LONG = 1.0  # seconds of a part that has a line of its own
 EVERY = {True: 0.25, False: 5.0}  # seconds between two lines, on a terminal and elsewhere
-_CLEARED = "\r\x1b[K"
 _LARGEST = 5  # parts named at the end
 
 
-class Work:
+class LongTask:
     """Something long that is made of parts.
 
     what: "compiling TrainGraph".  seconds: of each part so far, without those within it, in order of their beginning.
@@ -37,6 +37,7 @@ class Work:
         self._under_way: list[str] = []
         self.began = self._since = time.perf_counter()
         self._lock = threading.Lock()
+        self._bar: Any = None  # of tqdm
 
     @property
     def elapsed(self) -> float:
@@ -72,8 +73,8 @@ class Work:
     def close(self) -> None:
         """The work is over."""
         if self.is_shown:
-            if _on_terminal():
-                _write(_CLEARED)
+            if self._bar is not None:
+                self._bar.close()
             parts = f": {self.summary}" if self.seconds else ""
             self._say(f"{self.what} took {self.elapsed:.1f} s{parts}", is_last=True)
 
@@ -89,15 +90,16 @@ class Work:
         with self._lock:
             line = f"graphzero: {text}"
             if _on_terminal() and not is_last:
-                _write(_CLEARED + line[: shutil.get_terminal_size().columns - 1])  # a longer one could not be cleared
+                self._bar = _create_bar() if self._bar is None else self._bar
+                self._bar.set_description_str(line)
             else:
                 _write(line + "\n")
 
 
-class Ticker(threading.Thread):
+class ProgressThread(threading.Thread):
     """Shows a work from time to time, until it is over.  It touches nothing of anybody's."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: LongTask) -> None:
         super().__init__(name="graphzero progress", daemon=True)
         self.work, self.over = work, threading.Event()
 
@@ -108,16 +110,16 @@ class Ticker(threading.Thread):
             pause = EVERY[_on_terminal()]
 
 
-_current: Work | None = None
+_current: LongTask | None = None
 
 
 @_compat.contextmanager
-def working(what: str, speaks: bool | None = None) -> Iterator[Work]:
+def working(what: str, speaks: bool | None = None) -> Iterator[LongTask]:
     """Within it something long is done.  speaks: whether this process says so; by default, if it is rank 0."""
     global _current
-    outer, work = _current, Work(what)
+    outer, work = _current, LongTask(what)
     speaks = OPTIONS.rank == 0 if speaks is None else speaks
-    ticker = Ticker(work) if outer is None and speaks and _is_wanted() else None
+    ticker = ProgressThread(work) if outer is None and speaks and _is_wanted() else None
     try:
         _current = work
         if ticker is not None:
@@ -154,9 +156,21 @@ def _is_wanted() -> bool:
 
 
 def _on_terminal() -> bool:
+    """Whether a line is updated in place."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return OPTIONS.progress == "auto" and sys.stderr.isatty()
+        return OPTIONS.progress == "auto" and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     return False
+
+
+def _create_bar() -> Any:
+    """A line of tqdm's that is cleared at its end, without the thread and the lock between processes of its bars."""
+    from tqdm import tqdm
+
+    class Line(tqdm):  # type: ignore[misc]
+        monitor_interval = 0
+
+    Line.set_lock(threading.RLock())
+    return Line(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
 
 
 def _write(text: str) -> None:

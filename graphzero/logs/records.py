@@ -75,8 +75,9 @@ def set_logs(*, file: str | os.PathLike[str] | None = None, steps: bool = False,
     file: a path to which events are added as JSON lines, by rank 0 alone; one with ``{rank}`` in it by every rank, each
     to its own.  None: no file.  As the environment variable: ``GRAPHZERO_LOG``.
     steps: log every step with its seconds (on CUDA those until the host is done with it): ``GRAPHZERO_LOG_STEPS=1``.
-    progress: what a compile of more than two seconds prints to stderr, on the first rank: "auto", one line that is
-    updated on a terminal and plain lines elsewhere; "lines", plain lines; "off", nothing.  ``GRAPHZERO_PROGRESS``.
+    progress: what a compile of more than two seconds prints to stderr, on the first rank: "auto", one line that tqdm
+    updates on a terminal, where it is installed, and plain lines elsewhere; "lines", plain lines; "off", nothing.
+    ``GRAPHZERO_PROGRESS``.
 
     Events go to the logger "graphzero" too, at level INFO, with the attributes ``event`` and ``fields``.
     Raises ConfigError for a file that cannot be written, and for another ``progress``.

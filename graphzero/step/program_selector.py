@@ -14,7 +14,7 @@ from graphzero.capture import GuardedAttributes
 from graphzero.config import AUTO, Settings
 from graphzero.errors import ConfigError, GraphZeroError
 from graphzero.logs import event, is_on, working
-from graphzero.logs.progress import Work
+from graphzero.logs.progress import LongTask
 from graphzero.runtime.execute.executor import Executor
 from graphzero.runtime.world import device_memory
 from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
@@ -176,7 +176,7 @@ class ProgramSelector:
         graph, count = self.source.name, len(self.programs.all)
         event(name, f"{graph} {does}{why}", graph=graph, programs=count, changed=changed, inputs=inputs)
 
-    def _tell_of_compile(self, work: Work, failure: Exception | None) -> None:
+    def _tell_of_compile(self, work: LongTask, failure: Exception | None) -> None:
         graph, seconds = self.source.name, work.elapsed
         if failure is None:
             event("compile_done", f"{graph} compiled in {seconds:.2f} s", graph=graph, seconds=seconds,

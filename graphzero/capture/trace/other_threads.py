@@ -17,7 +17,7 @@ from torch import nn
 from graphzero import _compat
 from graphzero.capture.objects.patches import patched
 from graphzero.errors import CaptureError
-from graphzero.logs.progress import Ticker
+from graphzero.logs.progress import ProgressThread
 
 one_at_a_time = threading.RLock()  # what is arranged around build is put back in the opposite order, by one thread
 
@@ -36,7 +36,7 @@ def others_wait(root: nn.Module) -> Iterator[None]:
     minutes: build waits for it in turn.
     """
     own = threading.get_ident()
-    others = {thread.ident for thread in threading.enumerate() if not isinstance(thread, Ticker)} - {own}
+    others = {thread.ident for thread in threading.enumerate() if not isinstance(thread, ProgressThread)} - {own}
     if not others:
         yield
         return

@@ -270,7 +270,12 @@ KEYS = (
     _replaced("dump_state", "print(graph): settings, parameters and program"),
     _replaced("log_level", "Python's logging, logger 'graphzero'", idle_at()),
     _section("flops_profiler", REPLACED, "torch.utils.flop_counter around an eager step", holds=_FLOPS),
-    _section("tensorboard", REPLACED, "gz.TensorBoard(graph, folder)", holds="enabled output_path job_name"),
+    _section(
+        "tensorboard",
+        REPLACED,
+        "torch.utils.tensorboard.SummaryWriter, see docs/trace.md",
+        holds="enabled output_path job_name",
+    ),
     _section("wandb", REPLACED, _YOUR_LOOP, holds="enabled group team project"),
     _section("csv_monitor", REPLACED, _YOUR_LOOP, holds="enabled output_path job_name"),
     _section("comet", REPLACED, _YOUR_LOOP, holds=_COMET),

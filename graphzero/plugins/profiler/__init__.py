@@ -1,10 +1,9 @@
-"""What steps took: every op and collective with begin and end, beside what was planned; scalars for TensorBoard.
+"""What steps took: every op and collective with begin and end, beside what was planned.
 
 ``recorder`` notes when lines of a program begin, ``clocks`` brings the ranks' clocks together, ``tracing`` makes a
 ``Trace`` of that, ``chrome`` a file that Perfetto reads, ``compare`` a list of what is not as planned, ``words`` text.
 """
 
-from graphzero.plugins.profiler.scalars import TensorBoard
 from graphzero.plugins.profiler.tracing import Trace, trace
 
-__all__ = ["TensorBoard", "Trace", "trace"]
+__all__ = ["Trace", "trace"]
