@@ -5,7 +5,7 @@ import torch
 from graphs import TrainGraph, mean_square
 
 import graphzero as gz
-from graphzero.inspect.float64_step import Wide
+from graphzero.inspect.float64_step import Float64Mode
 from graphzero.ops import grouped_mm
 from graphzero.sbp import B, S
 from graphzero.sbp.rule_checks import check_rule
@@ -83,7 +83,7 @@ def test_products_of_groups_are_computed_in_float64_where_a_step_is_checked():
     ends = torch.tensor([3, 8], dtype=torch.int32)
     expected = torch.cat([a[:3] @ b[0], a[3:] @ b[1]])
     wanted = torch.autograd.grad(expected.square().sum(), (a, b))
-    with Wide():
+    with Float64Mode():
         found = torch.nn.functional.grouped_mm(a, b, offs=ends)
         gradients = torch.autograd.grad(found.square().sum(), (a, b))
     torch.testing.assert_close(found, expected)

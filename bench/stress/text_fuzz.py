@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import graphzero as gz
-from graphzero.inspect.simulate import lowered, run
+from graphzero.inspect.simulate import lower_program, run_program
 from graphzero.ir import known_ops
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.verifier.verify import verify
@@ -220,9 +220,9 @@ def outcome(text: str) -> str:
         if graph.placement.size > RANKS or _bytes(graph) > RUN_BYTES:
             return "too large to run here"
         try:
-            program = lowered(graph)
+            program = lower_program(graph)
             plan_of(program)
-            run(program, random_inputs(program, 0))
+            run_program(program, random_inputs(program, 0))
         except gz.GraphZeroError as error:
             return f"a pass refused: {type(error).__name__}"
         except Exception as error:

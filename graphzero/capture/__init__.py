@@ -9,12 +9,12 @@ from graphzero.capture.annotations.local_regions import region_runs
 from graphzero.capture.annotations.pins import is_capturing, pin_value, placement_of_capture
 from graphzero.capture.assemble import capture
 from graphzero.capture.guards import GuardedAttributes, GuardSet, describe_path
-from graphzero.capture.optimizer.average import baked_of_average
+from graphzero.capture.optimizer.average import constants_of_average
 from graphzero.capture.optimizer.hyperparameters import Carry
 from graphzero.capture.optimizer.initial_state import initial_fill
 from graphzero.capture.optimizer.loss_scale import LossScale
-from graphzero.capture.optimizer.stepped_numbers import counts_in_states, fixed_of_group, hypers_of_group
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.stepped_numbers import constants_of_group, counts_in_states, hyperparameters_of_group
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.spec import (
     LOSS_SCALE,
     AverageSpec,
@@ -43,13 +43,13 @@ __all__ = [
     "Scaling",
     "StateSpec",
     "Step",
-    "Stepping",
-    "baked_of_average",
+    "OptimizerTracer",
+    "constants_of_average",
     "capture",
     "counts_in_states",
     "describe_path",
-    "fixed_of_group",
-    "hypers_of_group",
+    "constants_of_group",
+    "hyperparameters_of_group",
     "initial_fill",
     "is_capturing",
     "pin_value",

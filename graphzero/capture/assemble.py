@@ -9,27 +9,27 @@ import torch
 from torch import fx, nn
 
 from graphzero.capture.annotations.local_regions import finish_regions
-from graphzero.capture.annotations.pins import mark
-from graphzero.capture.graph_builder import Join, left_alone, separable
+from graphzero.capture.annotations.pins import mark_pins
+from graphzero.capture.graph_builder import GraphBuilder, idle_parameters, is_separable
 from graphzero.capture.guards.guard_set import GuardSet
 from graphzero.capture.guards.number_guards import build_number_guards
 from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
 from graphzero.capture.optimizer import optimizer as updates_of
-from graphzero.capture.optimizer.hyperparameters import Carry, hyper_name
-from graphzero.capture.optimizer.optimizer import Update
-from graphzero.capture.optimizer.states import Fills, equal_states, mark_first_steps
-from graphzero.capture.optimizer.stepped_numbers import counts_parameters, hypers_of_group, paths_of
-from graphzero.capture.optimizer.stepped_parameter import Member
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.hyperparameters import Carry, hyperparameter_name
+from graphzero.capture.optimizer.optimizer import TracedUpdate
+from graphzero.capture.optimizer.states import StateFills, equal_states, mark_first_steps
+from graphzero.capture.optimizer.stepped_numbers import counts_parameters, hyperparameters_of_group, paths_of
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.precision import check_masters
 from graphzero.capture.problems import check_classes, check_modules, check_parameters, place_of, problem
 from graphzero.capture.rewrite.canonicalise import canonicalise, merge_equal
-from graphzero.capture.rewrite.finalize import finish
+from graphzero.capture.rewrite.finalize import finalize
 from graphzero.capture.rewrite.parameter_uses import insert_uses
-from graphzero.capture.rewrite.row_gather import pick_rows
+from graphzero.capture.rewrite.row_gather import gather_rows
 from graphzero.capture.spec import Captured, Inputs, StateSpec, Step
-from graphzero.capture.trace.build_trace import Slot, Traced
-from graphzero.capture.trace.other_threads import one_at_a_time
+from graphzero.capture.trace.build_trace import OutputSlot, TracedBuild
+from graphzero.capture.trace.other_threads import capture_lock
 from graphzero.capture.trace.retracing import trace_build
 from graphzero.capture.update_writer import UpdateWriter
 from graphzero.ir.graph import StepGraph
@@ -50,8 +50,8 @@ def capture(step: Step, inputs: Inputs) -> Captured:
     Raises:
         CaptureError: with the user's line, where the step cannot be one graph.
     """
-    with one_at_a_time:
-        return _Capture(step, inputs).run()
+    with capture_lock:
+        return _Capture(step, inputs).capture_step()
 
 
 class _Capture:
@@ -62,17 +62,17 @@ class _Capture:
             self.root.add_module(name, module)
         self.params = dict(self.root.named_parameters())
         self.paths = {id(param): path for path, param in self.params.items()}
-        self.join = Join()
-        self.steppings: list[Stepping] = []
-        self.fills: list[Fills] = []
+        self.builder = GraphBuilder()
+        self.steppings: list[OptimizerTracer] = []
+        self.fills: list[StateFills] = []
         self.states: list[StateSpec] = []
-        self.update = UpdateWriter(step, self.root, self.join, self.states)
+        self.update = UpdateWriter(step, self.root, self.builder, self.states)
         self.state_guard = OptimizerStateGuard()
         self.unused: list[str] = []
         self.environments: list[tuple[Any, dict[str, Role]]] = []
         self.carries: list[Carry] = []
 
-    def run(self) -> Captured:
+    def capture_step(self) -> Captured:
         check_modules(self.root.named_modules())
         check_parameters(self.params)
         check_classes({**self.params, **dict(self.root.named_buffers())})
@@ -80,8 +80,8 @@ class _Capture:
         for i, spec in enumerate(self.step.optimizers):
             updates_of.check(spec)
             self._check_owned(i)
-            self.steppings.append(Stepping(spec.optimizer, i, self.paths))
-            self.fills.append(Fills(self.steppings[i]))
+            self.steppings.append(OptimizerTracer(spec.optimizer, i, self.paths))
+            self.fills.append(StateFills(self.steppings[i]))
         with phase("build"):
             traced = trace_build(self.step, self.root, self.inputs)
         self._check_backward(traced)
@@ -117,7 +117,7 @@ class _Capture:
                         facts=[f"modules of the Graph: {', '.join(self.step.modules) or 'none'}"],
                     )
 
-    def _check_backward(self, traced: Traced) -> None:
+    def _check_backward(self, traced: TracedBuild) -> None:
         step = self.step
         if step.optimizers and not traced.trains:
             raise problem(
@@ -150,24 +150,24 @@ class _Capture:
             stacklevel=5,
         )
 
-    def _members(self, index: int, with_grad: set[str]) -> list[Member]:
+    def _members(self, index: int, with_grad: set[str]) -> list[SteppedParameter]:
         optimizer = self.step.optimizers[index].optimizer
         members = [
-            Member(self.paths[id(p)], g, p, rounded=self.step.rounds(p))
+            SteppedParameter(self.paths[id(p)], g, p, rounded=self.step.rounds(p))
             for g, group in enumerate(optimizer.param_groups)
             for p in group["params"]
             if self.paths[id(p)] in with_grad
         ]
         if members:
-            updates_of.state_kinds(self.steppings[index], members)
+            updates_of.fill_state_kinds(self.steppings[index], members)
             self.state_guard |= mark_first_steps(index, members, self.fills[index])
         return members
 
-    def _trace(self, index: int, members: list[Member]) -> Update | None:
+    def _trace(self, index: int, members: list[SteppedParameter]) -> TracedUpdate | None:
         if not members:
             return None
         stepping = self.steppings[index]
-        kinds: dict[Any, list[Member]] = {}
+        kinds: dict[Any, list[SteppedParameter]] = {}
         for member in members:
             kinds.setdefault(member.kind, []).append(member)
         chosen = [alike[0] for alike in kinds.values()]
@@ -176,15 +176,15 @@ class _Capture:
             chosen.append(most[1])
         update = updates_of.trace_update(index, stepping, members if stepping.mixes else chosen)
         counts = any(counts_parameters(stepping.optimizer, carry.group) for carry in update.carries)
-        if not separable(update) or (counts and len(chosen) < len(members)):
+        if not is_separable(update) or (counts and len(chosen) < len(members)):
             update = updates_of.trace_update(index, stepping, members)
-        if idle := left_alone(update):
+        if idle := idle_parameters(update):
             self._warn_idle(stepping, idle)
         self.environments.append((update.env, {symbol: hyper.role for symbol, hyper in update.symbols.items()}))
         self.carries += [paths_of(carry, members) for carry in update.carries]
         return update
 
-    def _warn_idle(self, stepping: Stepping, paths: list[str]) -> None:
+    def _warn_idle(self, stepping: OptimizerTracer, paths: list[str]) -> None:
         """A step may ignore a gradient, as one of rate 0 does; one that leaves it to another optimizer is cut off."""
         what = f"{stepping.name}.step() makes nothing of the gradient of {', '.join(paths[:8])}"
         if stepping.inner:
@@ -197,8 +197,8 @@ class _Capture:
 
     # ---- placeholders
 
-    def _add_placeholders(self, traced: Traced, members: list[list[Member]]) -> None:
-        add = self.join.placeholder
+    def _add_placeholders(self, traced: TracedBuild, members: list[list[SteppedParameter]]) -> None:
+        add = self.builder.placeholder
         fakes = [node.meta["val"] for node in traced.module.graph.find_nodes(op="placeholder")]
         for role, fake in zip(self._build_roles(), fakes, strict=True):
             if role.kind != "seed":
@@ -207,10 +207,10 @@ class _Capture:
             self._add_states(i, group)
             optimizer = self.step.optimizers[i].optimizer
             for g in range(len(optimizer.param_groups)):
-                for hyper in hypers_of_group(i, optimizer, g):
-                    add(hyper.role, hyper_name(hyper), hyper.value)
+                for hyper in hyperparameters_of_group(i, optimizer, g):
+                    add(hyper.role, hyperparameter_name(hyper), hyper.value)
         add(Role("seed"), "seed", fakes[-1])
-        self.join.add_constants(traced.module)
+        self.builder.add_constants(traced.module)
 
     def _build_roles(self) -> list[Role]:
         roles = [Role("batch", leaf.name) for leaf in self.inputs.tensors]
@@ -219,7 +219,7 @@ class _Capture:
         roles += [Role("buffer", path) for path, _ in self.root.named_buffers()]
         return [*roles, Role("seed")]
 
-    def _add_states(self, index: int, members: list[Member]) -> None:
+    def _add_states(self, index: int, members: list[SteppedParameter]) -> None:
         fills = self.fills[index]
         shared = equal_states(members, fills)
         for member in members:
@@ -228,18 +228,18 @@ class _Capture:
                     continue
                 of = f"optimizer{index}.group{member.group}" if (member.group, key) in shared else member.path
                 role = Role("state", of, key)
-                node = self.join.placeholders.get(role)
+                node = self.builder.placeholders.get(role)
                 if node is None:
                     fake = torch.empty(entry[1], dtype=entry[0], device="meta")
-                    node = self.join.placeholder(role, f"{of}_{key}", fake)
-                fill = fills.of(member, key)
+                    node = self.builder.placeholder(role, f"{of}_{key}", fake)
+                fill = fills.fill_of(member, key)
                 spec = StateSpec(index, member.path, key, entry[0], entry[1], fill, node.name, member.first)
                 self.states.append(spec)
 
     # ---- the graph
 
-    def _add_build(self, traced: Traced) -> dict[fx.Node, fx.Node]:
-        copies = self.join.add_build(traced, self._build_roles())
+    def _add_build(self, traced: TracedBuild) -> dict[fx.Node, fx.Node]:
+        copies = self.builder.add_build(traced, self._build_roles())
         for path, old in zip(self.params, traced.results["params"], strict=True):
             self.update.put(Role("param", path), copies[old])
         for (path, _), old in zip(self.root.named_buffers(), traced.results["buffers"], strict=True):
@@ -248,23 +248,23 @@ class _Capture:
 
     # ---- the end
 
-    def _finish(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> Captured:
-        graph = self.join.graph
+    def _finish(self, traced: TracedBuild, copies: dict[fx.Node, fx.Node]) -> Captured:
+        graph = self.builder.graph
         slots = [copies[node] for node in traced.results["outputs"]]
-        outputs = tuple(slots[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in traced.out)
+        outputs = tuple(slots[leaf.index] if isinstance(leaf, OutputSlot) else leaf for leaf in traced.out)
         losses = [copies[node] for node in traced.results["losses"]]
         aux = {f"check.{i}": copies[node] for i, node in enumerate(traced.results["checks"])}
         graph.output((outputs, self.update.aux | aux, self.update.updates, losses, self.update.ended))
-        pick_rows(graph)
+        gather_rows(graph)
         canonicalise(graph)
         merge_equal(graph, lambda node: phase_of(node) == "forward")  # not in backward: recomputation is meant
         finish_regions(graph, self.step.placement, losses)
         insert_uses(graph)
-        finish(graph)
-        mark(graph, traced.pins)
+        finalize(graph)
+        mark_pins(graph, traced.pins)
         placeholders = {node.name for node in graph.find_nodes(op="placeholder")}
         states = [spec for spec in self.states if spec.placeholder in placeholders]
-        constants = {name: tensor for name, tensor in self.join.constants.items() if name in placeholders}
+        constants = {name: tensor for name, tensor in self.builder.constants.items() if name in placeholders}
         step_graph = StepGraph(self.step.name, self.step.placement, graph)
         training = traced.trains and bool(self.step.optimizers)
         return Captured(
@@ -279,7 +279,7 @@ class _Capture:
             asks_whether_traced=tuple(traced.asks_whether_traced),
         )
 
-    def _guards(self, traced: Traced, states: list[StateSpec]) -> GuardSet:
+    def _guards(self, traced: TracedBuild, states: list[StateSpec]) -> GuardSet:
         scalars = [Role("scalar", leaf.name) for leaf in self.inputs.floats]
         fixed = {Role("scalar", name): x for name, x in traced.fixed.items()}
         counters: dict[str, list[tuple[int, str]]] = {}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.capture.optimizer.optimizer import Update
-from graphzero.capture.optimizer.stepped_parameter import Member
+from graphzero.capture.optimizer.optimizer import TracedUpdate
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.rewrite.canonicalise import node_key
-from graphzero.capture.trace.build_trace import Traced
+from graphzero.capture.trace.build_trace import TracedBuild
 from graphzero.ir.value import Role, ScalarType, TensorType
 
 _SMALL = 16
@@ -41,7 +41,7 @@ def plain_name(*parts: str) -> str:
     return re.sub(r"\W+", "_", "_".join(part for part in parts if part)).strip("_")
 
 
-class Join:
+class GraphBuilder:
     """The graph under construction.  constants: by name of their placeholder, the tensors that build closes over."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Join:
 
     # ---- build
 
-    def add_build(self, traced: Traced, roles: Iterable[Role | None]) -> dict[fx.Node, fx.Node]:
+    def add_build(self, traced: TracedBuild, roles: Iterable[Role | None]) -> dict[fx.Node, fx.Node]:
         """Copy the nodes of build; returns old -> new.  ``roles``: of the traced graph's inputs, in order."""
         module, copies = traced.module, {}
         for node, role in zip(module.graph.find_nodes(op="placeholder"), roles, strict=True):
@@ -129,8 +129,8 @@ class Join:
                 copies[node] = self.emit(node.target, args, type_of_fake(fake), kwargs=dict(kwargs), fake=fake)
         return copies
 
-    def stamp(
-        self, update: Update, model: Member, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]
+    def stamp_update(
+        self, update: TracedUpdate, model: SteppedParameter, given: dict[fx.Node, fx.Node], nodes: list[fx.Node]
     ) -> dict[str, fx.Node]:
         """Add ``nodes`` of the traced update of ``model`` with ``given`` in place of its inputs.
 
@@ -144,7 +144,7 @@ class Join:
         return results
 
 
-def ancestors(update: Update, member: Member) -> list[fx.Node]:
+def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
     """What the new parameter and states of ``member`` are computed from, in program order."""
     todo = [update.params[member.path]]
     todo += [node for (path, _), node in update.states.items() if path == member.path]
@@ -157,7 +157,7 @@ def ancestors(update: Update, member: Member) -> list[fx.Node]:
     return [node for node in update.params[member.path].graph.nodes if node in seen]
 
 
-def separable(update: Update) -> bool:
+def is_separable(update: TracedUpdate) -> bool:
     """Whether each member steps from its own parameter, gradient and states alone."""
     for member in update.members:
         for node in ancestors(update, member):
@@ -167,7 +167,7 @@ def separable(update: Update) -> bool:
     return True
 
 
-def left_alone(update: Update) -> list[str]:
+def idle_parameters(update: TracedUpdate) -> list[str]:
     """Paths of the members that a step leaves as they are, and of whose gradients it makes nothing."""
     inputs = {label[:2]: node for node, label in update.inputs.items() if label[0] in ("param", "grad")}
     later = [member for member in update.members if not member.first]  # a first step may only make its state

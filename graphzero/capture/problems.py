@@ -39,10 +39,10 @@ def problem(what: str, hint: str, where: list[str] | None = None, facts: Iterabl
 
 def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Iterable[str] = ()) -> CaptureError:
     """A CaptureError about the line that is running now."""
-    return stand(problem(what, hint, user_frames(limit=3, until=build), facts))
+    return record_problem(problem(what, hint, user_frames(limit=3, until=build), facts))
 
 
-def stand(made: CaptureError) -> CaptureError:
+def record_problem(made: CaptureError) -> CaptureError:
     """``made``, which is a problem from now on, whoever catches it."""
     met = _met.get()
     if met is not None and made not in met:
@@ -51,7 +51,7 @@ def stand(made: CaptureError) -> CaptureError:
 
 
 @_compat.contextmanager
-def none_swallowed() -> Iterator[None]:
+def raising_recorded_problems() -> Iterator[None]:
     """A problem that is met inside and caught there by somebody else (``except Exception``, a logger) is raised at
     the end: what was traced instead is another step than the one that plain PyTorch takes."""
     met: list[CaptureError] = []
@@ -61,7 +61,7 @@ def none_swallowed() -> Iterator[None]:
         raise met[0]
 
 
-def withdraw(made: CaptureError) -> None:
+def withdraw_problem(made: CaptureError) -> None:
     """What ``made`` says has turned out to be no problem."""
     met = _met.get()
     if met is not None and made in met:

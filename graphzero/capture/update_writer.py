@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphzero.capture.graph_builder import Join, ancestors, separable
+from graphzero.capture.graph_builder import GraphBuilder, ancestors, is_separable
 from graphzero.capture.optimizer.average import tensors_of, trace_average
 from graphzero.capture.optimizer.clip import clip
-from graphzero.capture.optimizer.loss_scale import Scale
-from graphzero.capture.optimizer.optimizer import Update
-from graphzero.capture.optimizer.stepped_parameter import Member
+from graphzero.capture.optimizer.loss_scale import LossScaleUpdate
+from graphzero.capture.optimizer.optimizer import TracedUpdate
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.precision import check_born
 from graphzero.capture.problems import problem
 from graphzero.capture.rewrite.finalize import origin
 from graphzero.capture.spec import LOSS_SCALE, AverageSpec, StateSpec, Step
-from graphzero.capture.trace.build_trace import Traced
+from graphzero.capture.trace.build_trace import TracedBuild
 from graphzero.ir.value import Role, TensorType, tensor_type
 from graphzero.ops import STOCHASTIC_ROUND
 
@@ -32,18 +32,18 @@ class UpdateWriter:
     that backward left.
     """
 
-    def __init__(self, step: Step, root: nn.Module, join: Join, states: list[StateSpec]) -> None:
-        self.step, self.root, self.join, self.states = step, root, join, states
+    def __init__(self, step: Step, root: nn.Module, builder: GraphBuilder, states: list[StateSpec]) -> None:
+        self.step, self.root, self.builder, self.states = step, root, builder, states
         self.params = dict(root.named_parameters())
         self.aux: dict[str, fx.Node] = {}
         self.updates: dict[str, fx.Node] = {}
         self.ended: dict[str, fx.Node] = {}
         self.narrow: set[str] = set()  # paths of gradients that the update still has to widen
-        self.scale: Scale | None = None
+        self.scale: LossScaleUpdate | None = None
         self.non_finite: fx.Node | None = None
         self.rounded = 0  # how many values the update has rounded stochastically
 
-    def gradients(self, traced: Traced, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+    def gradients(self, traced: TracedBuild, copies: dict[fx.Node, fx.Node]) -> dict[str, fx.Node]:
         """The gradients that the optimizers read; ``self.ended``: those that backward left, by path."""
         grads: dict[str, fx.Node] = {}
         wide = dict(zip(traced.with_wide, traced.results["wide"], strict=True))
@@ -64,21 +64,23 @@ class UpdateWriter:
 
     def _kept(self, path: str, grad: fx.Node) -> fx.Node:
         type_ = grad.meta["type"]
-        alias = self.join.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
+        alias = self.builder.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
         alias.meta["keep"] = True
         self.ended[path] = alias
         return alias
 
     def begin_scale(self, paths: list[str]) -> None:
         """Unless no loss is scaled: how many elements of gradients are not finite, of parameters that are stepped."""
-        precision, nodes = self.step.precision, self.join.placeholders
+        precision, nodes = self.step.precision, self.builder.placeholders
         if precision is None or precision.scaling is None or not paths:
             return
         check_born(self.step, self.states)
         roles = {
             name: Role("buffer", f"{LOSS_SCALE}.{name}") for name, _ in self.step.modules[LOSS_SCALE].named_buffers()
         }
-        self.scale = Scale(self.join.emit, precision.scaling, {name: nodes[role] for name, role in roles.items()})
+        self.scale = LossScaleUpdate(
+            self.builder.emit, precision.scaling, {name: nodes[role] for name, role in roles.items()}
+        )
         self.non_finite = self.scale.count([self.ended[path] for path in paths])
 
     @property
@@ -101,59 +103,61 @@ class UpdateWriter:
             return self._cast(grad, dtype)
         if self.scale is not None:
             grad = self._cast(grad, torch.float32)
-            grad = self.join.emit(aten.mul.Tensor, (grad, self.scale.inverse()), tensor_type(grad))
+            grad = self.builder.emit(aten.mul.Tensor, (grad, self.scale.inverse()), tensor_type(grad))
         return self._cast(grad, dtype)
 
     def _rounded(self, node: fx.Node) -> fx.Node:
         """What an update has made of a bfloat16 value, in float32, as it is held."""
         shape = tensor_type(node).shape
         number, self.rounded = self.rounded, self.rounded + 1
-        args = (node, self.join.placeholders[Role("seed")], number, [0] * len(shape), list(shape))
-        return self.join.emit(STOCHASTIC_ROUND, args, TensorType(torch.bfloat16, shape))
+        args = (node, self.builder.placeholders[Role("seed")], number, [0] * len(shape), list(shape))
+        return self.builder.emit(STOCHASTIC_ROUND, args, TensorType(torch.bfloat16, shape))
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         type_ = TensorType(dtype, tensor_type(node).shape)
         if tensor_type(node).dtype == dtype:
             return node
-        return self.join.emit(aten._to_copy.default, (node,), type_, kwargs={"dtype": dtype})
+        return self.builder.emit(aten._to_copy.default, (node,), type_, kwargs={"dtype": dtype})
 
-    def add(self, index: int, members: list[Member], update: Update | None, grads: dict[str, fx.Node]) -> None:
+    def add(
+        self, index: int, members: list[SteppedParameter], update: TracedUpdate | None, grads: dict[str, fx.Node]
+    ) -> None:
         """The step of one optimizer; ``update``: what was traced of it, None where no parameter has a gradient."""
         if update is None:
             return
         own = {member.path: grads[member.path] for member in members if member.path in grads}
         clipped, norm = self._clipping(index, own)
-        begun = len(self.join.graph.nodes)
+        begun = len(self.builder.graph.nodes)
         own = {path: clipped(self._widened(path, grad)) for path, grad in own.items()}
         is_wider = bool(self.narrow) or any(member.rounded for member in members)
-        late = list(self.join.graph.nodes)[begun:] if is_wider else []
+        late = list(self.builder.graph.nodes)[begun:] if is_wider else []
         if norm is not None:
             self.aux[f"grad_norm.{index}"] = norm
         places = {(spec.param, spec.key): spec for spec in self.states if spec.optimizer == index}
-        by_name = {node.name: node for node in self.join.placeholders.values()}
+        by_name = {node.name: node for node in self.builder.placeholders.values()}
         models = {member.path: member for member in update.members}
         by_path = {member.path: member for member in members}
         by_kind = {member.kind: member for member in reversed(update.members)}
         needed = {member.path: ancestors(update, member) for member in update.members}
-        whole = not separable(update)
+        whole = not is_separable(update)
         for member in members:
             model = models.get(member.path) or by_kind[member.kind]
             given = {}
             for node, label in update.inputs.items():
                 if label[0] == "hyper":
-                    given[node] = self.join.placeholders[label[1].role]
+                    given[node] = self.builder.placeholders[label[1].role]
                 elif label[1] == model.path or whole:
                     path = label[1] if whole else member.path
                     entering = self._input(label[0], path, label[2], own, places, by_name)
                     given[node] = self._cast(entering, by_path[path].stepped(tensor_type(entering).dtype))
-            results = self.join.stamp(update, model, given, needed[model.path])
+            results = self.builder.stamp_update(update, model, given, needed[model.path])
             for key, node in results.items():
                 self._add_result(member, key, node, places, by_name)
-        _sink(self.join.graph, late)
+        _sink(self.builder.graph, late)
 
     def _clipping(self, index: int, grads: dict[str, fx.Node]) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
         """See ``clip``.  The norm is that of unscaled gradients: where all are scaled alike, it is unscaled itself."""
-        emit, spec = self.join.emit, self.step.optimizers[index]
+        emit, spec = self.builder.emit, self.step.optimizers[index]
         if self.scale is None or spec.clip_grad_norm is None:
             return clip(emit, spec, grads, grads, None)
         if self.narrow.issuperset(grads):
@@ -168,12 +172,17 @@ class UpdateWriter:
             return grads[path]
         if kind == "state":
             return by_name[places[path, key].placeholder]
-        return self._held(self.join.placeholders[Role("param", path)])
+        return self._held(self.builder.placeholders[Role("param", path)])
 
     def _add_result(
-        self, member: Member, key: str, node: fx.Node, places: dict[Any, StateSpec], by_name: dict[str, fx.Node]
+        self,
+        member: SteppedParameter,
+        key: str,
+        node: fx.Node,
+        places: dict[Any, StateSpec],
+        by_name: dict[str, fx.Node],
     ) -> None:
-        param = self.join.placeholders[Role("param", member.path)]
+        param = self.builder.placeholders[Role("param", member.path)]
         name = places[member.path, key].placeholder if key else param.name
         dtype = tensor_type(by_name[name]).dtype
         if member.stepped(dtype) != dtype:
@@ -192,7 +201,7 @@ class UpdateWriter:
 
     def add_average(self, spec: AverageSpec) -> None:
         """The average follows the parameters and buffers with which the step ends."""
-        traced, nodes = trace_average(spec, self.step.precision), self.join.placeholders
+        traced, nodes = trace_average(spec, self.step.precision), self.builder.placeholders
         roles = {id(x): Role("param", path) for path, x in self.params.items()}
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)
@@ -202,7 +211,7 @@ class UpdateWriter:
             self._cast(node, input_.meta["val"].dtype)
             for input_, node in zip(traced.inputs, (*ours, *model), strict=True)
         ]
-        copies = self.join.add_update(dict(zip(traced.inputs, entering, strict=True)), traced.module.graph.nodes)
+        copies = self.builder.add_update(dict(zip(traced.inputs, entering, strict=True)), traced.module.graph.nodes)
         for placeholder, old, new in zip(ours, entering[: len(ours)], traced.results, strict=True):
             if copies[new] is not old:
                 is_wider = tensor_type(copies[new]).dtype != tensor_type(placeholder).dtype
@@ -214,7 +223,7 @@ class UpdateWriter:
 
     def put(self, role: Role, node: fx.Node) -> None:
         """Say what is new of what ``role`` names, if it is."""
-        placeholder = self.join.placeholders[role]
+        placeholder = self.builder.placeholders[role]
         if node is not placeholder:
             self.updates[placeholder.name] = node
 

@@ -1,7 +1,7 @@
 """Where a step begins to differ from plain PyTorch: ``gz.check`` and its parts, in the order of a check.
 
-``start`` collects what one step reads, as whole copies; ``eager`` runs the user's build and optimizers on them;
-``stages`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
+``initial_state`` collects what one step reads, as whole copies; ``eager`` runs the user's build and optimizers on them;
+``stage_values`` runs the program after every pass; ``compare`` says what is beyond rounding; ``report`` writes it down.
 ``explain`` and ``snapshots`` run nothing: why a value has its SBP, and the program behind each pass as text.
 """
 

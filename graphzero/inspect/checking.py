@@ -13,10 +13,10 @@ from graphzero.graph import Graph
 from graphzero.inspect.compare import difference, held_difference, tolerance
 from graphzero.inspect.eager import eager_step
 from graphzero.inspect.first_difference import first_difference, first_nonfinite
-from graphzero.inspect.float64_step import widened
-from graphzero.inspect.initial_state import Start, start_of
+from graphzero.inspect.float64_step import widen_program
+from graphzero.inspect.initial_state import StepStart, start_of
 from graphzero.inspect.report import Report, Stage, beyond_lines, with_second
-from graphzero.inspect.stage_values import Ran, ran
+from graphzero.inspect.stage_values import StageRun, run_stage
 from graphzero.ir import value
 from graphzero.runtime.world.consensus import CHECK
 from graphzero.step.program import StepProgram
@@ -68,12 +68,12 @@ def check(
             start = start_of(prepared, dtype is not None)
         names = {node.name: _result_name(node, program.captured.states) for node in program.graph.placeholders()}
         device = graph.placement.device_type
-        report = _Check(start, names, program, device, rtol).run()
+        report = _Check(start, names, program, device, rtol).compare_stages()
         if start.is_wide or (report.agrees and not program.captured.asks_whether_traced):
             return report
         with torch.no_grad():
             again = start_of(prepared, True)
-        second = _Check(again, names, program, device, None).run()
+        second = _Check(again, names, program, device, None).compare_stages()
         return second if report.agrees else with_second(report, second)
 
 
@@ -85,7 +85,7 @@ def _result_name(node: Any, specs: list[Any]) -> str:
 
 class _Check:
     def __init__(
-        self, start: Start, names: Mapping[str, str], program: StepProgram, device: str, rtol: float | None
+        self, start: StepStart, names: Mapping[str, str], program: StepProgram, device: str, rtol: float | None
     ) -> None:
         self.start, self.names, self.history, self.device = start, names, program.history, device
         self.padded = program.captured.padded
@@ -94,7 +94,7 @@ class _Check:
         self.kinds = {name: "states" for name in names.values() if "/" in name}
         self.notes: list[str] = []
 
-    def run(self) -> Report:
+    def compare_stages(self) -> Report:
         stages = [self._against_eager()]
         where = "" if stages[0].agrees else "captured"
         changed_by = ""
@@ -115,13 +115,13 @@ class _Check:
             self.start.step.name, numbers, self.rtol, tuple(stages), where, changed_by, nonfinite, tuple(self.notes)
         )
 
-    def _run(self, graph: Any, watch: bool = False) -> Ran:
-        graph = widened(graph) if self.start.is_wide else graph
+    def _run(self, graph: Any, watch: bool = False) -> StageRun:
+        graph = widen_program(graph) if self.start.is_wide else graph
         default = torch.get_default_dtype()
         try:
             if self.start.is_wide:
                 torch.set_default_dtype(torch.float64)
-            return ran(graph, self.start.values, self.names, self.device, watch)
+            return run_stage(graph, self.start.values, self.names, self.device, watch)
         finally:
             torch.set_default_dtype(default)
 
@@ -158,7 +158,7 @@ class _Check:
                 if name in found or name in before}  # fmt: skip
         return gaps | {name: difference(old[name], x) for name, x in found.items() if name in before.keys() - eager}
 
-    def _compared(self, name: str, after: Ran) -> Stage:
+    def _compared(self, name: str, after: StageRun) -> Stage:
         wanted = self.captured.results
         shared = [result for result in after.results if result in wanted]
         return self._stage(name, after.ranks, {n: held_difference(wanted[n], after.results[n]) for n in shared})

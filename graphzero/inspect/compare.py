@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.inspect.simulate import Held
+from graphzero.inspect.simulate import RankValues
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.runtime.tensors.shards import piece
@@ -31,7 +31,7 @@ def difference(wanted: Any, found: Any) -> float:
     return _gap(wanted, found) / _scale(wanted)
 
 
-def held_difference(wanted: Held, found: Held) -> float:
+def held_difference(wanted: RankValues, found: RankValues) -> float:
     """The same for what ranks hold: the whole, and each rank's part against its part of what is wanted."""
     whole = wanted.whole()
     if not isinstance(whole, Tensor) or not found.nd or found.is_partial:

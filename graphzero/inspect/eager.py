@@ -21,18 +21,18 @@ from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, LossScale
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
 from graphzero.capture.annotations.local_regions import regions
-from graphzero.capture.objects.side_effects import untouched
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.objects.side_effects import restoring_side_effects
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.randomness import Draws
-from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.other_threads import one_at_a_time, others_wait
-from graphzero.capture.trace.tracing_context import surroundings
-from graphzero.inspect.float64_step import Wide
-from graphzero.inspect.initial_state import Start
+from graphzero.capture.trace.casts import ParameterCasts
+from graphzero.capture.trace.other_threads import blocking_other_threads, capture_lock
+from graphzero.capture.trace.tracing_context import tracing_context
+from graphzero.inspect.float64_step import Float64Mode
+from graphzero.inspect.initial_state import StepStart
 from graphzero.inspect.local_regions import EagerRegions
 
 
-def eager_step(start: Start) -> dict[str, Any]:
+def eager_step(start: StepStart) -> dict[str, Any]:
     """One step; returns "output 0", "gradient w", "grad_norm.0", "new w" and "new w/exp_avg" by name.
 
     ``start`` is left as it is.  Random draws are those that the program makes.
@@ -48,11 +48,16 @@ def eager_step(start: Start) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message="build sets")  # capture has said so
-        stack.enter_context(one_at_a_time)
-        stack.enter_context(untouched(start.step, root, lambda holder, name: ""))
+        stack.enter_context(capture_lock)
+        stack.enter_context(restoring_side_effects(start.step, root, lambda holder, name: ""))
         stack.enter_context(_numbers(start))
         args, kwargs = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (start.args, start.kwargs))
-        with others_wait(root), _compat.reparametrize(root, dict(state)), torch.enable_grad(), _precise(start):
+        with (
+            blocking_other_threads(root),
+            _compat.reparametrize(root, dict(state)),
+            torch.enable_grad(),
+            _precise(start),
+        ):
             with _StandIns(stand_ins, _casts(start, params)) as mode, _compat.autograd_under(mode):
                 result = start.step.build(*args, **kwargs)
             now = dict(root.named_buffers())
@@ -75,14 +80,14 @@ def eager_step(start: Start) -> dict[str, Any]:
     return results
 
 
-def _casts(start: Start, params: dict[str, nn.Parameter]) -> Casts:
+def _casts(start: StepStart, params: dict[str, nn.Parameter]) -> ParameterCasts:
     """Of mixed precision; there is none in float64."""
     precision = None if start.is_wide else start.step.precision
-    return Casts(precision.dtype if precision is not None else None, params.values())
+    return ParameterCasts(precision.dtype if precision is not None else None, params.values())
 
 
 @_compat.contextmanager
-def _precise(start: Start) -> Iterator[None]:
+def _precise(start: StepStart) -> Iterator[None]:
     precision = start.step.precision
     if precision is None or start.is_wide:
         yield
@@ -91,7 +96,7 @@ def _precise(start: Start) -> Iterator[None]:
         yield
 
 
-def _scale_after(start: Start, grads: dict[str, Tensor], buffers: dict[str, Tensor]) -> float:
+def _scale_after(start: StepStart, grads: dict[str, Tensor], buffers: dict[str, Tensor]) -> float:
     """What gradients are scaled by in the program, 1 for not; the state of loss scaling goes on by a step."""
     precision = start.step.precision
     if precision is None or precision.scaling is None:
@@ -116,13 +121,13 @@ def _parameter(real: Tensor, whole: Tensor) -> nn.Parameter:
     return param
 
 
-def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:
+def _update(start: StepStart, copy_of: dict[int, nn.Parameter], params: dict[str, nn.Parameter]) -> dict[str, Any]:
     """Clip and step every optimizer on the copies; the norms and the new states."""
     results: dict[str, Any] = {}
     paths = {id(param): path for path, param in params.items()}
     for i, spec in enumerate(start.optimizers):
         optimizer = spec.optimizer
-        stepping = Stepping(optimizer, i)
+        stepping = OptimizerTracer(optimizer, i)
         stand_ins = {id(p): copy_of[id(p)] for group in optimizer.param_groups for p in group["params"]}
         groups = [{**group, "params": [stand_ins[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         owned = list(stand_ins.values())
@@ -131,7 +136,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
             if index == i:
                 copies = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entry.items()}
                 state[params[path]] = {k: _unrounded(start, x) for k, x in copies.items()}
-        with stepping.on(groups, state, {key: copy_of[key] for key in stepping.owned}, strict=False):
+        with stepping.standing_in(groups, state, {key: copy_of[key] for key in stepping.owned}, strict=False):
             if spec.clip_grad_norm is not None:
                 norm = nn.utils.clip_grad_norm_(owned, spec.clip_grad_norm, spec.norm_type)
                 results[f"grad_norm.{i}"] = norm.detach()
@@ -145,7 +150,7 @@ def _update(start: Start, copy_of: dict[int, nn.Parameter], params: dict[str, nn
     return results
 
 
-def _widen(start: Start, params: Iterable[nn.Parameter]) -> None:
+def _widen(start: StepStart, params: Iterable[nn.Parameter]) -> None:
     """What the program steps in float32 and rounds stochastically is float32 here, and not rounded."""
     for param in params:
         grad, param.grad = param.grad, None
@@ -153,7 +158,7 @@ def _widen(start: Start, params: Iterable[nn.Parameter]) -> None:
         param.grad = None if grad is None else grad.to(param.dtype)
 
 
-def _unrounded(start: Start, x: Any) -> Any:
+def _unrounded(start: StepStart, x: Any) -> Any:
     precision = start.step.precision
     return x.float() if isinstance(x, Tensor) and precision is not None and precision.rounds(x) else x
 
@@ -161,7 +166,7 @@ def _unrounded(start: Start, x: Any) -> Any:
 class _StandIns(TorchFunctionMode):
     """A real parameter that build has kept by itself is its copy."""
 
-    def __init__(self, stand_ins: dict[int, Tensor], casts: Casts) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], casts: ParameterCasts) -> None:
         super().__init__()
         self.stand_ins, self.casts = stand_ins, casts
 
@@ -171,20 +176,20 @@ class _StandIns(TorchFunctionMode):
 
 
 @_compat.contextmanager
-def _numbers(start: Start) -> Iterator[None]:
+def _numbers(start: StepStart) -> Iterator[None]:
     """In float64 if asked; with the program's random draws if it makes any."""
     default = torch.get_default_dtype()
     with ExitStack() as stack:
         if start.is_wide:
             stack.callback(torch.set_default_dtype, default)
             torch.set_default_dtype(torch.float64)
-            stack.enter_context(Wide())
+            stack.enter_context(Float64Mode())
         stack.enter_context(dtensor_calls(start.step.placement))
         draws = Draws(start.key) if start.key is not None else None
         stack.enter_context(regions(EagerRegions(start.step.placement, draws)))
         if draws is not None:
             stack.enter_context(draws.as_generator())
-            stack.enter_context(surroundings(start.step.placement))
+            stack.enter_context(tracing_context(start.step.placement))
             stack.enter_context(_SameDraws(draws.table()))
         yield
 

@@ -31,7 +31,7 @@ _MOST = 12  # signatures shown
 
 
 @dataclass
-class Choice:
+class SbpChoice:
     """How a value came to its SBP on one placement axis.
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
@@ -79,7 +79,7 @@ class Explanation:
 
     line: str
     source: str
-    choices: list[Choice]
+    choices: list[SbpChoice]
 
     def __str__(self) -> str:
         head = f"{self.line}" + (f"    {self.source}" if self.source else "")
@@ -142,11 +142,11 @@ def _made_from(node: fx.Node) -> fx.Node:
     return delivery[0].members[delivery[1]] if delivery is not None else node.all_input_nodes[0]
 
 
-def _choice(axis: AxisPropagation, node: fx.Node) -> Choice:
+def _choice(axis: AxisPropagation, node: fx.Node) -> SbpChoice:
     name = axis.graph.placement.names[axis.axis]
     sbp = axis.found[node][0]
     assert sbp is not None
-    choice = Choice(name, axis.ranks, sbp)
+    choice = SbpChoice(name, axis.ranks, sbp)
     if axis.pinned(node) is not None:
         choice.why = "pinned"
     elif node.op == "placeholder":
@@ -241,4 +241,4 @@ def _lost(axis: AxisPropagation, node: fx.Node, made: Signature) -> Iterator[str
         yield f"{operand.name} is {moved} for it: {stands} would not survive, {reason}"
 
 
-__all__ = ["Choice", "Explanation", "explain"]
+__all__ = ["SbpChoice", "Explanation", "explain"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from graphzero.inspect.compare import held_difference, is_finite
-from graphzero.inspect.simulate import Held
-from graphzero.inspect.stage_values import Ran, moved_from
+from graphzero.inspect.simulate import RankValues
+from graphzero.inspect.stage_values import StageRun, moved_from
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.calls import is_op
@@ -18,7 +18,7 @@ from graphzero.ir.text.printer import op_name, print_line
 _SHOWN = 6
 
 
-def first_difference(before: Ran, after: Ran, rtol: float) -> tuple[str, str]:
+def first_difference(before: StageRun, after: StageRun, rtol: float) -> tuple[str, str]:
     """Name of the first value of ``after`` that is not what it was ``before``, and a paragraph about it."""
     for node in after.program.nodes:
         wanted, actual = _wanted(node, before), after.values.get(node.name)
@@ -30,12 +30,12 @@ def first_difference(before: Ran, after: Ran, rtol: float) -> tuple[str, str]:
     return _result_of_another(before, after)
 
 
-def _wanted(node: fx.Node, before: Ran) -> Held | None:
+def _wanted(node: fx.Node, before: StageRun) -> RankValues | None:
     """What ``node`` should hold: what it did, or what the value did that it moves."""
     return before.values.get(node.name) or before.values.get(moved_from(node).name)
 
 
-def _value_lines(node: fx.Node, gap: float, before: Ran, after: Ran, rtol: float) -> list[str]:
+def _value_lines(node: fx.Node, gap: float, before: StageRun, after: StageRun, rtol: float) -> list[str]:
     source = value.source_of(node)
     where = f" (made at {source})" if source else ""
     lines = [f"The first value that differs is '{node.name}'{where}, by {gap:.1e}:", "", f"  > {print_line(node)}"]
@@ -58,11 +58,11 @@ def _value_lines(node: fx.Node, gap: float, before: Ran, after: Ran, rtol: float
     return [*lines, ""]
 
 
-def _names(ran: Ran) -> set[str]:
+def _names(ran: StageRun) -> set[str]:
     return {node.name for node in ran.program.nodes}
 
 
-def _was(node: fx.Node, before: Ran) -> fx.Node | None:
+def _was(node: fx.Node, before: StageRun) -> fx.Node | None:
     return next((old for old in before.program.nodes if old.name == node.name), None)
 
 
@@ -71,7 +71,7 @@ def _fixed(node: fx.Node) -> tuple[Any, ...]:
     return node.target, *(repr(arg) for arg in (*node.args, *node.kwargs.items()) if not list(value.flat_nodes(arg)))
 
 
-def _advice(node: fx.Node, before: Ran, after: Ran) -> str:
+def _advice(node: fx.Node, before: StageRun, after: StageRun) -> str:
     target: Any = node.target
     known, was = _names(before), _was(node, before)
     fresh = [arg.name for arg in node.all_input_nodes if arg.name not in known and moved_from(arg) is arg]
@@ -101,7 +101,7 @@ def _path(target: Any) -> str:
     return f"torch.ops.{target}" if isinstance(target, torch._ops.OpOverload) else op_name(target)
 
 
-def _result_of_another(before: Ran, after: Ran) -> tuple[str, str]:
+def _result_of_another(before: StageRun, after: StageRun) -> tuple[str, str]:
     """Every value is what it was; so a result is made of another value, or a write came too early or too late."""
     old, new = _results(before), _results(after)
     for name in new:
@@ -113,7 +113,7 @@ def _result_of_another(before: Ran, after: Ran) -> tuple[str, str]:
     return "", "Every value that both programs have is the same: a state is written at the wrong time, or not at all."
 
 
-def _results(ran: Ran) -> dict[str, fx.Node]:
+def _results(ran: StageRun) -> dict[str, fx.Node]:
     program = ran.program
     results = {f"output {i}": x for i, x in enumerate(program.outputs) if isinstance(x, fx.Node)}
     return results | program.aux | {f"new {name}": x for name, x in program.updates.items()}
@@ -124,7 +124,7 @@ def _origin(node: fx.Node) -> str:
     return moved_from(node).name
 
 
-def first_nonfinite(captured: Ran) -> tuple[str, str]:
+def first_nonfinite(captured: StageRun) -> tuple[str, str]:
     """Name of the first value that is inf or nan out of finite operands, and a paragraph; "" where results are fine."""
     bad = [name for name, actual in captured.results.items() if not is_finite(actual.whole())]
     if not bad:

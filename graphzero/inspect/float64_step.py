@@ -27,7 +27,7 @@ _WIDE = {
 }
 
 
-def wide(x: Any) -> Any:
+def to_float64(x: Any) -> Any:
     """A tensor, a dtype or a type of a graph's value in float64; anything else as it is."""
     if isinstance(x, Tensor):
         return x.to(_WIDE[x.dtype]) if x.dtype in _WIDE else x
@@ -35,10 +35,10 @@ def wide(x: Any) -> Any:
         return _WIDE.get(x, x)
     if isinstance(x, TensorType):
         return TensorType(_WIDE.get(x.dtype, x.dtype), x.shape)
-    return tuple(map(wide, x)) if isinstance(x, tuple) else x
+    return tuple(map(to_float64, x)) if isinstance(x, tuple) else x
 
 
-def widened(graph: StepGraph) -> StepGraph:
+def widen_program(graph: StepGraph) -> StepGraph:
     """A copy of ``graph`` that computes in float64 and rounds nothing; random numbers stay the ones they are."""
     graph = graph.clone()
     for node in graph.nodes:
@@ -49,17 +49,17 @@ def widened(graph: StepGraph) -> StepGraph:
             node.target, node.args, node.kwargs = ADAM, node.args[:-1], kwargs
         if node.target is STOCHASTIC_ROUND:
             node.target, node.args, node.kwargs = _TO, node.args[:1], {"dtype": torch.float64}
-        node.meta["type"] = wide(value.type_of(node))
+        node.meta["type"] = to_float64(value.type_of(node))
         node.args = fx.node.map_aggregate(node.args, _dtype)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _dtype)
     return graph
 
 
 def _dtype(x: Any) -> Any:
-    return wide(x) if isinstance(x, torch.dtype) else x
+    return to_float64(x) if isinstance(x, torch.dtype) else x
 
 
-class Wide(TorchDispatchMode):
+class Float64Mode(TorchDispatchMode):
     """Every op that is told a dtype is told the wide one, so that ``x.float()`` does not narrow.
 
     Products of groups, for which torch has no kernel in float64, are ours.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphzero.capture import Input, OptimizerSpec, Step
-from graphzero.inspect.float64_step import wide
+from graphzero.inspect.float64_step import to_float64
 from graphzero.ir import value
 from graphzero.runtime.state.modules import names
 from graphzero.runtime.state.seed import key_tensor
@@ -26,7 +26,7 @@ from graphzero.step.program_selector import PreparedCall
 
 
 @dataclass
-class Start:
+class StepStart:
     """Whole copies.  All tensors are fresh, floating ones in float64 if ``is_wide``.
 
     args, kwargs: of build, as they came; transformed: see ``Call``.  params, buffers: by path.
@@ -50,18 +50,18 @@ class Start:
         return self.step.optimizers
 
 
-def start_of(prepared: PreparedCall, is_wide: bool) -> Start:
+def start_of(prepared: PreparedCall, is_wide: bool) -> StepStart:
     """Collect the whole of what a call would read.  Every rank calls it."""
     source, call, program = prepared.source, prepared.call, prepared.program
     state, inputs = call.state, call.inputs
     copied = _Copies(source.placement, source.world.device, is_wide)
-    leaves = {leaf.name: copied.of_batch(leaf) for leaf in inputs.leaves}
+    leaves = {leaf.name: copied.copy_input(leaf) for leaf in inputs.leaves}
     entries = state.tensors()
-    params = {path: copied.of(entry.tensor) for path, entry in entries.items() if entry.kind == "param"}
-    buffers = {path: copied.of(entry.tensor) for path, entry in entries.items() if entry.kind == "buffer"}
+    params = {path: copied.copy_value(entry.tensor) for path, entry in entries.items() if entry.kind == "param"}
+    buffers = {path: copied.copy_value(entry.tensor) for path, entry in entries.items() if entry.kind == "buffer"}
     paths = names(entries)
     states = {
-        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.of(x) for key, x in state_of.items()}
+        (i, paths[id(param)]): {key: x if _is_counter(x) else copied.copy_value(x) for key, x in state_of.items()}
         for i, optimizer in enumerate(state.optimizers)
         for param, state_of in optimizer.state.items()
         if id(param) in paths
@@ -69,10 +69,10 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> Start:
     stream = state.random
     seed = torch.initial_seed() if stream.seed is None else stream.seed  # a call would draw one; a check draws nothing
     key = key_tensor(seed, stream.step, copied.device) if program.uses_seed else None
-    given = [copied.of(_given(leaf, leaves[leaf.name], call.transformed)) for leaf in inputs.leaves]
+    given = [copied.copy_value(_given(leaf, leaves[leaf.name], call.transformed)) for leaf in inputs.leaves]
     args, kwargs = pytree.tree_unflatten(given, inputs.spec)
-    leaves |= {x.name: copied.of_batch(x) for x in (call.transformed.added_inputs if call.transformed else ())}
-    start = Start(source.step, args, kwargs, params, buffers, states, {}, key, is_wide, call.transformed)
+    leaves |= {x.name: copied.copy_input(x) for x in (call.transformed.added_inputs if call.transformed else ())}
+    start = StepStart(source.step, args, kwargs, params, buffers, states, {}, key, is_wide, call.transformed)
     start.values.update(_values(start, prepared, leaves, copied))
     return start
 
@@ -90,21 +90,21 @@ class _Copies:
     device: torch.device
     is_wide: bool
 
-    def of(self, x: Any) -> Any:
+    def copy_value(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         x = (whole(x, self.placement) if isinstance(x, DTensor) else x).detach().to(self.device, copy=True)
-        return wide(x) if self.is_wide else x
+        return to_float64(x) if self.is_wide else x
 
-    def of_batch(self, leaf: Any) -> Any:
+    def copy_input(self, leaf: Any) -> Any:
         """Of the whole batch, of which each rank may hold its share."""
         raw = leaf.raw
         if leaf.is_tensor and not isinstance(raw, DTensor) and not self.placement.virtual:
             raw = wrap(raw.detach().to(self.device), self.placement.mesh(), leaf.nd, leaf.shape)
-        return self.of(raw)
+        return self.copy_value(raw)
 
 
-def _values(start: Start, prepared: PreparedCall, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
+def _values(start: StepStart, prepared: PreparedCall, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
     """What stands behind each placeholder of the program as captured."""
     captured, numbers = prepared.program.captured, prepared.call.numbers
     owners = {spec.placeholder: spec for spec in reversed(captured.states)}
@@ -116,13 +116,13 @@ def _values(start: Start, prepared: PreparedCall, leaves: dict[str, Any], copied
             spec = owners[node.name]
             state = start.states.get((spec.optimizer, spec.param), {}).get(spec.key)
             here = state if isinstance(state, Tensor) else torch.full(spec.shape, spec.fill)
-            values[node.name] = copied.of(here.to(spec.dtype))
+            values[node.name] = copied.copy_value(here.to(spec.dtype))
         elif role.kind in ("param", "buffer"):
-            values[node.name] = copied.of((start.params | start.buffers)[role.of])
+            values[node.name] = copied.copy_value((start.params | start.buffers)[role.of])
         elif role.kind in ("batch", "scalar"):
             values[node.name] = leaves[role.of]
         elif role.kind == "constant":
-            values[node.name] = copied.of(captured.constants[node.name])
+            values[node.name] = copied.copy_value(captured.constants[node.name])
         else:
             values[node.name] = start.key if role.kind == "seed" else numbers[role]
     return values

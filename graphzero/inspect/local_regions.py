@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.annotations.local_region_sbps import Ends, checked_results, nds_of
+from graphzero.capture.annotations.local_region_sbps import RegionSignature, checked_results, nds_of
 from graphzero.capture.randomness import Draws
 from graphzero.ops import RANK_KEY
 from graphzero.runtime.tensors.shards import coordinates, join, piece
@@ -27,7 +27,9 @@ class EagerRegions:
         hierarchy = self.placement.hierarchy
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
-        ends = Ends(nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement)
+        ends = RegionSignature(
+            nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement
+        )
         per_rank: list[list[Any]] = []
         start = self.draws.count if self.draws is not None else 0
         for position in range(self.placement.size):
@@ -41,7 +43,7 @@ class EagerRegions:
         whole = [join(ys, next(outs), hierarchy) if isinstance(ys[0], Tensor) else ys[0] for ys in columns]
         return pytree.tree_unflatten(whole, out_spec)
 
-    def _on_rank(self, fn: Any, args: Any, kwargs: Any, ends: Ends, position: int, start: int) -> Any:
+    def _on_rank(self, fn: Any, args: Any, kwargs: Any, ends: RegionSignature, position: int, start: int) -> Any:
         if self.draws is None:
             return fn(*args, **kwargs)
         at = coordinates(self.placement.hierarchy, position)

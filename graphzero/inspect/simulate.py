@@ -30,7 +30,7 @@ PERSISTENT = ("param", "buffer", "state", "constant")
 
 
 @dataclass(frozen=True)
-class Held:
+class RankValues:
     """One value as the ranks of a placement hold it; ``nd`` is () for a number."""
 
     ranks: list[Any]
@@ -46,7 +46,7 @@ class Held:
         return any(sbp.is_partial for sbp in self.nd)
 
 
-def lowered(graph: StepGraph, ranks: int | None = None, device_type: str = "cpu") -> StepGraph:
+def lower_program(graph: StepGraph, ranks: int | None = None, device_type: str = "cpu") -> StepGraph:
     """The graph on virtual ranks, run through the built-in passes that it still needs.
 
     Raises ConfigError for another number of ranks than a graph above level "captured" is written for.
@@ -73,8 +73,8 @@ def _first_needed(graph: StepGraph) -> str:
     return "copy_old" if waits_for_slot else first_on(graph.level)
 
 
-def run(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Held]:
-    """One step of a program that ``lowered`` gave, from whole values by placeholder, which are not changed.
+def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, RankValues]:
+    """One step of a program that ``lower_program`` gave, from whole values by placeholder, which are not changed.
 
     Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").
     """
@@ -101,7 +101,7 @@ def run(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Held]:
     return {name: _held(node, parts, place.hierarchy) for name, (node, parts) in results_of.items()}
 
 
-def _held(node: Any, held: Any, hierarchy: tuple[int, ...]) -> Held:
+def _held(node: Any, held: Any, hierarchy: tuple[int, ...]) -> RankValues:
     if not isinstance(node, fx.Node):
-        return Held([node], (), hierarchy)
-    return Held(held, value.nd_of(node) if value.is_tensor(node) else (), hierarchy)
+        return RankValues([node], (), hierarchy)
+    return RankValues(held, value.nd_of(node) if value.is_tensor(node) else (), hierarchy)

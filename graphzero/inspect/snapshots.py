@@ -65,7 +65,7 @@ def find(found: Sequence[Snapshot], name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Which:
+class SnapshotFilter:
     """The values that one asks for; "" asks for all.
 
     phase: "input", "forward", "backward" or "update".  module: the path of one, with what is inside it, or a pattern of
@@ -95,7 +95,7 @@ class Which:
             ("module", self.module, {value.module_of(node) for node in nodes} - {""}),
             ("value", self.name, {node.name for node in nodes}),
         ):
-            one = Which(module=wanted) if what == "module" else Which(name=wanted)
+            one = SnapshotFilter(module=wanted) if what == "module" else SnapshotFilter(name=wanted)
             if wanted and not any(map(one, nodes)):
                 near = difflib.get_close_matches(wanted, known, n=4) or sorted(known)[:4]
                 raise ConfigError(f"no {what} of this program is called {wanted!r}; there is {', '.join(near)}")
@@ -105,12 +105,12 @@ def _phase(node: fx.Node) -> str:
     return "input" if node.op == "placeholder" else value.phase_of(node)
 
 
-def listing(graph: StepGraph, which: Which) -> str:
+def listing(graph: StepGraph, which: SnapshotFilter) -> str:
     """The text of the values of a program that are asked for, in columns."""
     return print_graph(graph, keep=None if which.is_all else which)
 
 
-def diff(before: Snapshot, after: Snapshot, which: Which) -> Iterator[str]:
+def diff(before: Snapshot, after: Snapshot, which: SnapshotFilter) -> Iterator[str]:
     """What changed between two snapshots among the values that are asked for: a unified diff, no line for nothing.
 
     Of all values it is what ``Record.diff`` gives.
@@ -119,7 +119,7 @@ def diff(before: Snapshot, after: Snapshot, which: Which) -> Iterator[str]:
     return difflib.unified_diff(old, new, f"before {after.name}", f"after {after.name}", lineterm="", n=1)
 
 
-def _kept(one: Snapshot, which: Which) -> list[str]:
+def _kept(one: Snapshot, which: SnapshotFilter) -> list[str]:
     return print_graph(one.graph, align=False, keep=which).splitlines()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.inspect.simulate import Held, lowered, run
+from graphzero.inspect.simulate import RankValues, lower_program, run_program
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_name
 from graphzero.ir.graph import StepGraph
@@ -30,7 +30,7 @@ _HIDDEN = (ops.assign, ops.launch, ops.wait)
 
 
 @dataclass
-class Ran:
+class StageRun:
     """What one run gave.
 
     program: the graph that ran.  results: outputs, norms, gradients, new states.  values: every tensor by the name
@@ -38,15 +38,17 @@ class Ran:
     """
 
     program: StepGraph
-    results: dict[str, Held]
-    values: dict[str, Held]
+    results: dict[str, RankValues]
+    values: dict[str, RankValues]
 
     @property
     def ranks(self) -> int:
         return 1 if _is_global(self.program) else self.program.placement.size
 
 
-def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], device: str, watch: bool = False) -> Ran:
+def run_stage(
+    graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], device: str, watch: bool = False
+) -> StageRun:
     """Run ``graph`` from whole values by placeholder.
 
     names: how a placeholder's new value is called among the results.  watch: keep every value.
@@ -54,18 +56,20 @@ def ran(graph: StepGraph, values: Mapping[str, Any], names: Mapping[str, str], d
     """
     if _is_global(graph):
         computed = walk(graph, values, torch.device(device))
-        tensors = {node.name: Held([x], (), ()) for node, x in computed.items() if isinstance(x, Tensor)}
+        tensors = {node.name: RankValues([x], (), ()) for node, x in computed.items() if isinstance(x, Tensor)}
         results = {f"output {i}": x for i, x in enumerate(graph.outputs)} | graph.aux
         results |= {names[name]: x for name, x in graph.updates.items()}
         results |= {f"gradient {path}": x for path, x in graph.gradients().items()}
-        outputs = {name: Held([computed[x] if isinstance(x, fx.Node) else x], (), ()) for name, x in results.items()}
-        return Ran(graph, outputs, tensors)
-    program = lowered(graph, device_type=device)
+        outputs = {
+            name: RankValues([computed[x] if isinstance(x, fx.Node) else x], (), ()) for name, x in results.items()
+        }
+        return StageRun(graph, outputs, tensors)
+    program = lower_program(graph, device_type=device)
     watched = _watched(program) if watch else program
-    everything = run(watched, {node.name: values[node.name] for node in watched.placeholders()})
+    everything = run_program(watched, {node.name: values[node.name] for node in watched.placeholders()})
     seen = {name.removeprefix(_SEEN): x for name, x in everything.items() if name.startswith(_SEEN)}
     states = {f"new {name}": called for name, called in names.items()}
-    return Ran(program, {states.get(n, n): x for n, x in everything.items() if not n.startswith(_SEEN)}, seen)
+    return StageRun(program, {states.get(n, n): x for n, x in everything.items() if not n.startswith(_SEEN)}, seen)
 
 
 def _is_global(graph: StepGraph) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphzero.capture import GuardedAttributes, Inputs, baked_of_average
+from graphzero.capture import GuardedAttributes, Inputs, constants_of_average
 from graphzero.config import Settings
 from graphzero.ir.value import Role
 from graphzero.runtime.state.state import State
@@ -69,7 +69,7 @@ class BuildCallReader:
             self._keys.count(state, tensors)
         self._attributes.read_values(state.modules, tensors)
         self._groups.read_groups(self._source.optimizers)
-        baked = (*self._groups.baked, *map(baked_of_average, self._source.averages))
+        baked = (*self._groups.baked, *map(constants_of_average, self._source.averages))
         key = self._keys.of(inputs, state, tensors, settings, baked)
         if running and state.program is None:
             state.check_real()

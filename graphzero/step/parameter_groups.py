@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from graphzero.capture import OptimizerSpec, counts_in_states, fixed_of_group, hypers_of_group
+from graphzero.capture import OptimizerSpec, constants_of_group, counts_in_states, hyperparameters_of_group
 from graphzero.ir.value import Role
 
 _PLAIN = (float, int, bool, str, type(None))
@@ -22,10 +22,10 @@ class _Group:
 
     def __init__(self, optimizer: int, spec: OptimizerSpec, index: int) -> None:
         group = spec.optimizer.param_groups[index]
-        hypers = hypers_of_group(optimizer, spec.optimizer, index)
+        hypers = hyperparameters_of_group(optimizer, spec.optimizer, index)
         self.names, self.entries = list(group), list(group.values())
         self.numbers = {hyper.role: hyper.value for hyper in hypers}
-        self.baked = fixed_of_group(optimizer, spec.optimizer, index)
+        self.baked = constants_of_group(optimizer, spec.optimizer, index)
         self._roles = {hyper.key: hyper.role for hyper in hypers}
         self._changes_in_place = any(not _is_plain(x) for name, x in group.items() if name != "params")
         self._changes_in_place |= counts_in_states(spec.optimizer, index)

@@ -85,7 +85,7 @@ class UserGraph:
         """Let optimizers hold the numbers that a step has made of ``numbers``."""
         params = {path: entry.tensor for path, entry in self.state().tensors().items()} if carries else {}
         for carried, after in [(carried, carried.after(numbers)) for carried in carries]:
-            carried.write(self.optimizers[carried.optimizer].optimizer, params, after)
+            carried.store_number(self.optimizers[carried.optimizer].optimizer, params, after)
 
     def step_schedulers(self) -> None:
         """Step them all, as behind a training call; warn of one that somebody else steps too."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.errors import ConfigError
-from graphzero.inspect.simulate import Held, lowered, run
+from graphzero.inspect.simulate import RankValues, lower_program, run_program
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import ScalarType
@@ -60,7 +60,7 @@ def assert_same_step(
     if sorted(names[0]) != sorted(names[1]):
         raise ConfigError(f"the two graphs have other inputs: {sorted(set(names[0]) ^ set(names[1]))}")
     inputs = random_inputs(before, seed)
-    first, second = (_run(lowered(graph, ranks), inputs) for graph in (before, after))
+    first, second = (_run(lower_program(graph, ranks), inputs) for graph in (before, after))
     if first.keys() != second.keys():
         raise AssertionError(f"one of the steps does not give {', '.join(sorted(first.keys() ^ second.keys()))}")
     for name, (old, old_sbp) in first.items():
@@ -94,10 +94,12 @@ def _random(node: fx.Node, generator: torch.Generator) -> Any:
 
 def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """Whole outputs, aux values and new states by name, with their SBP."""
-    return {name: (_whole(name, held), ", ".join(map(str, held.nd))) for name, held in run(graph, inputs).items()}
+    return {
+        name: (_whole(name, held), ", ".join(map(str, held.nd))) for name, held in run_program(graph, inputs).items()
+    }
 
 
-def _whole(name: str, held: Held) -> Any:
+def _whole(name: str, held: RankValues) -> Any:
     """The value that the ranks hold between them; what several ranks hold must be equal."""
     whole = held.whole()
     for position, own in enumerate(held.ranks if held.nd else ()):

@@ -6,7 +6,7 @@ import sys
 import conditions
 import pytest
 
-from graphzero.capture.host_values.branches import Part, check_at
+from graphzero.capture.host_values.branches import CheckOperand, check_at
 
 
 class Asked:
@@ -97,7 +97,7 @@ def parts_of(function, x=True, y=True):
 )
 def test_a_value_on_which_others_are_looked_at_is_a_part_of_their_check(function, on, message):
     part, last = parts_of(function, x=on, y=False)
-    assert isinstance(part, Part) and part.on is on
+    assert isinstance(part, CheckOperand) and part.on is on
     assert (last.message, last.behind in part.behind) == (message, True)
 
 

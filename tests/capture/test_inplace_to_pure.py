@@ -35,16 +35,16 @@ def recorded_rewrites():
 
     class Rewrites(list):
         def never(self):
-            patch.setattr(second, "rewritten", lambda graph, writes, *_: not writes)
+            patch.setattr(second, "rewrite_inplace_ops", lambda graph, writes, *_: not writes)
 
-    found, rewritten = Rewrites(), second.rewritten
+    found, rewritten = Rewrites(), second.rewrite_inplace_ops
 
     def noted(graph, writes, *rest):
         found.append(rewritten(graph, writes, *rest))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second, "rewritten", noted)
+        patch.setattr(second, "rewrite_inplace_ops", noted)
         yield found
 
 

@@ -8,7 +8,7 @@ import torch
 from capture_reference import Owner, Program
 from torch import nn
 
-from graphzero.capture.objects.scope_snapshot import Reached
+from graphzero.capture.objects.scope_snapshot import ScopeReferences
 
 pytestmark = pytest.mark.filterwarnings("ignore:build sets", "ignore:build draws")
 
@@ -127,7 +127,7 @@ def test_a_function_that_is_given_other_code_is_looked_into_anew():
     found = []
     for code in (first.__code__, second.__code__, first.__code__):
         first.__code__ = code
-        reached = Reached()
-        reached.of(first)
-        found.append([kept.names for kept in reached.kept])
+        reached = ScopeReferences()
+        reached.names_of(first)
+        found.append([kept.names for kept in reached.snapshots])
     assert found == [[("COUNT",)], [("FRESH",)], [("COUNT",)]]

@@ -110,7 +110,7 @@ def checked_results(out: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 @dataclass(frozen=True)
-class Ends:
+class RegionSignature:
     """The SBPs of one call's tensors, and what they say of the axes.
 
     apart: the axes along which ranks may do other work: those on which not all is B.  Along the others they do the

@@ -19,7 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.annotations.local_region_sbps import Ends, checked_results, global_shape, local_shape, nds_of
+from graphzero.capture.annotations.local_region_sbps import (
+    RegionSignature,
+    checked_results,
+    global_shape,
+    local_shape,
+    nds_of,
+)
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.randomness import Draws
 from graphzero.ir import value
@@ -80,8 +86,10 @@ class TracedRegions:
         refuse_inside("a local_region stands inside of a local_region", _NESTED, self.build)
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
-        ends = Ends(nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement)
-        outer = _Outer(ends)
+        ends = RegionSignature(
+            nds_of(in_sbp, count, self.placement, "in_sbp", "tensor arguments"), out_sbp, self.placement
+        )
+        outer = _RegionMode(ends)
         numbers = iter(range(count))
         local = [outer.give(x, next(numbers)) if isinstance(x, Tensor) else x for x in flat]
         given_args, given_kwargs = pytree.tree_unflatten(local, spec)
@@ -93,7 +101,7 @@ class TracedRegions:
         whole = [self._global(y, ends, *next(outs)) if isinstance(y, Tensor) else y for y in results]
         return pytree.tree_unflatten(whole, out_spec)
 
-    def _global(self, y: Tensor, ends: Ends, number: int, nd: Nd) -> Tensor:
+    def _global(self, y: Tensor, ends: RegionSignature, number: int, nd: Nd) -> Tensor:
         shape = global_shape(y, nd, self.placement, f"result {number}")
         return AS_GLOBAL(y, ends.words(nd), shape)  # type: ignore[no-any-return]
 
@@ -109,13 +117,13 @@ class TracedRegions:
             self.draws.key = key
 
 
-class _Outer(TorchFunctionMode):
+class _RegionMode(TorchFunctionMode):
     """Runs the function of one region: a tensor that it did not make is read as B, all of it on every rank.
 
     given: (what it is, the local tensor, its version when it came in).
     """
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: RegionSignature) -> None:
         super().__init__()
         self.ends = ends
         self.start = _compat.last_traced()

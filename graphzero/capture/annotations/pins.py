@@ -42,14 +42,14 @@ def pin_value(x: Tensor, sbp: Sequence[Sbp | None]) -> Tensor:
 
 
 @_compat.contextmanager
-def collecting(placement: Placement) -> Iterator[list[Pinned]]:
+def collecting_pins(placement: Placement) -> Iterator[list[Pinned]]:
     """While this is open, ``pin_value`` writes down what is pinned in a step on ``placement``."""
     pins: list[Pinned] = []
     with _compat.assigned(_running, pins), _compat.assigned(_placement, placement):
         yield pins
 
 
-def mark(graph: fx.Graph, pins: list[Pinned]) -> None:
+def mark_pins(graph: fx.Graph, pins: list[Pinned]) -> None:
     """Put the SBPs on the pin nodes of ``graph``."""
     for node in graph.find_nodes(op="call_function", target=PIN):
         number = node.args[1]

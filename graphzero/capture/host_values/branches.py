@@ -30,7 +30,7 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 @dataclass(frozen=True)
-class Raised:
+class RaisingBranch:
     """A check.  when: the truth of the condition on which it raises.  message: what, as the source says it.
 
     behind: offset of what is done where it does not.
@@ -42,7 +42,7 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckOperand:
     """A part of a check.  on: the truth with which the others are looked at.  others: offsets of what does that.
 
     behind: offsets of what is done with the other truth, and where the check is met.
@@ -71,14 +71,14 @@ def _prints(frame: FrameType) -> bool:
     )
 
 
-def check_at(frame: FrameType) -> Raised | Part | None:
+def check_at(frame: FrameType) -> RaisingBranch | CheckOperand | None:
     """The check whose condition ``frame`` is evaluating; None where it is a branch, or something else than a jump."""
     return _check_at(frame.f_code, frame.f_lasti)
 
 
 @lru_cache(maxsize=4096)
-def _check_at(code: CodeType, at: int) -> Raised | Part | None:
-    flow = _Flow(code)
+def _check_at(code: CodeType, at: int) -> RaisingBranch | CheckOperand | None:
+    flow = _ControlFlow(code)
     sides = flow.sides(at)
     if sides is None:
         return None
@@ -90,14 +90,14 @@ def _check_at(code: CodeType, at: int) -> Raised | Part | None:
         return None
     (when, offset), lines = raising_sides[0], _lines(code)
     message = message_of(code, next(line for begin, end, line in lines if begin <= offset < end))
-    return Raised(when, message, flow.all[flow.goes_on(sides[not when])].offset)
+    return RaisingBranch(when, message, flow.all[flow.goes_on(sides[not when])].offset)
 
 
 def _lines(code: CodeType) -> list[tuple[int, int, int]]:
     return [(begin, end, line or code.co_firstlineno) for begin, end, line in code.co_lines()]
 
 
-class _Flow:
+class _ControlFlow:
     """The instructions of one function, and where control goes from each."""
 
     def __init__(self, code: CodeType) -> None:
@@ -175,7 +175,7 @@ class _Flow:
             returns = self.all[self._following(i)].opname == "RETURN_VALUE"
         return (type(one.argval), one.argval) if returns else None
 
-    def part_of_a_check(self, sides: dict[bool, int]) -> Part | None:
+    def part_of_a_check(self, sides: dict[bool, int]) -> CheckOperand | None:
         """Where all that one side does is to raise or to come, having looked at more, to where the other side begins.
 
         What looks at more is entered from nowhere else and runs once: who is there has come by this side.
@@ -191,7 +191,7 @@ class _Flow:
             entered = any(to in ways for i in outside for to in self._next(i))
             if not keeps and not entered and all(ways.isdisjoint(self._reached(end)) for end in ends):
                 others = frozenset(at for i in ways for at in self._span(i))
-                return Part(truth, others, frozenset(self.all[end].offset for end in ends))
+                return CheckOperand(truth, others, frozenset(self.all[end].offset for end in ends))
         return None
 
     def _is_statement(self, i: int) -> bool:

@@ -18,12 +18,12 @@ from graphzero import _compat
 aten = torch.ops.aten
 
 
-def by_mask(indices: Any) -> bool:
+def has_mask(indices: Any) -> bool:
     """Whether one of ``indices`` is a mask, so that they pick as many elements as it has ones."""
     return any(map(_is_mask, indices))
 
 
-def folding(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+def folded_call(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
     """What makes ``func``'s result, or None where the size of it depends on values that are not known."""
     if func is aten.index.Tensor and all(map(_known, filter(_is_mask, args[1]))):
         return lambda: func(args[0], _places(args[1]))

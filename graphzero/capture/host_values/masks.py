@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.host_values.number import Number
-from graphzero.capture.problems import problem_here, stand, withdraw
+from graphzero.capture.host_values.number import HostNumber
+from graphzero.capture.problems import problem_here, record_problem, withdraw_problem
 from graphzero.errors import CaptureError
 
 if TYPE_CHECKING:
-    from graphzero.capture.host_values.value_reads import Looks
+    from graphzero.capture.host_values.value_reads import ValueReads
 
 SHAPE_HINT = (
     "Keep shapes fixed: torch.where(mask, x, 0) in place of x[mask], weights that are 0 in place of dropped rows, "
@@ -29,22 +29,22 @@ SHAPE_HINT = (
 _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
-def sized_by(what: str, build: CodeType | None) -> CaptureError:
+def data_dependent_shape_problem(what: str, build: CodeType | None) -> CaptureError:
     """The shape of a result depends on values."""
     return problem_here(f"the shape of a result depends on data: {what}", SHAPE_HINT, build)
 
 
-class Selected(Tensor):
+class MaskedSelection(Tensor):
     """What ``x[mask]`` gives.  It has a number of rows, and no values: anything but its size is refused."""
 
-    rows: Number
+    rows: HostNumber
     rest: tuple[int, ...]
     problem: CaptureError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x = args[0] if args else None
-        if isinstance(x, Selected):
+        if isinstance(x, MaskedSelection):
             shape = (x.rows, *x.rest)
             if func is Tensor.numel or func is Tensor.nelement:
                 rows: Any = x.rows
@@ -56,25 +56,25 @@ class Selected(Tensor):
             if func is Tensor.dim or func is Tensor.ndimension:
                 return len(shape)
         leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
-        raise stand(next(x.problem for x in leaves if isinstance(x, Selected)))
+        raise record_problem(next(x.problem for x in leaves if isinstance(x, MaskedSelection)))
 
 
-def selected(looks: Looks, x: Tensor, index: Any) -> Selected | None:
+def select_by_mask(value_reads: ValueReads, x: Tensor, index: Any) -> MaskedSelection | None:
     """``x[index]`` where that selects by one mask whose values are not known."""
     mask = _mask(x, index)
     if mask is None:
         return None
     with torch.no_grad():
-        rows = Number(mask.sum(), looks)
-    problem = sized_by("indexing by a boolean mask", looks.build)
-    withdraw(problem)
+        rows = HostNumber(mask.sum(), value_reads)
+    problem = data_dependent_shape_problem("indexing by a boolean mask", value_reads.build)
+    withdraw_problem(problem)
     with _compat.without_modes():
-        selection: Selected = torch.empty(0).as_subclass(Selected)
+        selection: MaskedSelection = torch.empty(0).as_subclass(MaskedSelection)
         selection.rows, selection.rest, selection.problem = rows, tuple(x.shape[mask.dim() :]), problem
     return selection
 
 
-def written(x: Tensor, index: Any, value: Any) -> bool:
+def write_by_mask(x: Tensor, index: Any, value: Any) -> bool:
     """Whether ``x[index] = value`` has been written so that all rows stay: for a value that is alike in those selected.
 
     Only for one that learns, as its gradient would be picked from the rows that are selected.

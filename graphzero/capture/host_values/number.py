@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphzero.capture.objects.object_snapshot import UnknownNumber
+from graphzero.capture.objects.object_snapshot import TracedNumber
 from graphzero.ir.source_location import user_frame
 
 _PLAIN = (bool, int, float, torch.SymFloat)
 
 
-class Watcher(Protocol):
+class ValueReadHandler(Protocol):
     """What is asked where Python must know a value.  taker: the function that a number is being given to, or ""."""
 
     taker: str
@@ -28,17 +28,17 @@ class Watcher(Protocol):
     def problem(self, what: str, x: Tensor) -> Exception: ...
 
 
-class Number(UnknownNumber):
+class HostNumber(TracedNumber):
     """What ``.item()`` gives while build is traced.
 
     tensor: 0-d; of float64, int64 or bool, as Python's own numbers are.  What Python must know, a branch, an index, the
     number itself, is refused at its line; a check becomes an op of the program.  line: of the user's that made it.
     """
 
-    __slots__ = ("looks", "tensor")
+    __slots__ = ("tensor", "value_reads")
 
-    def __init__(self, tensor: Tensor, looks: Watcher) -> None:
-        self.tensor, self.looks, self.line = tensor, looks, user_frame()
+    def __init__(self, tensor: Tensor, value_reads: ValueReadHandler) -> None:
+        self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
     def beside(self, tensors: Iterable[Tensor]) -> Tensor:
         """As an operand beside tensors: a Python number makes integers floats of the default dtype, nothing wider."""
@@ -51,18 +51,18 @@ class Number(UnknownNumber):
         """An op on tensors and numbers: a 0-d tensor stands for each number."""
         flat, spec = pytree.tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        args, kwargs = pytree.tree_unflatten([x.beside(tensors) if type(x) is Number else x for x in flat], spec)
-        looks = next(x.looks for x in flat if type(x) is Number)
-        looks.taker = getattr(func, "__name__", "")
+        args, kwargs = pytree.tree_unflatten([x.beside(tensors) if type(x) is HostNumber else x for x in flat], spec)
+        value_reads = next(x.value_reads for x in flat if type(x) is HostNumber)
+        value_reads.taker = getattr(func, "__name__", "")
         try:
             return func(*args, **kwargs)
         finally:
-            looks.taker = ""
+            value_reads.taker = ""
 
     # ---- what needs a value
 
     def __bool__(self) -> bool:
-        return self.looks.truth(self.tensor)
+        return self.value_reads.truth(self.tensor)
 
     def __float__(self) -> float:
         self._refuse("float() of a tensor's number")
@@ -77,10 +77,10 @@ class Number(UnknownNumber):
         self._refuse("a tensor's number as a key")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise self.looks.problem(what, self.tensor)
+        raise self.value_reads.problem(what, self.tensor)
 
     def __repr__(self) -> str:
-        return f"{self.looks.text(self.tensor)}.item()"
+        return f"{self.value_reads.text(self.tensor)}.item()"
 
     def __format__(self, spec: str) -> str:
         return repr(self)
@@ -91,25 +91,25 @@ class Number(UnknownNumber):
         if isinstance(other, Tensor):
             mine = self.beside([other])
             return function(other, mine) if turned else function(mine, other)
-        if not isinstance(other, (Number, *_PLAIN)):
+        if not isinstance(other, (HostNumber, *_PLAIN)):
             return NotImplemented
         mine, its = _alike(_arithmetic(self), _arithmetic(other))
-        return Number(_as_python(function(its, mine) if turned else function(mine, its)), self.looks)
+        return HostNumber(_as_python(function(its, mine) if turned else function(mine, its)), self.value_reads)
 
-    def __round__(self, digits: int | None = None) -> Number:
+    def __round__(self, digits: int | None = None) -> HostNumber:
         rounded = torch.round(_arithmetic(self), decimals=digits or 0)
-        return Number(rounded if digits is not None else rounded.long(), self.looks)
+        return HostNumber(rounded if digits is not None else rounded.long(), self.value_reads)
 
-    def __neg__(self) -> Number:
-        return Number(-_arithmetic(self), self.looks)
+    def __neg__(self) -> HostNumber:
+        return HostNumber(-_arithmetic(self), self.value_reads)
 
-    def __abs__(self) -> Number:
-        return Number(_arithmetic(self).abs(), self.looks)
+    def __abs__(self) -> HostNumber:
+        return HostNumber(_arithmetic(self).abs(), self.value_reads)
 
 
 def _arithmetic(x: Any) -> Any:
     """A truth counts as 0 or 1."""
-    if isinstance(x, Number):
+    if isinstance(x, HostNumber):
         return x.tensor.long() if x.tensor.dtype == torch.bool else x.tensor
     return int(x) if isinstance(x, bool) else x
 
@@ -134,18 +134,18 @@ def _divided(a: Any, b: Any) -> Any:
     return a / b
 
 
-def _forward(function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+def _forward(function: Callable[[Any, Any], Any]) -> Callable[[HostNumber, Any], Any]:
     return lambda self, other: self._with(other, function)
 
 
-def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
+def _turned(function: Callable[[Any, Any], Any]) -> Callable[[HostNumber, Any], Any]:
     return lambda self, other: self._with(other, function, turned=True)
 
 
 for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(HostNumber, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "mod", "floordiv"):
-    setattr(Number, f"__{_name}__", _forward(getattr(operator, _name)))
-    setattr(Number, f"__r{_name}__", _turned(getattr(operator, _name)))
-setattr(Number, "__truediv__", _forward(_divided))  # noqa: B010 - as those above
-setattr(Number, "__rtruediv__", _turned(_divided))  # noqa: B010
+    setattr(HostNumber, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(HostNumber, f"__r{_name}__", _turned(getattr(operator, _name)))
+setattr(HostNumber, "__truediv__", _forward(_divided))  # noqa: B010 - as those above
+setattr(HostNumber, "__rtruediv__", _turned(_divided))  # noqa: B010

@@ -2,7 +2,7 @@
 
 * What build has made of Python numbers alone has a value while it is traced.
 * A check, a condition that only raises, becomes an op that raises when the step runs.
-* ``.item()`` gives a ``Number``, which can be computed with and checked.
+* ``.item()`` gives a ``HostNumber``, which can be computed with and checked.
 * The text of a tensor says its shape: it is made once, when the step is written down.
 * Everything else is refused at its line.
 """
@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import refuse_inside
-from graphzero.capture.host_values.branches import Part, caller, check_at
-from graphzero.capture.host_values.number import Number
+from graphzero.capture.host_values.branches import CheckOperand, caller, check_at
+from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.problems import problem, problem_here, withdraw
+from graphzero.capture.problems import problem, problem_here, withdraw_problem
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import is_project, user_frame
 from graphzero.ops import CHECK
@@ -87,17 +87,17 @@ def read_problem(
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialCheck:
     """A check of several values of which some have been looked at: its others are looked at where ``so_far`` holds.
 
     problem: raised in the end unless a value turns out to be the last; what Python knows may be that, and raise.
     """
 
     frame: FrameType
-    part: Part
+    part: CheckOperand
     so_far: Tensor
     problem: CaptureError
-    outer: Begun | None
+    outer: PartialCheck | None
 
     def looks_on(self) -> bool:
         """Whether the others are being looked at."""
@@ -108,7 +108,7 @@ class Begun:
         return frame is self.frame and self.looks_on() and behind in self.part.behind
 
 
-class Looks:
+class ValueReads:
     """What one trace of build does with values.
 
     checks: the ops that check, in program order.  paused: whether what runs has run before, as in recomputation.
@@ -119,7 +119,7 @@ class Looks:
     def __init__(self, build: CodeType | None) -> None:
         self.build = build
         self.checks: list[Tensor] = []
-        self.begun: Begun | None = None
+        self.begun: PartialCheck | None = None
         self.sources: list[str] = []
         self.texts: dict[str, None] = {}
         self.taker = ""  # the function of torch that is given a number of a tensor
@@ -171,13 +171,13 @@ class Looks:
 
     # ---- values
 
-    def item(self, x: Tensor) -> Number:
+    def item(self, x: Tensor) -> HostNumber:
         if x.numel() != 1 or x.is_complex():
             raise self.problem(".item()", x)
         with torch.no_grad():
             one = x.detach().reshape(())
             wide = one.double() if x.is_floating_point() else one if x.dtype == torch.bool else one.long()
-        return Number(wide, self)
+        return HostNumber(wide, self)
 
     def tolist(self, x: Tensor) -> Any:
         if x.numel() > _MOST or x.is_complex():
@@ -186,11 +186,11 @@ class Looks:
 
     def equal(self, a: Tensor, b: Tensor) -> Any:
         with torch.no_grad():
-            return a.shape == b.shape and Number((a == b).all(), self)
+            return a.shape == b.shape and HostNumber((a == b).all(), self)
 
     def allclose(self, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            return Number(torch.isclose(a, b, *args, **kwargs).all(), self)
+            return HostNumber(torch.isclose(a, b, *args, **kwargs).all(), self)
 
     def text(self, x: Tensor, *_: Any, **__: Any) -> str:
         frame = caller()
@@ -235,13 +235,13 @@ class Looks:
             raise self.problem(_TRUTH, x)
         with torch.no_grad():
             x = x.detach().reshape(()).bool()
-            if isinstance(branch, Part):
+            if isinstance(branch, CheckOperand):
                 holds = x if branch.on else x.logical_not()
-                self.begun = Begun(frame, branch, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
+                self.begun = PartialCheck(frame, branch, self._so_far(holds), self.problem(_TRUTH, x), self.begun)
                 return branch.on
             self.check(x.logical_not() if branch.when else x, _filled(branch.message, frame.f_locals))
         while self.begun is not None and self.begun.ends(frame, branch.behind):
-            withdraw(self.begun.problem)
+            withdraw_problem(self.begun.problem)
             self.begun = self.begun.outer
         return not branch.when
 
@@ -263,15 +263,15 @@ class Looks:
 
         def takes_numbers(function: Callable[..., bool]) -> Callable[..., Any]:
             def look(x: Any) -> Any:
-                if type(x) is not Number:
+                if type(x) is not HostNumber:
                     return function(x)
-                return Number(getattr(torch, function.__name__)(x.tensor), self)
+                return HostNumber(getattr(torch, function.__name__)(x.tensor), self)
 
             return look
 
         def asserts(original: Callable[..., None]) -> Callable[..., None]:
             def look(condition: Any, message: Any = "") -> None:
-                if isinstance(condition, (Tensor, Number)) and _compat.constant_of(condition) is None:
+                if isinstance(condition, (Tensor, HostNumber)) and _compat.constant_of(condition) is None:
                     self._checked(condition, "AssertionError", message)
                 else:
                     original(condition, message)
@@ -287,7 +287,7 @@ class Looks:
 
     def _checked_by_torch(self, error: type[Exception], condition: Any, message: Any) -> bool:
         """Whether a condition of ``torch._check`` is one that only the step knows, and has been noted."""
-        if type(condition) is not Number:
+        if type(condition) is not HostNumber:
             return False
         self._checked(condition, error.__name__, message)
         return True
@@ -296,4 +296,4 @@ class Looks:
         before = dict(self.texts)
         said = str(message() if callable(message) else message or "a check is not met")
         self.texts = before
-        self.check(condition.tensor if type(condition) is Number else condition, f"{kind}: {said}")
+        self.check(condition.tensor if type(condition) is HostNumber else condition, f"{kind}: {said}")

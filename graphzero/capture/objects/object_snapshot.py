@@ -18,7 +18,7 @@ from torch import Tensor
 MISSING: Any = object()
 
 
-class Contents:
+class ObjectSnapshot:
     """What ``holder`` held when this was made, as a flat list of objects that count by identity.
 
     owner: the object that it hangs off, and the attribute; "" if these are the object's attributes themselves.
@@ -28,13 +28,13 @@ class Contents:
 
     def __init__(self, holder: Any, owner: tuple[Any, str] = (None, "")) -> None:
         self.holder, self.owner = holder, owner
-        self.content = self.read(holder)
+        self.content = self.read_content(holder)
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         raise NotImplementedError
 
-    def write(self, content: list[Any]) -> None:
-        """Have ``holder`` hold ``content``, as ``read`` gives it."""
+    def write_content(self, content: list[Any]) -> None:
+        """Have ``holder`` hold ``content``, as ``read_content`` gives it."""
         raise NotImplementedError
 
     def children(self) -> list[Any]:
@@ -42,30 +42,30 @@ class Contents:
         return self.content
 
     def differs(self) -> bool:
-        now = self.read(self.holder)
+        now = self.read_content(self.holder)
         return len(now) != len(self.content) or not all(map(operator.is_, now, self.content))
 
-    def news(self) -> list[Any]:
+    def new_content(self) -> list[Any]:
         """What stands there now and did not."""
         before = set(map(id, self.content))
-        return [x for x in self.read(self.holder) if id(x) not in before]
+        return [x for x in self.read_content(self.holder) if id(x) not in before]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.differs():
-            self.write(self.content)
+            self.write_content(self.content)
 
 
-def put_all_back(kept: Iterable[Contents]) -> None:
+def restore_all(kept: Iterable[ObjectSnapshot]) -> None:
     for contents in kept:
-        contents.put_back()
+        contents.restore()
 
 
-class DictContents(Contents):
+class DictSnapshot(ObjectSnapshot):
     """Of a dict: all keys, then all values."""
 
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         kind = _dict_class(holder)
         return [*kind.keys(holder), *kind.values(holder)]
 
@@ -80,7 +80,7 @@ class DictContents(Contents):
         before, now = dict(self.items()), list(_dict_class(self.holder).items(self.holder))
         return [(key, before.get(key), x) for key, x in now if before.get(key, MISSING) is not x]
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         kind, holder, before = _dict_class(self.holder), self.holder, dict(_pairs(content))
         for key in [key for key in kind.keys(holder) if key not in before]:
             kind.__delitem__(holder, key)
@@ -102,23 +102,23 @@ def _dict_class(holder: Any) -> Any:
     return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
-class ListContents(Contents):
+class ListSnapshot(ObjectSnapshot):
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return list(list.__iter__(holder))
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         list.__setitem__(self.holder, slice(None), content)
 
 
-class SetContents(Contents):
+class SetSnapshot(ObjectSnapshot):
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return sorted(set.__iter__(holder), key=id)
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         before = set(map(id, content))
         for x in [x for x in set.__iter__(self.holder) if id(x) not in before]:
             set.discard(self.holder, x)
@@ -126,13 +126,13 @@ class SetContents(Contents):
             set.add(self.holder, x)
 
 
-class DequeContents(Contents):
+class DequeSnapshot(ObjectSnapshot):
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return list(deque.__iter__(holder))
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         while deque.__len__(self.holder) > len(content):
             deque.pop(self.holder)
         for i, x in enumerate(content):
@@ -142,15 +142,15 @@ class DequeContents(Contents):
                 deque.append(self.holder, x)
 
 
-class SlotContents(Contents):
+class SlotsSnapshot(ObjectSnapshot):
     """Of an object: what its classes keep in ``__slots__``."""
 
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return [_of_slot(slot, holder) for slot in slots_of(type(holder))]
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         for slot, x in zip(slots_of(type(self.holder)), content, strict=True):
             if x is MISSING:
                 if _of_slot(slot, self.holder) is not MISSING:
@@ -177,36 +177,36 @@ def _of_slot(slot: Any, holder: Any) -> Any:
         return MISSING
 
 
-class CellContents(Contents):
+class CellSnapshot(ObjectSnapshot):
     """Of a variable that a function shares with the function around it."""
 
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         try:
             return [holder.cell_contents]
         except ValueError:
             return []
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         if content:
             self.holder.cell_contents = content[0]
         else:
             del self.holder.cell_contents
 
 
-class TensorContents(Contents):
+class TensorSnapshot(ObjectSnapshot):
     """Of a leaf tensor: its gradient, and whether it wants one."""
 
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return [holder.requires_grad, holder.grad] if holder.is_leaf else []
 
     def children(self) -> list[Any]:
         return []
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         if not content:
             return
         tensor, (requires_grad, grad) = self.holder, content
@@ -216,17 +216,17 @@ class TensorContents(Contents):
             tensor.grad = grad
 
 
-_KINDS: list[tuple[type, type[Contents]]] = [
-    (dict, DictContents),
-    (list, ListContents),
-    (set, SetContents),
-    (deque, DequeContents),
-    (CellType, CellContents),
-    (Tensor, TensorContents),
+_KINDS: list[tuple[type, type[ObjectSnapshot]]] = [
+    (dict, DictSnapshot),
+    (list, ListSnapshot),
+    (set, SetSnapshot),
+    (deque, DequeSnapshot),
+    (CellType, CellSnapshot),
+    (Tensor, TensorSnapshot),
 ]
 
 
-def contents_of(thing: Any, owner: tuple[Any, str]) -> Iterator[Contents]:
+def snapshots_of(thing: Any, owner: tuple[Any, str]) -> Iterator[ObjectSnapshot]:
     """All that can be kept of one object: what it holds as a container, in its ``__dict__``, and in its slots."""
     kind = type(thing)
     for base, how in _KINDS:
@@ -234,9 +234,9 @@ def contents_of(thing: Any, owner: tuple[Any, str]) -> Iterator[Contents]:
             yield how(thing, owner)
     attributes = _attributes(thing)
     if attributes is not None:
-        yield DictContents(attributes, (thing, ""))
+        yield DictSnapshot(attributes, (thing, ""))
     if slots_of(kind):
-        yield SlotContents(thing, (thing, ""))
+        yield SlotsSnapshot(thing, (thing, ""))
 
 
 def _attributes(thing: Any) -> dict[str, Any] | None:
@@ -247,7 +247,7 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
-class UnknownNumber:
+class TracedNumber:
     """What stands for a number that only the step knows.  line: of the user's that has made it."""
 
     __slots__ = ("line",)

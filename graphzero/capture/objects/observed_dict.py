@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Entries(dict[str, Any]):
+class ObservedDict(dict[str, Any]):
     """Also what ``setdefault`` and ``update`` put in goes through ``__setitem__``, which subclasses write."""
 
     def setdefault(self, key: str, default: Any = None) -> Any:

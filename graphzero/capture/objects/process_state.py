@@ -27,13 +27,13 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
-class Streams:
+class RandomStates:
     """The states of the random generators that a process has: torch's, Python's, and numpy's if it is in use."""
 
     def __init__(self) -> None:
         self.torch, self.python, self.numpy = torch.random.get_rng_state(), random.getstate(), _of_numpy()
 
-    def drawn(self) -> list[str]:
+    def changed_streams(self) -> list[str]:
         """From which of them numbers have been drawn since, of those that a Graph does not draw from itself."""
         numpy, now = self.numpy, _of_numpy()
         drawn = ["random"] if random.getstate() != self.python else []
@@ -41,8 +41,8 @@ class Streams:
             drawn.append("numpy.random")
         return drawn
 
-    def put_back(self) -> None:
-        drawn = self.drawn()
+    def restore(self) -> None:
+        drawn = self.changed_streams()
         if "random" in drawn:
             random.setstate(self.python)
         if "numpy.random" in drawn:
@@ -57,15 +57,15 @@ def _of_numpy() -> Any:
 
 
 @_compat.contextmanager
-def same_settings() -> Iterator[Streams]:
+def restoring_process_state() -> Iterator[RandomStates]:
     """Settings and streams are put back in the end."""
-    before, streams = [read() for read, _ in _SETTINGS], Streams()
+    before, streams = [read() for read, _ in _SETTINGS], RandomStates()
 
     def put_back() -> None:
         for (read, write), value in zip(_SETTINGS, before, strict=True):
             if read() != value:
                 write(value)
-        streams.put_back()
+        streams.restore()
 
     with _compat.undoing(put_back):
         yield streams

@@ -8,14 +8,14 @@ from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from graphzero.capture.objects.object_snapshot import MISSING, Contents
+from graphzero.capture.objects.object_snapshot import MISSING, ObjectSnapshot
 from graphzero.ir.source_location import is_project
 
 METHODS = (MethodType, staticmethod, classmethod)
 FUNCTIONS = (FunctionType, *METHODS)
 
 
-class GlobalContents(Contents):
+class GlobalsSnapshot(ObjectSnapshot):
     """Of the globals that functions set, by name."""
 
     __slots__ = ("names",)
@@ -24,10 +24,10 @@ class GlobalContents(Contents):
         self.names = tuple(names)
         super().__init__(holder, (None, "globals"))
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return [holder.get(name, MISSING) for name in self.names]
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         for name, x in zip(self.names, content, strict=True):
             if x is MISSING:
                 self.holder.pop(name, None)
@@ -35,15 +35,15 @@ class GlobalContents(Contents):
                 self.holder[name] = x
 
 
-class ClassContents(Contents):
+class ClassSnapshot(ObjectSnapshot):
     """Of the attributes of a class: all names, then all values."""
 
     __slots__ = ()
 
-    def read(self, holder: Any) -> list[Any]:
+    def read_content(self, holder: Any) -> list[Any]:
         return [*vars(holder), *vars(holder).values()]
 
-    def write(self, content: list[Any]) -> None:
+    def write_content(self, content: list[Any]) -> None:
         half = len(content) // 2
         before = dict(zip(content[:half], content[half:], strict=True))
         for name in [name for name in vars(self.holder) if name not in before]:
@@ -53,24 +53,24 @@ class ClassContents(Contents):
                 type.__setattr__(self.holder, name, x)
 
 
-class Reached:
+class ScopeReferences:
     """What the project's own functions name, of those that build reaches; ``kept``: the bindings themselves."""
 
     def __init__(self) -> None:
-        self.kept: list[Contents] = []
+        self.snapshots: list[ObjectSnapshot] = []
         self._seen: set[int] = set()
 
-    def of_class(self, kind: type) -> list[Any]:
+    def attributes_of_class(self, kind: type) -> list[Any]:
         """The attributes of a class and its bases, to be looked into."""
         values: list[Any] = []
         for base in kind.__mro__:
             if id(base) not in self._seen and is_project(base.__module__):
                 self._seen.add(id(base))
-                self.kept.append(ClassContents(base))
+                self.snapshots.append(ClassSnapshot(base))
                 values += vars(base).values()
         return values
 
-    def of(self, x: Any) -> list[Any]:
+    def names_of(self, x: Any) -> list[Any]:
         """What a function names, to be looked into: globals, and variables of functions around it."""
         function = x.__func__ if isinstance(x, METHODS) else x
         if id(function) in self._seen or not is_project(getattr(function, "__module__", None)):
@@ -79,7 +79,7 @@ class Reached:
         names, written = _names(function.__code__)
         space = function.__globals__
         if written:
-            self.kept.append(GlobalContents(space, written))
+            self.snapshots.append(GlobalsSnapshot(space, written))
         return [*(function.__closure__ or ()), *(space[name] for name in names if name in space)]
 
 

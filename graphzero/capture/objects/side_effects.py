@@ -21,16 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphzero import _compat
 from graphzero.capture.objects.object_snapshot import (
-    Contents,
-    DictContents,
-    TensorContents,
-    UnknownNumber,
-    contents_of,
+    DictSnapshot,
+    ObjectSnapshot,
+    TensorSnapshot,
+    TracedNumber,
     is_other_number,
-    put_all_back,
+    restore_all,
+    snapshots_of,
 )
-from graphzero.capture.objects.process_state import Streams, same_settings
-from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, Reached
+from graphzero.capture.objects.process_state import RandomStates, restoring_process_state
+from graphzero.capture.objects.scope_snapshot import FUNCTIONS, METHODS, ScopeReferences
 from graphzero.capture.spec import Step
 from graphzero.ir.source_location import is_library
 
@@ -53,9 +53,9 @@ _REGISTERS = ("_parameters", "_buffers")
 _MANY = 100_000  # entries of a container which are looked into; a larger one is kept alone
 
 
-def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
+def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectSnapshot]:
     """The contents of ``roots`` and of all that is reached from them through containers, attributes and functions."""
-    snapshots: list[Contents] = []
+    snapshots: list[ObjectSnapshot] = []
     seen: set[int] = set()
     todo: deque[tuple[Any, tuple[Any, str]]] = deque((root, (None, "")) for root in roots)
     while todo:
@@ -64,7 +64,7 @@ def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
             continue
         seen.add(id(obj))
         if isinstance(obj, FUNCTIONS):
-            todo.extend((x, (None, "")) for x in reached.of(obj))
+            todo.extend((x, (None, "")) for x in reached.names_of(obj))
         if isinstance(obj, METHODS):
             todo.append((obj.__func__, owner))
             todo.append((getattr(obj, "__self__", None), (None, "")))
@@ -74,14 +74,14 @@ def everything_in(roots: Iterable[Any], reached: Reached) -> list[Contents]:
         if isinstance(obj, (tuple, frozenset)):
             todo.extend((x, owner) for x in obj)
             continue
-        of_object = list(contents_of(obj, owner))
+        of_object = list(snapshots_of(obj, owner))
         if not isinstance(obj, nn.Module) and any(
             _is_of_threads(x) for snapshot in of_object for x in snapshot.content[:_MANY]
         ):
             continue
         for snapshot in of_object:
             snapshots.append(snapshot)
-            if isinstance(snapshot, DictContents) and snapshot.holder is not obj:
+            if isinstance(snapshot, DictSnapshot) and snapshot.holder is not obj:
                 todo.extend((x, (obj, name)) for name, x in snapshot.items())
             elif len(snapshot.content) <= _MANY:
                 todo.extend((x, owner) for x in snapshot.children())
@@ -109,28 +109,30 @@ def _is_of_threads(x: Any) -> bool:
     return type(x).__module__ in _OF_THREADS
 
 
-def contents_behind(objects: list[Any], function: Any) -> list[Contents]:
+def snapshot_reachable(objects: list[Any], function: Any) -> list[ObjectSnapshot]:
     """The contents of all that a function may reach which is given ``objects``, and of what their classes name."""
-    reached = Reached()
-    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.of_class(kind)]
-    return [*everything_in([*objects, function, *shared], reached), *reached.kept]
+    reached = ScopeReferences()
+    shared = [x for kind in dict.fromkeys(map(type, objects)) for x in reached.attributes_of_class(kind)]
+    return [*snapshot_all([*objects, function, *shared], reached), *reached.snapshots]
 
 
 @_compat.contextmanager
-def untouched(step: Step, root: nn.Module, line: Callable[[Any, str], str]) -> Iterator[list[Contents]]:
+def restoring_side_effects(
+    step: Step, root: nn.Module, line: Callable[[Any, str], str]
+) -> Iterator[list[ObjectSnapshot]]:
     """Put back, whatever build does: see above.  Gives what is kept.
 
     line: the user's line that has bound an attribute of an object, "" if that is not known.
     """
-    snapshots = contents_behind([*root.modules(), getattr(step.build, "__self__", None)], step.build)
-    with same_settings() as streams, _compat.undoing(lambda: put_all_back(snapshots)):
+    snapshots = snapshot_reachable([*root.modules(), getattr(step.build, "__self__", None)], step.build)
+    with restoring_process_state() as streams, _compat.undoing(lambda: restore_all(snapshots)):
         yield snapshots
         _warn_of_writes(snapshots, line)
         _warn_of_modes(snapshots)
         _warn_of_draws(streams)
 
 
-def _warn_of_writes(kept: list[Contents], line: Callable[[Any, str], str]) -> None:
+def _warn_of_writes(kept: list[ObjectSnapshot], line: Callable[[Any, str], str]) -> None:
     """A value that build keeps in an attribute or a container is lost: build runs once, to be written down."""
     written = list(dict.fromkeys(name for contents in kept if contents.differs() for name in _written(contents, line)))
     if written:
@@ -142,12 +144,12 @@ def _warn_of_writes(kept: list[Contents], line: Callable[[Any, str], str]) -> No
         )
 
 
-def _warn_of_modes(kept: list[Contents]) -> None:
+def _warn_of_modes(kept: list[ObjectSnapshot]) -> None:
     """Each step begins in the modes of its call; in plain PyTorch it begins in those that the step before has left."""
     left = [
         type(contents.owner[0]).__name__
         for contents in kept
-        if isinstance(contents, DictContents) and isinstance(contents.owner[0], nn.Module) and not contents.owner[1]
+        if isinstance(contents, DictSnapshot) and isinstance(contents.owner[0], nn.Module) and not contents.owner[1]
         for key, *_ in contents.changed()
         if key == "training"
     ]
@@ -160,8 +162,8 @@ def _warn_of_modes(kept: list[Contents]) -> None:
         )
 
 
-def _warn_of_draws(streams: Streams) -> None:
-    for name in streams.drawn():
+def _warn_of_draws(streams: RandomStates) -> None:
+    for name in streams.changed_streams():
         warnings.warn(
             f"build draws from Python's module {name}, once, when it is written down: every step has the same number. "
             "Draw outside of build and pass the number in, or draw a tensor with torch.rand",
@@ -169,28 +171,28 @@ def _warn_of_draws(streams: Streams) -> None:
         )
 
 
-def _written(contents: Contents, line: Callable[[Any, str], str]) -> Iterator[str]:
+def _written(contents: ObjectSnapshot, line: Callable[[Any, str], str]) -> Iterator[str]:
     """The attributes that build has changed to numbers and tensors, or to containers with other ones."""
     owner, name = contents.owner
-    if isinstance(contents, DictContents) and not name:
+    if isinstance(contents, DictSnapshot) and not name:
         for key, before, now in contents.changed():
             # build may switch modes; what it traces is in the mode that it set
-            if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, UnknownNumber))):
+            if key != "training" and (is_other_number(before, now) or isinstance(now, (Tensor, TracedNumber))):
                 shown = f"[{key!r}] of a dict" if owner is None else f"{type(owner).__name__}.{key}"
                 yield f"{shown}{_at(line(owner, key) or _line_of([now]))}"
-    elif isinstance(contents, DictContents) and name in _REGISTERS and isinstance(owner, nn.Module):
+    elif isinstance(contents, DictSnapshot) and name in _REGISTERS and isinstance(owner, nn.Module):
         # another tensor in a buffer's place is the step's update
         for key in [key for key, before, _ in contents.changed() if before is None]:
             yield f"{type(owner).__name__}.{key}{_at(line(owner, key))}"
-    elif not isinstance(contents, TensorContents):
-        news = [x for x in contents.news() if isinstance(x, (int, float, Tensor, UnknownNumber))]
+    elif not isinstance(contents, TensorSnapshot):
+        news = [x for x in contents.new_content() if isinstance(x, (int, float, Tensor, TracedNumber))]
         if news:
             where = name or "a variable of a function around it" if owner is None else f"{type(owner).__name__}.{name}"
             yield f"{where}{_at(_line_of(news))}"
 
 
 def _line_of(news: Iterable[Any]) -> str:
-    return next((x.line for x in news if isinstance(x, UnknownNumber)), "")
+    return next((x.line for x in news if isinstance(x, TracedNumber)), "")
 
 
 def _at(line: str) -> str:

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphzero import _compat
 from graphzero.capture.optimizer.host_numbers import HostNumbers
-from graphzero.capture.optimizer.pure_ops import plain_module
+from graphzero.capture.optimizer.pure_ops import pure_module
 from graphzero.capture.problems import first_line, problem
 from graphzero.capture.rewrite import decompositions
 from graphzero.capture.spec import AverageSpec, Precision
@@ -37,7 +37,7 @@ class AverageStep:
 
 
 @dataclass
-class _Held:
+class _ModuleTensors:
     """Tensors in the place of a module's."""
 
     params: list[Any]
@@ -50,7 +50,7 @@ class _Held:
         return iter(self.others)
 
 
-class _Count:
+class _TracedCount:
     """How many models an average is of, more than none; its number is a tensor of the graph."""
 
     def __init__(self, tensor: Any) -> None:
@@ -65,18 +65,18 @@ class _Count:
     def __hash__(self) -> int:
         return id(self)
 
-    def __iadd__(self, more: int) -> _Count:
-        return _Count(self.tensor + more)
+    def __iadd__(self, more: int) -> _TracedCount:
+        return _TracedCount(self.tensor + more)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         return self.tensor.to(*args, **kwargs)
 
 
-class _Averaging:
+class _TracedAverage:
     """In the place of an ``AveragedModel`` while its ``update_parameters`` runs."""
 
-    def __init__(self, real: AveragedModel, module: _Held, count: Any) -> None:
-        self.real, self.module, self.n_averaged = real, module, _Count(count)
+    def __init__(self, real: AveragedModel, module: _ModuleTensors, count: Any) -> None:
+        self.real, self.module, self.n_averaged = real, module, _TracedCount(count)
 
     def parameters(self) -> Iterator[Any]:
         return self.module.parameters()
@@ -86,7 +86,7 @@ class _Averaging:
 
 
 @dataclass(frozen=True)
-class _Function:
+class _NamedFunction:
     """A function, by itself where two are compared, and by its name in a text."""
 
     held: Any
@@ -97,10 +97,10 @@ class _Function:
     __repr__ = __str__
 
 
-def baked_of_average(spec: AverageSpec) -> tuple[Any, ...]:
+def constants_of_average(spec: AverageSpec) -> tuple[Any, ...]:
     """What of an average a capture holds fixed."""
     averaged = spec.averaged
-    functions = (_Function(one) for one in (averaged.avg_fn, averaged.multi_avg_fn))
+    functions = (_NamedFunction(one) for one in (averaged.avg_fn, averaged.multi_avg_fn))
     return type(averaged).__qualname__, averaged.use_buffers, *functions
 
 
@@ -133,7 +133,7 @@ def trace_average(spec: AverageSpec, precision: Precision | None = None) -> Aver
     try:
         with mode, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
             traced = torch.func.functionalize(program, remove="mutations")
-            module = plain_module(_compat.make_fx(traced, decompositions.TABLE)(*values))
+            module = pure_module(_compat.make_fx(traced, decompositions.TABLE)(*values))
     except CaptureError:
         raise
     except Exception as error:
@@ -158,8 +158,8 @@ def _shapes(tensors: tuple[list[Tensor], list[Tensor]]) -> list[list[torch.Size]
 def _updated(averaged: AveragedModel, count: Any, tensors: list[Any], sizes: tuple[int, ...]) -> list[Any]:
     total = sum(sizes)
     ours, theirs = tensors[:total], tensors[total:]
-    average, model = (_Held(some[: sizes[0]], some[sizes[0] :]) for some in (ours, theirs))
-    stand_in = _Averaging(averaged, average, count)
+    average, model = (_ModuleTensors(some[: sizes[0]], some[sizes[0] :]) for some in (ours, theirs))
+    stand_in = _TracedAverage(averaged, average, count)
     with torch.no_grad(), HostNumbers():
         type(averaged).update_parameters(stand_in, model)  # type: ignore[arg-type]
     taken = total if averaged.use_buffers else sizes[0]  # other buffers are those of the model in any case

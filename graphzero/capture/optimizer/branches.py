@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphzero import _compat
-from graphzero.capture.host_values.number import Number
+from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.rewrite import decompositions
 from graphzero.errors import CaptureError
@@ -54,7 +54,7 @@ class SharedConditionError(BaseException):
     """A condition that was taken to be of one parameter follows from values of several."""
 
 
-class Outcomes(TorchFunctionMode):
+class BranchOutcomes(TorchFunctionMode):
     """While it is on, conditions turn out as ``way`` says, one after another, and true beyond that.
 
     way: None to raise BranchMetError.  owner_of: the parameter for which a condition decides.
@@ -71,13 +71,13 @@ class Outcomes(TorchFunctionMode):
             return self.truth(args[0])
         if func is Tensor.item:
             x = args[0].reshape(())
-            return Number(x.double() if x.is_floating_point() else x.clone(), self)
+            return HostNumber(x.double() if x.is_floating_point() else x.clone(), self)
         if func in _COMPARE:
             return self.truth(_COMPARE[func](*args, **(kwargs or {})))
         if func in _TAKEN:
             raise self.problem(f"{_TAKEN[func]} of a tensor", args[0])
-        if any(isinstance(x, Number) for x in pytree.tree_leaves((args, kwargs))):
-            return Number.__torch_function__(func, types, args, kwargs)
+        if any(isinstance(x, HostNumber) for x in pytree.tree_leaves((args, kwargs))):
+            return HostNumber.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def truth(self, x: Tensor) -> bool:
@@ -101,10 +101,12 @@ class Outcomes(TorchFunctionMode):
 
 
 # What comes of a step, by label: of the inputs of the trace, and how it is run on them.
-Ways = Callable[[Sequence[Any], Callable[[Sequence[Any], Outcomes], dict[Label, Any]]], dict[Label, Any]]
+Ways = Callable[[Sequence[Any], Callable[[Sequence[Any], BranchOutcomes], dict[Label, Any]]], dict[Label, Any]]
 
 
-def written(program: Callable[..., list[Any]], values: list[Any], paths: list[str | None], name: str) -> fx.GraphModule:
+def trace_branches(
+    program: Callable[..., list[Any]], values: list[Any], paths: list[str | None], name: str
+) -> fx.GraphModule:
     """``program(ways, *values)`` as a graph.
 
     paths: of the parameter that each of ``values`` belongs to.  name: of the optimizer.
@@ -118,16 +120,16 @@ def written(program: Callable[..., list[Any]], values: list[Any], paths: list[st
         return str(owner)
 
     def once(given: Sequence[Any], step: Any) -> dict[Label, Any]:
-        results: dict[Label, Any] = step(given, Outcomes(None, lambda x: ALL))
+        results: dict[Label, Any] = step(given, BranchOutcomes(None, lambda x: ALL))
         return results
 
     def by(owner: Callable[[Tensor], str]) -> Ways:
         def each(given: Sequence[Any], step: Any) -> dict[Label, Any]:
-            def anew(outcomes: Outcomes) -> dict[Label, Any]:
+            def anew(outcomes: BranchOutcomes) -> dict[Label, Any]:
                 results: dict[Label, Any] = step([x.clone() if isinstance(x, Tensor) else x for x in given], outcomes)
                 return results
 
-            return merged(anew, owner, name)
+            return merge_branches(anew, owner, name)
 
         return each
 
@@ -150,8 +152,8 @@ class _Run:
     asked: Mapping[str, list[Tensor]]
 
 
-def merged(
-    step: Callable[[Outcomes], dict[Label, Any]], owner_of: Callable[[Tensor], str], name: str
+def merge_branches(
+    step: Callable[[BranchOutcomes], dict[Label, Any]], owner_of: Callable[[Tensor], str], name: str
 ) -> dict[Label, Any]:  # fmt: skip
     """What comes of a step whichever way it goes.
 
@@ -165,7 +167,7 @@ def merged(
                 f"{name}.step() branches on values of tensors in more than {MOST} ways",
                 "choose with torch.where, or clamp, where it decides element by element or parameter by parameter",
             )
-        outcomes = Outcomes(way, owner_of)
+        outcomes = BranchOutcomes(way, owner_of)
         runs[way] = _Run(step(outcomes), outcomes.asked)
         depth = max(map(len, outcomes.asked.values()), default=0)
         for i in range(len(way), depth):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphzero import _compat
-from graphzero.capture.host_values.number import Number
+from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.objects.patches import patched
 from graphzero.ir.known_ops import ARITHMETIC
 
@@ -45,20 +45,20 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 def _of_tensors(name: str, args: tuple[Any, ...]) -> Any:
     """Of numbers that tensors hold: ``.item()`` gives them."""
     given = [x.item() if isinstance(x, Tensor) else x for x in args]
-    looks = next((x.looks for x in given if isinstance(x, Number)), None)
-    if looks is None:  # no step is being traced: they are plain
+    value_reads = next((x.value_reads for x in given if isinstance(x, HostNumber)), None)
+    if value_reads is None:  # no step is being traced: they are plain
         return getattr(math, name)(*given)
-    operands = [x.tensor.double() if isinstance(x, Number) else x for x in given]
+    operands = [x.tensor.double() if isinstance(x, HostNumber) else x for x in given]
     if name == "log" and len(operands) == 2:
         return FUNCTIONS["log"](given[0]) / FUNCTIONS["log"](given[1])
-    return Number(getattr(torch, {"fabs": "abs"}.get(name, name))(*operands), looks)
+    return HostNumber(getattr(torch, {"fabs": "abs"}.get(name, name))(*operands), value_reads)
 
 
 def _either(name: str) -> Callable[..., Any]:
     plain, written = getattr(math, name), _WRITTEN[name]
 
     def function(*args: Any) -> Any:
-        if any(isinstance(x, (Tensor, Number)) for x in args):
+        if any(isinstance(x, (Tensor, HostNumber)) for x in args):
             return _of_tensors(name, args)
         is_symbolic = any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in args)
         return (written if is_symbolic else plain)(*args)

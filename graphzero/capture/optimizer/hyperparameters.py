@@ -24,7 +24,7 @@ Carried = Mapping[str, "int | float | None"]
 
 
 @dataclass(frozen=True)
-class Hyper:
+class Hyperparameter:
     """One number of one parameter group; ``key`` is ``lr`` or ``betas.0``.
 
     carried: whether ``step`` changes it.
@@ -71,7 +71,7 @@ class Carry:
     def after(self, numbers: Mapping[Role, float]) -> Any:
         return self.compute(*(numbers[role] for role in self.roles))
 
-    def write(self, optimizer: Optimizer, params: Mapping[str, Tensor], number: Any) -> None:
+    def store_number(self, optimizer: Optimizer, params: Mapping[str, Tensor], number: Any) -> None:
         """Put ``number`` where the optimizer holds it.  params: by path."""
         for path in self.paths:
             optimizer.state[params[path]][self.key_of_state] = number
@@ -96,22 +96,22 @@ def _number(key: str, x: Any) -> float | None:
     return None
 
 
-def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> Iterator[Hyper]:
+def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> Iterator[Hyperparameter]:
     """The run-time numbers of one parameter group."""
     for key, entry in {**_initial(group, carried), **group}.items():
         if key == "params" or key in FLAGS:
             continue
         if key in carried and is_number(entry):
-            yield Hyper(optimizer, index, key, entry, carried=True)
+            yield Hyperparameter(optimizer, index, key, entry, carried=True)
             continue
         items = entry if isinstance(entry, (tuple, list)) else [entry]
         for i, item in enumerate(items):
             number = _number(key, item)
             if number is not None:
-                yield Hyper(optimizer, index, f"{key}.{i}" if items is entry else key, number)
+                yield Hyperparameter(optimizer, index, f"{key}.{i}" if items is entry else key, number)
 
 
-def baked_of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> tuple[Any, ...]:
+def constants_of_numbers(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> tuple[Any, ...]:
     """All of a parameter group that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
     numbers = list(of_group(optimizer, index, group, carried))
     constants: list[Any] = [(optimizer, index, x.key, type(x.value).__name__) for x in numbers if x.carried]
@@ -142,7 +142,7 @@ def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, An
     return settings
 
 
-def hyper_name(hyper: Hyper) -> str:
+def hyperparameter_name(hyper: Hyperparameter) -> str:
     """How the placeholder is called: ``lr_0``, with the optimizer's number in front if it is not the first."""
     first = "" if hyper.optimizer == 0 else f"optimizer{hyper.optimizer}_"
     return f"{first}{hyper.key}_{hyper.group}"

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphzero.capture.objects.observed_dict import Entries
+from graphzero.capture.objects.observed_dict import ObservedDict
 from graphzero.capture.optimizer.hyperparameters import OF_STATE, is_number, with_numbers
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 from graphzero.capture.problems import first_line, problem
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import line_of
@@ -28,7 +28,7 @@ from graphzero.ir.source_location import line_of
 SIDE = 2  # length of each dim of a twin's parameter: enough to tell a constant from an identity matrix
 
 
-class _Recorder(Entries):
+class _RecordedDict(ObservedDict):
     """The state of one parameter; remembers what was first put under each key."""
 
     def __init__(self, start: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
-def initial_fill(stepping: Stepping, group: int, ndim: int) -> dict[str, float] | None:
+def initial_fill(stepping: OptimizerTracer, group: int, ndim: int) -> dict[str, float] | None:
     """State key -> the number that fills it before the first step, for parameters of ``ndim`` dims in ``group``.
 
     None where no numbers give torch's first step, or the twin cannot step.
@@ -57,7 +57,7 @@ def initial_fill(stepping: Stepping, group: int, ndim: int) -> dict[str, float] 
     return None if fill is None else fill[0]
 
 
-def _fill_of_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, float], dict[str, Any]] | None:
+def _fill_of_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[dict[str, float], dict[str, Any]] | None:
     """What fills its tensors, and the Python numbers among its state."""
     first = _run(stepping, group, ndim, seed=0)
     other = _run(stepping, group, ndim, seed=1)
@@ -77,10 +77,10 @@ def _candidates(recorded: dict[str, Any]) -> list[dict[str, Any]]:
     return [recorded, {key: type(x)(0) for key, x in recorded.items()}] if recorded else [{}]
 
 
-class _Outcome:
+class _TwinStep:
     """group: the numbers of the parameter's group behind the step; began: those that it began with, or first got."""
 
-    def __init__(self, param: Tensor, recorder: _Recorder, group: _Recorder) -> None:
+    def __init__(self, param: Tensor, recorder: _RecordedDict, group: _RecordedDict) -> None:
         self.param, self.recorded, self.state = param, recorder.first, dict(recorder)
         self.group = {key: x for key, x in group.items() if is_number(x)}
         self.began = {key: group.first[key] for key in self.group}
@@ -88,28 +88,28 @@ class _Outcome:
         self.group |= {OF_STATE + key: x for key, x in counts.items()}
         self.began |= {OF_STATE + key: recorder.first[key] for key in counts}
 
-    def differs(self, other: _Outcome) -> bool:
+    def differs(self, other: _TwinStep) -> bool:
         states = any(differ(x, other.state.get(key)) for key, x in self.state.items())
         return states or self.group != other.group or differ(self.param, other.param)
 
 
 def _run(
-    stepping: Stepping, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
-    like: _Outcome | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
-) -> _Outcome:  # fmt: skip
+    stepping: OptimizerTracer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
+    like: _TwinStep | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
+) -> _TwinStep:  # fmt: skip
     """One step of a twin from no state, or from the state of ``like`` filled with ``fills``.
 
     numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
     generator = torch.Generator().manual_seed(seed)
     groups, stand_ins, params = _twin_groups(stepping, group, ndim, generator)
-    param, settings = params[0], _Recorder({**groups[group], **(numbers or {})})
+    param, settings = params[0], _RecordedDict({**groups[group], **(numbers or {})})
     groups[group] = settings
     for _ in range(more):
         settings["params"].append(torch.nn.Parameter(param.detach().clone()))
         settings["params"][-1].grad = None if param.grad is None else param.grad.clone()
-    recorders = {x: _Recorder(start_of(stepping.optimizer, settings, x)) for x in params}
+    recorders = {x: _RecordedDict(start_of(stepping.optimizer, settings, x)) for x in params}
     if fills is not None and like is not None:
-        recorders[param] = _Recorder(
+        recorders[param] = _RecordedDict(
             {
                 key: torch.full_like(x, fills[key])
                 if isinstance(x, Tensor)
@@ -117,13 +117,13 @@ def _run(
                 for key, x in like.state.items()
             }
         )
-    with stepping.on(groups, defaultdict(dict, recorders), stand_ins):
-        stepping.take_real()
-    return _Outcome(param.detach(), recorders[param], settings)
+    with stepping.standing_in(groups, defaultdict(dict, recorders), stand_ins):
+        stepping.take_step()
+    return _TwinStep(param.detach(), recorders[param], settings)
 
 
 def _twin_groups(
-    stepping: Stepping, group: int, ndim: int, generator: torch.Generator
+    stepping: OptimizerTracer, group: int, ndim: int, generator: torch.Generator
 ) -> tuple[list[dict[str, Any]], dict[int, Tensor], list[Tensor]]:
     """Groups with a tiny parameter of ``ndim`` dims in ``group``, alone unless the optimizer mixes parameters.
 
@@ -141,7 +141,7 @@ def _twin_groups(
     return groups, tiny, [own, *(x for x in tiny.values() if x is not own)]
 
 
-def tiny_groups(stepping: Stepping, tiny: Mapping[int, Tensor]) -> list[dict[str, Any]]:
+def tiny_groups(stepping: OptimizerTracer, tiny: Mapping[int, Tensor]) -> list[dict[str, Any]]:
     """The optimizer's groups with twins of parameters, by id, and numbers as numbers."""
     groups = []
     for group in stepping.groups:
@@ -167,7 +167,7 @@ def changed_numbers(
     numbers: dict[str, Any] = {}
     sure = True
     try:
-        stepping = Stepping(optimizer)
+        stepping = OptimizerTracer(optimizer)
     except CaptureError:  # capture says why
         return {}, False
     for ndim in ndims:
@@ -182,7 +182,7 @@ def changed_numbers(
     return numbers, sure
 
 
-def _changed_by_twin(stepping: Stepping, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
+def _changed_by_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[dict[str, Any], bool]:
     first = _run(stepping, group, ndim, seed=0)
     settings = stepping.groups[group]
     changed = {key: x for key, x in first.began.items() if key not in settings or first.group[key] != x}

@@ -25,8 +25,8 @@ import torch
 
 from graphzero import _compat
 from graphzero.capture.optimizer.fused_steps import is_fused
-from graphzero.capture.optimizer.stepped_numbers import fixed_of_group, hypers_of_group
-from graphzero.capture.optimizer.stepped_parameter import Member
+from graphzero.capture.optimizer.stepped_numbers import constants_of_group, hyperparameters_of_group
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import is_of_torch
 
 Made = TypeVar("Made")
@@ -48,7 +48,9 @@ def known(key: Hashable | None, make: Callable[[], Made]) -> Made:
     return update
 
 
-def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> Hashable | None:
+def key_of(
+    what: str, index: int, optimizer: torch.optim.Optimizer, members: Sequence[SteppedParameter]
+) -> Hashable | None:
     """All that tracing a step of ``members`` depends on; None where that cannot be listed.
 
     what: is made of it.  index: of the optimizer in its Graph, which stands in the roles of its numbers.
@@ -57,8 +59,10 @@ def key_of(what: str, index: int, optimizer: torch.optim.Optimizer, members: Seq
     if code is None or _compat.modes_are_on():
         return None
     groups = optimizer.param_groups
-    numbers = tuple(hyper for g in range(len(groups)) for hyper in hypers_of_group(index, optimizer, g))
-    fixed = tuple((*fixed_of_group(index, optimizer, g), is_fused(optimizer, group)) for g, group in enumerate(groups))
+    numbers = tuple(hyper for g in range(len(groups)) for hyper in hyperparameters_of_group(index, optimizer, g))
+    fixed = tuple(
+        (*constants_of_group(index, optimizer, g), is_fused(optimizer, group)) for g, group in enumerate(groups)
+    )
     own = tuple((k, repr(v)) for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float, str)))
     parameters = tuple(map(_described, members))
     return what, code, numbers, fixed, own, repr(optimizer.defaults), parameters, _surroundings()
@@ -74,7 +78,7 @@ def _code_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...] | None:
     return (cls, *((name, x) for place in places for name, x in place.items() if isinstance(x, FunctionType)))
 
 
-def _described(member: Member) -> tuple[Any, ...]:
+def _described(member: SteppedParameter) -> tuple[Any, ...]:
     param = member.param
     states = tuple(member.states.items()), tuple(sorted(member.counters)), tuple(sorted(member.numbers)), member.first
     return member.path, member.group, tuple(param.shape), param.dtype, member.rounded, states

@@ -52,7 +52,7 @@ class LossScale(nn.Module):
             self.scale.copy_(torch.where(grown.isfinite(), grown, self.scale))
 
 
-class Scale:
+class LossScaleUpdate:
     """What the update makes of it.  held: the three buffers by name, as they enter the step."""
 
     def __init__(self, emit: Emit, scaling: Scaling, held: dict[str, fx.Node]) -> None:

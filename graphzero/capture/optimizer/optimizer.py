@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphzero import _compat
-from graphzero.capture.objects.observed_dict import Entries
-from graphzero.capture.optimizer.branches import ALL, Outcomes, Ways, written
+from graphzero.capture.objects.observed_dict import ObservedDict
+from graphzero.capture.optimizer.branches import ALL, BranchOutcomes, Ways, trace_branches
 from graphzero.capture.optimizer.fused_steps import is_fused
-from graphzero.capture.optimizer.hyperparameters import OF_STATE, Carry, Hyper, is_number, with_numbers
+from graphzero.capture.optimizer.hyperparameters import OF_STATE, Carry, Hyperparameter, is_number, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
 from graphzero.capture.optimizer.known_updates import key_of, known
-from graphzero.capture.optimizer.pure_ops import plain_module
+from graphzero.capture.optimizer.pure_ops import pure_module
 from graphzero.capture.optimizer.stepped_numbers import (
     carried,
     carry_of,
     changed_of_group,
     fixed_number,
-    hypers_of_group,
+    hyperparameters_of_group,
     number_of_states,
 )
-from graphzero.capture.optimizer.stepped_parameter import Member, marks_of
-from graphzero.capture.optimizer.stepping import Stepping
-from graphzero.capture.optimizer.uniform_updates import steps_alike
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter, marks_of
+from graphzero.capture.optimizer.stepping import OptimizerTracer
+from graphzero.capture.optimizer.uniform_updates import has_uniform_updates
 from graphzero.capture.problems import problem
 from graphzero.capture.spec import OptimizerSpec
 from graphzero.errors import CaptureError
@@ -48,7 +48,7 @@ _COUNTER = (torch.float32, ())
 _NUMBER = (torch.float64, (-1,))  # a Python number, which is a number of the group: see ``stepped_numbers.py``
 
 
-class _Making(Entries):
+class _NewState(ObservedDict):
     """The state of a parameter in its first step; counters are kept in float64 from where they are made."""
 
     def __init__(self, counters: frozenset[str]) -> None:
@@ -60,18 +60,18 @@ class _Making(Entries):
 
 
 @dataclass
-class Update:
+class TracedUpdate:
     """A traced step of ``members`` (in the order of the graph's inputs).
 
     inputs: placeholder -> what it stands for: ("param" or "grad", path, ""), ("state", path, key), ("hyper", Hyper).
     params: path -> new value; states: (path, key) -> new value.  carries: the numbers of groups that it changes.
     """
 
-    members: list[Member]
+    members: list[SteppedParameter]
     inputs: dict[fx.Node, tuple[Any, ...]]
     params: dict[str, fx.Node]
     states: dict[tuple[str, str], fx.Node]
-    symbols: dict[str, Hyper]
+    symbols: dict[str, Hyperparameter]
     env: Any
     carries: list[Carry] = field(default_factory=list)
 
@@ -102,17 +102,17 @@ def check(spec: OptimizerSpec) -> None:
         )
 
 
-def state_kinds(stepping: Stepping, members: list[Member]) -> None:
+def fill_state_kinds(stepping: OptimizerTracer, members: list[SteppedParameter]) -> None:
     """Fill in ``kind`` and ``states`` of the members, from a step on fakes or from state that exists."""
     optimizer = stepping.optimizer
     for member in members:
         marks = () if stepping.guards is None else marks_of(member.param)
         member.kind = (member.group, tuple(member.param.shape), member.param.dtype, marks)
-    examples: dict[Any, list[Member]] = {}
+    examples: dict[Any, list[SteppedParameter]] = {}
     for member in members:
         examples.setdefault(member.kind, []).append(member)
     two = [member for kin in examples.values() for member in kin[:2]]  # which may share a state
-    if not stepping.mixes and not steps_alike(stepping, members, [kin[0] for kin in examples.values()]):
+    if not stepping.mixes and not has_uniform_updates(stepping, members, [kin[0] for kin in examples.values()]):
         stepping.mixes = True
     created = _states_by_step(stepping, members if stepping.mixes else two)
     for member in members:
@@ -129,14 +129,16 @@ def state_kinds(stepping: Stepping, members: list[Member]) -> None:
         member.kind = (*member.kind, tuple(sorted((k, str(v)) for k, v in states.items())))
 
 
-def _states_of_a_vector(stepping: Stepping, member: Member, members: list[Member]) -> dict[str, Any]:
+def _states_of_a_vector(
+    stepping: OptimizerTracer, member: SteppedParameter, members: list[SteppedParameter]
+) -> dict[str, Any]:
     """The states that a parameter of one dim would have: what is 0-d there is no state of the shape of a 0-d one.
 
     It steps in the place of ``member``, among the others where the optimizer mixes them.
     """
     with _compat.FakeTensorMode():
         vector = nn.Parameter(torch.empty(2, dtype=member.param.dtype))
-    stand_in = Member(member.path, member.group, vector)
+    stand_in = SteppedParameter(member.path, member.group, vector)
     together = [stand_in if one is member else one for one in members] if stepping.mixes else [stand_in]
     return _states_by_step(stepping, together, {id(vector): member.param}).get(stand_in.kind, {})
 
@@ -156,7 +158,7 @@ def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: An
 
 
 def _states_by_step(
-    stepping: Stepping, members: list[Member], of: Mapping[int, Tensor] = MappingProxyType({})
+    stepping: OptimizerTracer, members: list[SteppedParameter], of: Mapping[int, Tensor] = MappingProxyType({})
 ) -> dict[Any, dict[str, Any]]:  # fmt: skip
     """Kind of a member -> what a step on fakes makes of its state.  of: id of a member's parameter -> the real one."""
     key = key_of("states", 0, stepping.optimizer, members)
@@ -164,10 +166,10 @@ def _states_by_step(
 
 
 def _stepped_states(
-    stepping: Stepping, members: list[Member], of: Mapping[int, Tensor]
+    stepping: OptimizerTracer, members: list[SteppedParameter], of: Mapping[int, Tensor]
 ) -> dict[Any, dict[str, Any]]:  # fmt: skip
     optimizer = stepping.optimizer
-    numbers = [{h.key: h.value for h in hypers_of_group(0, optimizer, g)} for g in range(len(stepping.groups))]
+    numbers = [{h.key: h.value for h in hyperparameters_of_group(0, optimizer, g)} for g in range(len(stepping.groups))]
     with _compat.FakeTensorMode(shape_env=_compat.shape_env(), allow_non_fake_inputs=True) as mode:
         stand_ins = {}
         for member in members:
@@ -179,8 +181,8 @@ def _stepped_states(
         groups = _groups(stepping, stand_ins, numbers)
         state: dict[Any, Any] = defaultdict(dict)
         try:
-            with stepping.on(groups, state, stand_ins, mode):
-                stepping.take(Outcomes((), lambda x: ALL))
+            with stepping.standing_in(groups, state, stand_ins, mode):
+                stepping.trace_step(BranchOutcomes((), lambda x: ALL))
         except CaptureError:
             raise
         except KeyError:  # state made by __init__ only
@@ -194,7 +196,7 @@ def _stepped_states(
     }
 
 
-def _complete(stepping: Stepping, stand_ins: dict[int, Any]) -> None:
+def _complete(stepping: OptimizerTracer, stand_ins: dict[int, Any]) -> None:
     """Where parameters stand elsewhere too, something stands for those that have no gradient as well."""
     for key, param in stepping.owned.items() if stepping.mixes else ():
         if key not in stand_ins:
@@ -216,7 +218,7 @@ def _check_apart(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], s
 
 
 def _groups(
-    stepping: Stepping, stand_ins: Mapping[int, Any], numbers: list[dict[str, Any]]
+    stepping: OptimizerTracer, stand_ins: Mapping[int, Any], numbers: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:  # fmt: skip
     groups = []
     for g, group in enumerate(stepping.groups):
@@ -226,7 +228,7 @@ def _groups(
     return groups
 
 
-def trace_update(index: int, stepping: Stepping, members: list[Member]) -> Update:
+def trace_update(index: int, stepping: OptimizerTracer, members: list[SteppedParameter]) -> TracedUpdate:
     """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
     update = known(
         key_of("update", index, stepping.optimizer, members),
@@ -235,15 +237,15 @@ def trace_update(index: int, stepping: Stepping, members: list[Member]) -> Updat
     return replace(update, members=members)
 
 
-def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
+def _traced(index: int, stepping: OptimizerTracer, members: list[SteppedParameter]) -> TracedUpdate:
     env = _compat.shape_env()
     numbers: list[dict[str, Any]] = []
     labels: list[tuple[Any, ...]] = []
     values: list[Any] = []
-    symbols: dict[str, Hyper] = {}
+    symbols: dict[str, Hyperparameter] = {}
     for g in range(len(stepping.groups)):
         numbers.append({})
-        for hyper in hypers_of_group(index, stepping.optimizer, g):
+        for hyper in hyperparameters_of_group(index, stepping.optimizer, g):
             symbol = _compat.new_symbol(env, hyper.value, f"{hyper.role.path}")
             symbols[_compat.symbol_name(symbol)] = hyper
             labels.append(("hyper", hyper))
@@ -275,7 +277,7 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
         counts = {symbol for symbol, hyper in symbols.items() if hyper.carried}
         numbered = _compat.kept_symbolic(lambda: counts, lambda: fixed_number(stepping.optimizer))
         with mode, numbered, _compat.preserve_node_meta(), _compat.annotate({"phase": "update", "source": ""}):
-            module = written(program, values, paths, stepping.name)
+            module = trace_branches(program, values, paths, stepping.name)
     except CaptureError:
         raise
     except Exception as error:
@@ -289,8 +291,8 @@ def _traced(index: int, stepping: Stepping, members: list[Member]) -> Update:
 
 
 def _step(
-    stepping: Stepping, members: list[Member], numbers: list[dict[str, Any]], named: dict[Any, Any],
-    outcomes: Outcomes, mode: _compat.FakeTensorMode,
+    stepping: OptimizerTracer, members: list[SteppedParameter], numbers: list[dict[str, Any]], named: dict[Any, Any],
+    outcomes: BranchOutcomes, mode: _compat.FakeTensorMode,
 ) -> dict[tuple[Any, ...], Any]:  # fmt: skip
     """What comes of a step, by ("param", path, ""), ("state", path, key) and ("number", group, key)."""
     params: list[Any] = []
@@ -298,7 +300,7 @@ def _step(
     for member in members:
         param = named["param", member.path, ""]
         param.grad = named["grad", member.path, ""]
-        state[param] = _Making(member.counters)
+        state[param] = _NewState(member.counters)
         for key, entry in member.entering.items():
             state[param][key] = None if entry is None else named["state", member.path, key]
         given = {key: numbers[member.group].get(OF_STATE + key) for key in member.numbers if not member.first}
@@ -308,8 +310,8 @@ def _step(
     _complete(stepping, stand_ins)
     groups = _groups(stepping, stand_ins, numbers)
     before = [dict(group) for group in groups]
-    with stepping.on(groups, state, stand_ins, mode):
-        stepping.take(outcomes)
+    with stepping.standing_in(groups, state, stand_ins, mode):
+        stepping.trace_step(outcomes)
     outcome: dict[tuple[Any, ...], Any] = {}
     for g, (old, new) in enumerate(zip(before, groups, strict=True)):
         for key in changed_of_group(stepping.optimizer, old, new):
@@ -331,12 +333,12 @@ def _step(
 
 
 def _read(
-    module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[Member], symbols: dict[str, Hyper],
-    env: Any,
-) -> Update:  # fmt: skip
-    graph = plain_module(module).graph
+    module: fx.GraphModule, labels: list[Any], results: list[Any], members: list[SteppedParameter],
+    symbols: dict[str, Hyperparameter], env: Any,
+) -> TracedUpdate:  # fmt: skip
+    graph = pure_module(module).graph
     inputs = dict(zip(graph.find_nodes(op="placeholder"), labels, strict=True))
-    update = Update(members, inputs, {}, {}, symbols, env)
+    update = TracedUpdate(members, inputs, {}, {}, symbols, env)
     flat: Any = graph.output_node().args[0]
     for (kind, path, key), node in zip(results, flat, strict=True):
         if kind == "param":

@@ -11,7 +11,7 @@ from graphzero import _compat
 from graphzero.capture.problems import problem
 
 
-def plain_module(module: fx.GraphModule) -> fx.GraphModule:
+def pure_module(module: fx.GraphModule) -> fx.GraphModule:
     """Without writes into inputs, which are results too, and without tensors that it holds."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:

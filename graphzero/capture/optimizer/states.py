@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphzero.capture.guards.optimizer_state_guard import OptimizerStateGuard
 from graphzero.capture.optimizer.initial_state import initial_fill, missing
-from graphzero.capture.optimizer.stepped_numbers import hypers_of_group
-from graphzero.capture.optimizer.stepped_parameter import Member
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.stepped_numbers import hyperparameters_of_group
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 
 
 def is_real(entry: Any) -> bool:
@@ -28,45 +28,45 @@ def has_state(state: Mapping[Any, Mapping[str, Any]], param: Tensor) -> bool:
     return any(map(is_real, state.get(param, {}).values()))
 
 
-class Fills:
+class StateFills:
     """The number that fills each state of one optimizer before its first step."""
 
-    def __init__(self, stepping: Stepping) -> None:
+    def __init__(self, stepping: OptimizerTracer) -> None:
         self.stepping, self.optimizer = stepping, stepping.optimizer
         self.known: dict[tuple[int, int], dict[str, float] | None] = {}
 
-    def all_of(self, member: Member) -> dict[str, float] | None:
+    def fills_of(self, member: SteppedParameter) -> dict[str, float] | None:
         """Of each state of ``member``; None if no numbers fill them."""
         place = (member.group, member.param.dim())
         if place not in self.known:
             self.known[place] = initial_fill(self.stepping, *place)
         return self.known[place]
 
-    def of(self, member: Member, key: str) -> float:
+    def fill_of(self, member: SteppedParameter, key: str) -> float:
         """Of state ``key`` of ``member``; 0 where the optimizer already holds it, or the step makes it."""
-        fills = self.all_of(member)
+        fills = self.fills_of(member)
         if fills is not None:
             return fills.get(key, 0.0)
-        if not member.first and self.real(member, key) is None:
+        if not member.first and self.real_state(member, key) is None:
             raise missing(self.optimizer, member.path, key)
         return 0.0
 
-    def real(self, member: Member, key: str) -> Tensor | None:
+    def real_state(self, member: SteppedParameter, key: str) -> Tensor | None:
         """The state that the user's optimizer holds, if it is more than a shape."""
         entry = self.optimizer.state.get(member.param, {}).get(key)
         return entry if is_real(entry) else None
 
-    def number(self, member: Member, key: str) -> float | None:
+    def counter_value(self, member: SteppedParameter, key: str) -> float | None:
         """The present value of a 0-d state; None if the step makes it."""
         if member.first:
             return None
-        entry: Any = self.real(member, key)
+        entry: Any = self.real_state(member, key)
         if entry is None:
-            return self.of(member, key)
+            return self.fill_of(member, key)
         return float(entry.to_local() if hasattr(entry, "to_local") else entry)
 
 
-def mark_first_steps(index: int, members: list[Member], fills: Fills) -> OptimizerStateGuard:
+def mark_first_steps(index: int, members: list[SteppedParameter], fills: StateFills) -> OptimizerStateGuard:
     """Say which members take their first step, one that makes their state; returns what this takes for granted.
 
     index: of the optimizer.
@@ -75,10 +75,10 @@ def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Optimiz
     present: set[tuple[int, str]] = set()
     filled: set[tuple[int, str]] = set()
     for member in members:
-        if member.numbers and not any(member.states.values()) and fills.all_of(member) is None:
+        if member.numbers and not any(member.states.values()) and fills.fills_of(member) is None:
             raise missing(fills.optimizer, member.path, min(member.numbers))
         if any(member.states.values()):
-            if fills.all_of(member) is not None:
+            if fills.fills_of(member) is not None:
                 where = filled
             else:
                 member.first = not has_state(fills.optimizer.state, member.param)
@@ -86,12 +86,12 @@ def mark_first_steps(index: int, members: list[Member], fills: Fills) -> Optimiz
             where.add((index, member.path))
         member.kind = (*member.kind, member.first)
     groups = {member.group for member in members if (index, member.path) in filled}
-    numbers = [h for g in groups for h in hypers_of_group(index, fills.optimizer, g)]
+    numbers = [h for g in groups for h in hyperparameters_of_group(index, fills.optimizer, g)]
     values = {h.role: h.value for h in numbers}
     return OptimizerStateGuard(frozenset(absent), frozenset(present), frozenset(filled), values)
 
 
-def equal_states(members: list[Member], fills: Fills) -> set[tuple[int, str]]:
+def equal_states(members: list[SteppedParameter], fills: StateFills) -> set[tuple[int, str]]:
     """(group, key) of the 0-d states that are equal for all parameters of the group: step counters."""
     values: dict[tuple[int, str], set[Any]] = {}
     counts: dict[tuple[int, str], int] = {}
@@ -102,5 +102,5 @@ def equal_states(members: list[Member], fills: Fills) -> set[tuple[int, str]]:
             if key in member.counters and entry is not None:
                 place = (member.group, key)
                 counts[place] = counts.get(place, 0) + 1
-                values.setdefault(place, set()).add((entry[0], fills.number(member, key)))
+                values.setdefault(place, set()).add((entry[0], fills.counter_value(member, key)))
     return {place for place, distinct in values.items() if len(distinct) == 1 and counts[place] == sizes[place[0]]}

@@ -17,18 +17,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from graphzero.capture.host_values.number import Number
+from graphzero.capture.host_values.number import HostNumber
 from graphzero.capture.optimizer.hyperparameters import (
     OF_STATE,
     Carried,
     Carry,
-    Hyper,
-    baked_of_group,
+    Hyperparameter,
+    constants_of_numbers,
     is_number,
     of_group,
 )
 from graphzero.capture.optimizer.initial_state import changed_numbers
-from graphzero.capture.optimizer.stepped_parameter import Member
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.value import Role
@@ -70,13 +70,13 @@ def _holds(known: tuple[Any, Carried, bool], group: Mapping[str, Any], ndims: tu
     return of == ndims and (has_all or _signature(group, ndims)[1] == numbers)
 
 
-def hypers_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> list[Hyper]:
+def hyperparameters_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> list[Hyperparameter]:
     """The run-time numbers of one parameter group of the optimizer that is number ``index``."""
     known = carried(optimizer, group)
     hypers = list(of_group(index, group, optimizer.param_groups[group], known))
     if known and (of_states := numbers_of_states(optimizer, group)):
         hypers = [h for h in hypers if h.key not in of_states]
-        hypers += [Hyper(index, group, key, x, carried=True) for key, x in of_states.items()]
+        hypers += [Hyperparameter(index, group, key, x, carried=True) for key, x in of_states.items()]
     return hypers
 
 
@@ -97,12 +97,12 @@ def numbers_of_states(optimizer: torch.optim.Optimizer, group: int) -> dict[str,
     return numbers
 
 
-def fixed_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> tuple[Any, ...]:
-    """See ``baked_of_group``."""
+def constants_of_group(index: int, optimizer: torch.optim.Optimizer, group: int) -> tuple[Any, ...]:
+    """See ``constants_of_numbers``."""
     known = carried(optimizer, group)
     if known and (of_states := numbers_of_states(optimizer, group)):
         known = {**known, **of_states}
-    return baked_of_group(index, group, optimizer.param_groups[group], known)
+    return constants_of_numbers(index, group, optimizer.param_groups[group], known)
 
 
 def changed_of_group(
@@ -120,7 +120,7 @@ def changed_of_group(
             if isinstance(old, (torch.SymInt, torch.SymFloat)) or key not in before or old != new:
                 keys.append(key)
         elif not _is_same(old, new):
-            if isinstance(new, Number):
+            if isinstance(new, HostNumber):
                 raise _from_values(optimizer, key)
             kind = "a tensor" if isinstance(new, Tensor) else f"a {type(new).__name__}"
             raise problem(
@@ -184,7 +184,7 @@ def fixed_number(optimizer: torch.optim.Optimizer) -> CaptureError:
     )
 
 
-def paths_of(carry: Carry, members: Iterable[Member]) -> Carry:
+def paths_of(carry: Carry, members: Iterable[SteppedParameter]) -> Carry:
     """``carry`` with the paths of those of ``members`` whose states hold it."""
     key = carry.key_of_state
     is_held = carry.key.startswith(OF_STATE)

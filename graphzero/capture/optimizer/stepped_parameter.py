@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class Member:
+class SteppedParameter:
     """A parameter that an optimizer updates.
 
     states: key -> (dtype, shape), None for a key that holds None; counters: those that are 0-d for any parameter.

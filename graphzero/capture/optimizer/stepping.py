@@ -26,15 +26,15 @@ from graphzero.capture.guards.attribute_guards import AttributeGuards
 from graphzero.capture.guards.guarded_values import ObjectIdentity
 from graphzero.capture.guards.referenced_names import ReferencedNames
 from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes
-from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents, put_all_back
-from graphzero.capture.objects.side_effects import contents_behind
-from graphzero.capture.objects.snapshot_diff import changes_of
-from graphzero.capture.optimizer.branches import Outcomes
+from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot, restore_all
+from graphzero.capture.objects.side_effects import snapshot_reachable
+from graphzero.capture.objects.snapshot_diff import describe_changes
+from graphzero.capture.optimizer.branches import BranchOutcomes
 from graphzero.capture.optimizer.fused_steps import FusedSteps
 from graphzero.capture.optimizer.host_math import symbolic_math
 from graphzero.capture.optimizer.host_numbers import HostNumbers
 from graphzero.capture.problems import place_of, problem, problem_here
-from graphzero.capture.trace.captured_constants import FreeTensors, Words, written_by
+from graphzero.capture.trace.captured_constants import CapturedConstants, ConstantMessages, written_by
 from graphzero.errors import CaptureError
 
 _KEEP = (
@@ -53,7 +53,7 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     return own and _compat.is_torchs_step(optimizer.step)
 
 
-class Stepping:
+class OptimizerTracer:
     """The steps that one capture takes of an optimizer.
 
     index: of the optimizer in its Graph.  paths: id of a parameter -> its path.
@@ -70,9 +70,9 @@ class Stepping:
         self._own = set(map(id, own))
         self.guards: AttributeGuards | None = None
         self.inner: list[Optimizer] = []
-        self.free: list[FreeTensors] = []
+        self.free: list[CapturedConstants] = []
         if is_of_torch(optimizer):
-            self.kept: list[Contents] = [DictContents(vars(optimizer), (optimizer, ""))]
+            self.kept: list[ObjectSnapshot] = [DictSnapshot(vars(optimizer), (optimizer, ""))]
             self.mixes = False
             return
         self.kept = self._reached()
@@ -82,18 +82,18 @@ class Stepping:
 
     # ---- what it reaches
 
-    def _reached(self) -> list[Contents]:
+    def _reached(self) -> list[ObjectSnapshot]:
         roots: list[Any] = [self.optimizer]
         while True:
-            snapshots = contents_behind(roots, self.step)
-            owners = (x.owner[0] for x in snapshots if isinstance(x, DictContents) and not x.owner[1])
+            snapshots = snapshot_reachable(roots, self.step)
+            owners = (x.owner[0] for x in snapshots if isinstance(x, DictSnapshot) and not x.owner[1])
             inner = {id(x): x for x in owners if isinstance(x, Optimizer) and x is not self.optimizer}
             self.inner = list(inner.values())
             if len(roots) == 1 + len(inner):
                 return snapshots
             roots = [self.optimizer, *self.inner]  # what their classes name counts too
 
-    def _holds_params(self, kept: Contents) -> bool:
+    def _holds_params(self, kept: ObjectSnapshot) -> bool:
         """Whether parameters stand in it, or their ids, though it is neither a group of the optimizer nor its state."""
         return id(kept.holder) not in self._own and any(map(self._is_owned, kept.content))
 
@@ -131,7 +131,7 @@ class Stepping:
     # ---- a step
 
     @_compat.contextmanager
-    def on(
+    def standing_in(
         self, groups: list[dict[str, Any]], state: Any, stand_ins: Mapping[int, Tensor],
         mode: _compat.FakeTensorMode | None = None, strict: bool = True,
     ) -> Iterator[None]:  # fmt: skip
@@ -146,13 +146,13 @@ class Stepping:
         put |= {id(old["params"]): new["params"] for old, new in zip(self.groups, groups, strict=True)}
         put |= stand_ins
         inner_states = [(inner, inner.state) for inner in self.inner if inner.state is not self.state]
-        with _compat.undoing(lambda: put_all_back(self.kept)):
+        with _compat.undoing(lambda: restore_all(self.kept)):
             started = [self._put(snapshot, put) for snapshot in self.kept]
             for key, x in stand_ins.items():
                 _compat.take_class(x, self.owned[key])
             self._check_held(groups, state)
-            started.append(DictContents(settings, (self.optimizer, "defaults")))
-            started += [] if self.guards is None else [DictContents(vars(x), (x, "")) for x in stand_ins.values()]
+            started.append(DictSnapshot(settings, (self.optimizer, "defaults")))
+            started += [] if self.guards is None else [DictSnapshot(vars(x), (x, "")) for x in stand_ins.values()]
             with self._watching(stand_ins, mode):
                 yield
             for inner, states in inner_states:
@@ -162,14 +162,14 @@ class Stepping:
                 self._check_changes(started)
                 self._check_state(state)
 
-    def _put(self, kept: Contents, put: Mapping[int, Any]) -> Contents:
+    def _put(self, kept: ObjectSnapshot, put: Mapping[int, Any]) -> ObjectSnapshot:
         """Write stand-ins in the place of what they stand for; returns what is there then."""
         content = kept.content if id(kept.holder) in self._own else [_replaced(x, put) for x in kept.content]
         if all(map(is_, content, kept.content)):
             return kept
-        kept.write(content)
+        kept.write_content(content)
         started = copy.copy(kept)
-        started.content = kept.read(kept.holder)
+        started.content = kept.read_content(kept.holder)
         return started
 
     def _check_held(self, groups: list[dict[str, Any]], state: Any) -> None:
@@ -188,7 +188,7 @@ class Stepping:
     def _watching(self, stand_ins: Mapping[int, Tensor], mode: _compat.FakeTensorMode | None) -> Iterator[None]:
         with ExitStack() as stack:
             if self.guards is not None:
-                free = None if mode is None else FreeTensors(mode, self._by_path, self.code, self._words())
+                free = None if mode is None else CapturedConstants(mode, self._by_path, self.code, self._words())
                 self.free += [] if free is None else [free]
                 stack.enter_context(self.guards)
                 reals = {id(x): (self.owned[key], self._path(key)) for key, x in stand_ins.items()}
@@ -196,7 +196,7 @@ class Stepping:
                 stack.enter_context(_Ops(self, free))
             yield
 
-    def take(self, outcomes: Outcomes) -> None:
+    def trace_step(self, outcomes: BranchOutcomes) -> None:
         """A step, as it is written down; what it asks of values turns out as ``outcomes`` says."""
         kinds = dict.fromkeys(map(type, (self.optimizer, *self.inner)))
         with ExitStack() as stack:
@@ -204,9 +204,9 @@ class Stepping:
                 stack.enter_context(symbolic_math(kind))
             for mode in (HostNumbers(), FusedSteps(), outcomes):
                 stack.enter_context(mode)
-            self.take_real()
+            self.take_step()
 
-    def take_real(self) -> None:
+    def take_step(self) -> None:
         """A step on real tensors."""
         with torch.no_grad(), _compat.is_compiling(), _Calls(self):
             self.step()
@@ -220,8 +220,10 @@ class Stepping:
                 [place_of(self.step)],
             )
 
-    def _check_changes(self, started: list[Contents]) -> None:
-        changed = next((name for snapshot in started if snapshot.differs() for name in changes_of(snapshot)), None)
+    def _check_changes(self, started: list[ObjectSnapshot]) -> None:
+        changed = next(
+            (name for snapshot in started if snapshot.differs() for name in describe_changes(snapshot)), None
+        )
         if changed is not None:
             named = changed.replace(f"{self.name}.", "self.", 1) if changed.startswith(f"{self.name}.") else changed
             raise problem(
@@ -233,8 +235,8 @@ class Stepping:
     def _path(self, key: int) -> str:
         return self.paths.get(key, "a parameter")
 
-    def _words(self) -> Words:
-        return Words(
+    def _words(self) -> ConstantMessages:
+        return ConstantMessages(
             f"{self.name}.step()", "neither a parameter nor its state", _KEEP, "is not among those that it steps",
             "give it to the optimizer too, or read a copy of its values: p.detach().clone()",
         )  # fmt: skip
@@ -250,7 +252,7 @@ class Stepping:
 
     @cached_property
     def _storages(self) -> set[int]:
-        reached = [snapshot.holder for snapshot in self.kept if isinstance(snapshot, TensorContents)]
+        reached = [snapshot.holder for snapshot in self.kept if isinstance(snapshot, TensorSnapshot)]
         return {_compat.storage_id(_compat.local_tensor(x)) for x in reached if x.layout is torch.strided}
 
     def past_stand_in(self, x: Tensor) -> CaptureError:
@@ -293,7 +295,7 @@ def _replaced(x: Any, put: Mapping[int, Any]) -> Any:
 class _Calls(TorchFunctionMode):
     """Refuses what reaches a parameter itself, past its stand-in: the step would train nothing there."""
 
-    def __init__(self, stepping: Stepping) -> None:
+    def __init__(self, stepping: OptimizerTracer) -> None:
         super().__init__()
         self.stepping = stepping
 
@@ -306,7 +308,7 @@ class _Calls(TorchFunctionMode):
 class _Ops(TorchDispatchMode):
     """Refuses writes to tensors that are neither stand-ins, nor their states, nor made by the step."""
 
-    def __init__(self, stepping: Stepping, free: FreeTensors | None) -> None:
+    def __init__(self, stepping: OptimizerTracer, free: CapturedConstants | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stepping, self.free = stepping, free
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from graphzero.capture.optimizer.initial_state import differ, start_of, tiny_groups, tiny_parameter
-from graphzero.capture.optimizer.stepped_parameter import Member
-from graphzero.capture.optimizer.stepping import Stepping
+from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
+from graphzero.capture.optimizer.stepping import OptimizerTracer
 
 _STEPS = 2
 
 
-def steps_alike(stepping: Stepping, members: Iterable[Member], chosen: Iterable[Member]) -> bool:
+def has_uniform_updates(
+    stepping: OptimizerTracer, members: Iterable[SteppedParameter], chosen: Iterable[SteppedParameter]
+) -> bool:
     """chosen: one of ``members`` of each kind.  False where the twins cannot step."""
     kinds = {id(member.param): member.kind for member in members}
     if stepping.guards is None or len(stepping.owned) == len(firsts := [id(member.param) for member in chosen]):
@@ -35,7 +37,7 @@ def steps_alike(stepping: Stepping, members: Iterable[Member], chosen: Iterable[
     return all(_is_equal(together[key], models[kind]) for key, kind in kinds.items())
 
 
-def _stepped(stepping: Stepping, keys: list[int], kinds: dict[int, Any]) -> dict[int, dict[str, Any]]:
+def _stepped(stepping: OptimizerTracer, keys: list[int], kinds: dict[int, Any]) -> dict[int, dict[str, Any]]:
     """By the id of a parameter, what some steps make of its twin and of that one's state; "" is the twin itself."""
     numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds.values()))}
     twins: dict[int, Tensor] = {}
@@ -47,9 +49,9 @@ def _stepped(stepping: Stepping, keys: list[int], kinds: dict[int, Any]) -> dict
     groups = tiny_groups(stepping, twins)
     of = {id(x): group for group in groups for x in group["params"]}
     state = defaultdict(dict, {x: start_of(stepping.optimizer, of[id(x)], x) for x in twins.values()})
-    with stepping.on(groups, state, twins):
+    with stepping.standing_in(groups, state, twins):
         for _ in range(_STEPS):
-            stepping.take_real()
+            stepping.take_step()
         return {key: {**state[x], "": x.detach()} for key, x in twins.items()}
 
 

@@ -24,7 +24,7 @@ def origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def finish(graph: fx.Graph) -> None:
+def finalize(graph: fx.Graph) -> None:
     """Turn the output ``(outputs, aux, updates, losses, gradients)`` into the IR's, and clean up."""
     output = graph.output_node()
     results: Any = output.args[0]

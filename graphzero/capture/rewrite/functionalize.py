@@ -10,17 +10,17 @@ from torch import Tensor, fx
 
 from graphzero import _compat
 from graphzero.capture.problems import problem
-from graphzero.capture.rewrite.inplace_to_pure import rewritten
+from graphzero.capture.rewrite.inplace_to_pure import rewrite_inplace_ops
 
 _WRITE_HINT = "Write the line without an in-place op: x = x.mul(2) in place of x.mul_(2)"
 
 
-def functional(
+def functionalize_writes(
     module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]], mode: _compat.FakeTensorMode
 ) -> fx.GraphModule:
     """The same graph without writes in place: what was written becomes a new value that later readers read."""
     writes = [node for node in module.graph.nodes if _writes(node)]
-    if rewritten(module.graph, writes, table, mode):
+    if rewrite_inplace_ops(module.graph, writes, table, mode):
         return module
     for node in module.graph.nodes:
         node.meta = {"custom": node.meta["custom"]} if "custom" in node.meta else {}

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphzero import _compat
 
 
-def rewritten(
+def rewrite_inplace_ops(
     graph: fx.Graph, writes: Sequence[fx.Node], decomposed: Container[Any], mode: _compat.FakeTensorMode
 ) -> bool:
     """Whether all ``writes`` of a traced graph were of this form, and it is now without them; else it is as it was."""

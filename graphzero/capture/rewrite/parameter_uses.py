@@ -16,17 +16,17 @@ from graphzero.ir import ops, value
 
 def insert_uses(graph: fx.Graph) -> None:
     """Put ``use`` nodes behind the parameters of ``graph``, in place."""
-    _Uses(graph).run()
+    _UseInserter(graph).insert()
 
 
-class _Uses:
+class _UseInserter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.params = {node for node in graph.find_nodes(op="placeholder") if _is_param(node)}
         self.derived: set[fx.Node] = set()
         self.made: dict[tuple[fx.Node, str], fx.Node] = {}
 
-    def run(self) -> None:
+    def insert(self) -> None:
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue

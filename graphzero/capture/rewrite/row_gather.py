@@ -19,12 +19,12 @@ aten = torch.ops.aten
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
-def pick_rows(graph: fx.Graph) -> None:
+def gather_rows(graph: fx.Graph) -> None:
     """Rewrite ``index`` and ``index_put`` where the first index counts the rows."""
     for node in list(graph.nodes):
         if node.target in (aten.index.Tensor, aten.index_put.default) and _picks(node):
             with graph.inserting_before(node):
-                gathered = _Writer(graph, node).write()
+                gathered = _GatherWriter(graph, node).write_gather()
             node.replace_all_uses_with(gathered)
             graph.erase_node(node)
 
@@ -63,13 +63,13 @@ def _fake(node: Any) -> Tensor:
     return fake
 
 
-class _Writer:
+class _GatherWriter:
     """Writes what stands for ``node``."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
 
-    def write(self) -> fx.Node:
+    def write_gather(self) -> fx.Node:
         arguments: Any = self.node.args
         x, (_, at), *rest = arguments
         shape, picked = _fake(x).shape, _fake(at).shape

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.guards.attribute_guards import AttributeGuards
-from graphzero.capture.host_values.number import Number
-from graphzero.capture.objects.object_snapshot import Contents, DictContents, TensorContents
+from graphzero.capture.host_values.number import HostNumber
+from graphzero.capture.objects.object_snapshot import DictSnapshot, ObjectSnapshot, TensorSnapshot
 from graphzero.capture.objects.patches import patched
-from graphzero.capture.objects.scope_snapshot import GlobalContents
+from graphzero.capture.objects.scope_snapshot import GlobalsSnapshot
 from graphzero.capture.problems import place_of, problem
-from graphzero.capture.trace.captured_constants import FreeTensors
+from graphzero.capture.trace.captured_constants import CapturedConstants
 from graphzero.errors import CaptureError
 from graphzero.ir.source_location import user_frames
 
@@ -53,7 +53,7 @@ _PLAIN = (
 Place = tuple[str, str, str]  # the path of a module, the register, the name in it
 
 
-class Bindings:
+class AttributeBindings:
     """Those of one trace of build.
 
     root: of the modules.  build: the user's.
@@ -158,7 +158,7 @@ class Bindings:
 
     def _is_cache(self, x: Any, now: dict[Place, Any] | None = None) -> bool:
         """Whether the next step would make ``x`` again as it is."""
-        if isinstance(x, Number):
+        if isinstance(x, HostNumber):
             return False
         bound = {id(y) for y in (now if now is not None else dict(self._bound())).values()}
         fixed = {
@@ -170,25 +170,25 @@ class Bindings:
 
     # ---- plain attributes and containers
 
-    def refuse_state(self, kept: Iterable[Contents], free: FreeTensors, guards: AttributeGuards) -> None:
+    def refuse_state(self, kept: Iterable[ObjectSnapshot], free: CapturedConstants, guards: AttributeGuards) -> None:
         """Refuse what build keeps for later steps outside of buffers: a tensor in the place of one that it has read.
 
         kept: all that build reaches, as it was before.
         """
         for contents in kept:
-            if isinstance(contents, (TensorContents, GlobalContents)) or not contents.differs():
+            if isinstance(contents, (TensorSnapshot, GlobalsSnapshot)) or not contents.differs():
                 continue
             owner, name = contents.owner
-            if isinstance(contents, DictContents) and name not in _REGISTERS:
+            if isinstance(contents, DictSnapshot) and name not in _REGISTERS:
                 for key, before, after in contents.changed():
                     is_read = free.has_met(before) or (not name and before is None and guards.was_none(owner, key))
                     if is_read and self._is_kept(after):
                         raise self._lost(owner, name or str(key))
-            elif any(map(free.has_met, contents.content)) and any(map(self._is_kept, contents.news())):
+            elif any(map(free.has_met, contents.content)) and any(map(self._is_kept, contents.new_content())):
                 raise self._lost(owner, name)
 
     def _is_kept(self, x: Any) -> bool:
-        return isinstance(x, (_compat.FakeTensor, Number)) and not self._is_cache(x)
+        return isinstance(x, (_compat.FakeTensor, HostNumber)) and not self._is_cache(x)
 
     def _lost(self, owner: Any, name: str) -> CaptureError:
         return self._problem(

@@ -19,35 +19,35 @@ from torch.utils import _pytree as pytree
 
 from graphzero import _compat
 from graphzero.capture.annotations.local_regions import TracedRegions, regions
-from graphzero.capture.annotations.pins import Pinned, collecting
+from graphzero.capture.annotations.pins import Pinned, collecting_pins
 from graphzero.capture.guards.attribute_guards import record_attribute_guards
 from graphzero.capture.guards.guarded_values import ObjectIdentity
 from graphzero.capture.guards.tensor_attributes import forward_tensor_attributes, warn_of_new_attributes
 from graphzero.capture.host_values.floats import FloatInput, holds_nan, math_of_inputs, symbols_of
-from graphzero.capture.host_values.number import Number
-from graphzero.capture.host_values.value_reads import CONSTANT, Looks, read_problem
+from graphzero.capture.host_values.number import HostNumber
+from graphzero.capture.host_values.value_reads import CONSTANT, ValueReads, read_problem
 from graphzero.capture.objects import pytrees as tree
-from graphzero.capture.objects.side_effects import untouched
-from graphzero.capture.problems import first_line, none_swallowed, problem
+from graphzero.capture.objects.side_effects import restoring_side_effects
+from graphzero.capture.problems import first_line, problem, raising_recorded_problems
 from graphzero.capture.randomness import Draws
 from graphzero.capture.rewrite import decompositions
-from graphzero.capture.rewrite.functionalize import functional
+from graphzero.capture.rewrite.functionalize import functionalize_writes
 from graphzero.capture.spec import LOSS_SCALE, Inputs, Step
-from graphzero.capture.trace.attribute_bindings import Bindings
-from graphzero.capture.trace.captured_constants import FreeTensors
-from graphzero.capture.trace.casts import Casts
-from graphzero.capture.trace.gradients import Gradients
-from graphzero.capture.trace.is_compiling import Asked
-from graphzero.capture.trace.modes import UserCode, Watch
-from graphzero.capture.trace.other_threads import others_wait
-from graphzero.capture.trace.refusals import refusals
-from graphzero.capture.trace.tracing_context import surroundings, untouched_optimizers
+from graphzero.capture.trace.attribute_bindings import AttributeBindings
+from graphzero.capture.trace.captured_constants import CapturedConstants
+from graphzero.capture.trace.casts import ParameterCasts
+from graphzero.capture.trace.gradients import GradientRecorder
+from graphzero.capture.trace.is_compiling import CompilingAnswers
+from graphzero.capture.trace.modes import OpMode, UserCodeMode
+from graphzero.capture.trace.other_threads import blocking_other_threads
+from graphzero.capture.trace.refusals import forbidding_calls
+from graphzero.capture.trace.tracing_context import forbidding_optimizer_steps, tracing_context
 from graphzero.errors import CaptureError, GraphZeroError
 from graphzero.ir.source_location import line_of
 
 
 @dataclass
-class Traced:
+class TracedBuild:
     """What tracing build gives.
 
     module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
@@ -55,7 +55,7 @@ class Traced:
         ("final"), both in the order of ``with_grad``, new "params" and new "buffers", and "checks"; under mixed
         precision also the "wide" gradients that build sees, of those that "ended".
     trains: whether build makes gradients.  with_wide: of which parameters there is a "wide" one.
-    out: build's flat outputs; a ``Slot`` names a tensor among the graph's outputs.
+    out: build's flat outputs; a ``OutputSlot`` names a tensor among the graph's outputs.
     """
 
     module: fx.GraphModule
@@ -77,7 +77,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Slot:
+class OutputSlot:
     """A place among the tensor outputs of build."""
 
     index: int
@@ -86,26 +86,28 @@ class Slot:
 class BuildTrace:
     """One tracing of a step's build."""
 
-    def __init__(self, step: Step, root: nn.Module, inputs: Inputs, asked: Asked, fixed: dict[str, float]) -> None:
+    def __init__(
+        self, step: Step, root: nn.Module, inputs: Inputs, asked: CompilingAnswers, fixed: dict[str, float]
+    ) -> None:
         self.step, self.root, self.inputs, self.asked, self.fixed = step, root, inputs, asked, fixed
         self.env = _compat.shape_env()
         self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.params = dict(root.named_parameters())
         self.buffers = dict(root.named_buffers())
         self.code = getattr(step.build, "__code__", None)
-        self.free = FreeTensors(self.mode, {**self.params, **self.buffers}, self.code)
-        self.looks = Looks(self.code)
+        self.free = CapturedConstants(self.mode, {**self.params, **self.buffers}, self.code)
+        self.value_reads = ValueReads(self.code)
         paths = {id(module): path for path, module in root.named_modules() if path}
-        self.watch = Watch(self.free, self.looks, paths)
-        self.looks.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
-        self.casts = Casts(None)
-        self.gradients = Gradients(step, self.watch, self.code)
+        self.watch = OpMode(self.free, self.value_reads, paths)
+        self.value_reads.paused = lambda: self.watch.running  # what backward recomputes was checked in forward
+        self.casts = ParameterCasts(None)
+        self.gradients = GradientRecorder(step, self.watch, self.code)
         self.out: list[Any] = []
         self.out_spec: Any = None
         self.counts: list[int] = []
         self.symbols: dict[str, str] = {}
         self.reals: dict[int, tuple[Tensor, str]] = {}  # id of a fake -> what it stands for, and its path
-        self.bindings = Bindings(root, step.build)
+        self.bindings = AttributeBindings(root, step.build)
 
     # ---- fakes
 
@@ -131,11 +133,11 @@ class BuildTrace:
 
     # ---- tracing
 
-    def run(self) -> Traced:
+    def trace(self) -> TracedBuild:
         groups = self._fakes()
         flat, spec = pytree.tree_flatten(groups)
         kinds = ("input", "input", "state", "state", "seed")
-        self.looks.sources = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
+        self.value_reads.sources = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
         draws = Draws(groups[4][0])
         table = {**decompositions.TABLE, **draws.table()}
 
@@ -144,25 +146,29 @@ class BuildTrace:
             return self._build(batch, scalars, params, buffers)
 
         place = self.step.placement
-        around, inside = surroundings(place), regions(TracedRegions(place, draws, self.code))
-        snapshots = untouched(self.step, self.root, self.bindings.line)
-        with snapshots as self.kept, draws.as_generator(), around, inside, collecting(place) as pins:
+        around, inside = tracing_context(place), regions(TracedRegions(place, draws, self.code))
+        snapshots = restoring_side_effects(self.step, self.root, self.bindings.line)
+        with snapshots as self.kept, draws.as_generator(), around, inside, collecting_pins(place) as pins:
             try:
-                with untouched_optimizers(self.step.optimizers, self.code), self.mode, _compat.preserve_node_meta():
+                with (
+                    forbidding_optimizer_steps(self.step.optimizers, self.code),
+                    self.mode,
+                    _compat.preserve_node_meta(),
+                ):
                     recorded = record_attribute_guards(self.step.build, self.root)
                     with recorded as self.guards, forward_tensor_attributes(self.reals, self.guards):
                         module = _compat.make_fx(program, table)(*flat)
-                    module = functional(module, flat, table, self.mode)
+                    module = functionalize_writes(module, flat, table, self.mode)
             except CaptureError:
                 raise
             except Exception as error:
-                failed = self.looks.begun.problem if self.looks.begun is not None else self._failed(error)
+                failed = self.value_reads.begun.problem if self.value_reads.begun is not None else self._failed(error)
                 if failed is None:  # the user's own exception
                     raise
                 raise failed from error
             finally:
-                self.free.put_back()
-        self.looks.warn_of_texts()
+                self.free.restore()
+        self.value_reads.warn_of_texts()
         traced = self._traced(module)
         traced.pins, traced.attributes = pins, self.guards.unchanged_values()
         traced.namespaces = self.guards.namespaces
@@ -187,20 +193,20 @@ class BuildTrace:
         fed = zip([leaf.name for leaf in self.inputs.tensors], batch, strict=True)
         self.watch.given = {id(fake): name for name, fake in (*fed, *state.items())}
         precision = self.step.precision
-        self.casts = Casts(precision.dtype if precision is not None else None, params)
+        self.casts = ParameterCasts(precision.dtype if precision is not None else None, params)
         self.gradients.begin(self.casts, named_buffers.get(f"{LOSS_SCALE}.scale"))
-        user_code = UserCode(stand_ins, self.free, self.looks, self.casts, self.step.placement.device_type)
+        user_code = UserCodeMode(stand_ins, self.free, self.value_reads, self.casts, self.step.placement.device_type)
         user_code.has_floats = bool(self.inputs.floats) and not self.fixed
-        with others_wait(self.root), _compat.reparametrize(self.root, dict(state)), self.watch, user_code:
+        with blocking_other_threads(self.root), _compat.reparametrize(self.root, dict(state)), self.watch, user_code:
             with (
                 self.gradients.watching(named_params),
                 _compat.autograd_under(user_code),
                 _compat.small_constants(CONSTANT),
                 torch.enable_grad(),
-                refusals(self.code),
+                forbidding_calls(self.code),
                 math_of_inputs() if user_code.has_floats else nullcontext(),
-                self.looks.watching(),
-                none_swallowed(),
+                self.value_reads.watching(),
+                raising_recorded_problems(),
                 self.asked.answering(),
                 self.bindings.watching([*batch, *scalars, *params, *buffers]),
                 torch.autocast("cpu", precision.dtype) if precision else nullcontext(),
@@ -229,7 +235,7 @@ class BuildTrace:
         tensors: list[Any] = []
         for leaf in flat:
             if isinstance(leaf, (Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)):
-                self.out.append(Slot(len(tensors)))
+                self.out.append(OutputSlot(len(tensors)))
                 tensors.append(leaf if not isinstance(leaf, Tensor) or _is_fake(leaf) else leaf.clone())
             else:
                 self.out.append(_checked_literal(leaf))
@@ -237,7 +243,7 @@ class BuildTrace:
         final = [params[name].grad for name in ended]
         wide = [self.gradients.wide[name] for name in ended if name in self.gradients.wide]
         lists = [tensors, losses, list(ended.values()), final, list(params.values()), list(buffers.values())]
-        lists += [self.looks.checks, wide]
+        lists += [self.value_reads.checks, wide]
         self.counts = [len(items) for items in lists]
         return [item for items in lists for item in items]
 
@@ -304,12 +310,14 @@ class BuildTrace:
         """The user's Graph, if build is a method of one."""
         return (type(self.step.build.__self__),) if hasattr(self.step.build, "__self__") else ()
 
-    def _traced(self, module: fx.GraphModule) -> Traced:
+    def _traced(self, module: fx.GraphModule) -> TracedBuild:
         self.gradients.settle_phases(module.graph)
         with_grad = list(self.gradients.ended)
         trains = bool(self.gradients.losses or with_grad)
         with_wide = [name for name in with_grad if name in self.gradients.wide]
-        traced = Traced(module, self.out, self.out_spec, trains, with_grad, self.env, with_wide, dict(self.symbols))
+        traced = TracedBuild(
+            module, self.out, self.out_spec, trains, with_grad, self.env, with_wide, dict(self.symbols)
+        )
         flat = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
         names = ("outputs", "losses", "ended", "final", "params", "buffers", "checks", "wide")
         for name, count in zip(names, self.counts, strict=True):
@@ -325,7 +333,7 @@ def _checked_literal(leaf: Any) -> Any:
     plain = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
     if isinstance(leaf, plain):
         return leaf
-    if isinstance(leaf, Number):
+    if isinstance(leaf, HostNumber):
         raise read_problem(".item(), returned by build", [])
     raise problem(
         f"build returns an object of type {type(leaf).__name__}, which may hold tensors that the graph cannot follow",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graphzero import _compat
 from graphzero.capture.guards.guarded_values import ObjectIdentity, tensor_identity
-from graphzero.capture.objects.object_snapshot import TensorContents
+from graphzero.capture.objects.object_snapshot import TensorSnapshot
 from graphzero.capture.problems import problem, problem_here
 from graphzero.errors import CaptureError
 from graphzero.ir.storage.overlap import Regions, shares_elements
@@ -47,7 +47,7 @@ _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 
 
 @dataclass(frozen=True)
-class Words:
+class ConstantMessages:
     """What errors call who is traced, tensors that it may not write, and parameters that are not its own."""
 
     who: str = "build"
@@ -57,10 +57,10 @@ class Words:
     foreign_hint: str = _FOREIGN_HINT
 
 
-_OF_BUILD = Words()
+_OF_BUILD = ConstantMessages()
 
 
-class FreeTensors:
+class CapturedConstants:
     """Those that one tracing of build meets.  ``put_back`` is for the end.
 
     mode: of the fakes.  held: parameters and buffers of the step by path, of which those that the step may change must
@@ -69,11 +69,11 @@ class FreeTensors:
 
     def __init__(
         self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None,
-        words: Words = _OF_BUILD,
+        words: ConstantMessages = _OF_BUILD,
     ) -> None:  # fmt: skip
         self.mode, self.build, self.words = mode, build, words
         self.held = Regions(held)
-        self.flags: dict[int, TensorContents] = {}
+        self.flags: dict[int, TensorSnapshot] = {}
         self._known: dict[int, Tensor] = {}
         self._storages: dict[int, Tensor] = {}  # of their fakes, which views of them share
         self._shown = False  # as numpy arrays
@@ -129,7 +129,7 @@ class FreeTensors:
         if func == _SET_GRAD and args[1] is not x.grad:
             raise self._write(x, ".grad = ...")
         if func in _FLAGS and x.is_leaf:
-            self.flags.setdefault(id(x), TensorContents(x))
+            self.flags.setdefault(id(x), TensorSnapshot(x))
         result = func(*args, **kwargs)
         if func in _AS_NUMPY:
             result.setflags(write=False)
@@ -150,9 +150,9 @@ class FreeTensors:
         """Each constant, and its identity and version."""
         return [(x, tensor_identity(x)) for x in self._known.values()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for snapshot in self.flags.values():
-            snapshot.put_back()
+            snapshot.restore()
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

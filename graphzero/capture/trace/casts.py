@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphzero.capture.problems import withdraw
+from graphzero.capture.problems import withdraw_problem
 from graphzero.errors import CaptureError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,7 +38,7 @@ def of_masters(func: Function) -> Function:
     return func
 
 
-class Casts:
+class ParameterCasts:
     """Those of one trace.
 
     dtype: of the casts; None where there is no mixed precision.  begun: whether backward has been called: what is read
@@ -70,7 +70,7 @@ class Casts:
             if "type" not in str(error):
                 raise
             if isinstance(error, CaptureError):
-                withdraw(error)
+                withdraw_problem(error)
             return run(*wide[0], **wide[1])
 
     def _reads(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -15,8 +15,8 @@ from graphzero.capture.annotations.local_regions import refuse_inside
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import place_of, problem, problem_here
 from graphzero.capture.spec import Step
-from graphzero.capture.trace.casts import Casts, is_master, of_masters
-from graphzero.capture.trace.modes import Watch
+from graphzero.capture.trace.casts import ParameterCasts, is_master, of_masters
+from graphzero.capture.trace.modes import OpMode
 from graphzero.errors import CaptureError
 from graphzero.sbp.placement import DEVICE_TYPES
 
@@ -27,7 +27,7 @@ _NO_OPTIMIZER = "call self.add_optimizer(optimizer) in __init__ to train, or lea
 _ASKED = "gradients asked for"  # the phase of what follows torch.autograd.grad of parameters, until it is known
 
 
-class Gradients:
+class GradientRecorder:
     """What one trace of build does about gradients.
 
     losses: what backward() was called on, or, where it was not, what ``torch.autograd.grad`` was of.
@@ -36,18 +36,18 @@ class Gradients:
     ``p.grad`` in the dtype of the parameter, as the code behind backward() finds it.
     """
 
-    def __init__(self, step: Step, watch: Watch, build: CodeType | None) -> None:
+    def __init__(self, step: Step, watch: OpMode, build: CodeType | None) -> None:
         self.step, self.watch, self.build = step, watch, build
         self.losses: list[Tensor] = []
         self.ended: dict[str, Tensor] = {}
         self.wide: dict[str, Tensor] = {}
-        self._casts, self._scale = Casts(None), cast("Tensor | None", None)
+        self._casts, self._scale = ParameterCasts(None), cast("Tensor | None", None)
         self._left: dict[str, tuple[Tensor, Tensor, int]] = {}  # as autograd left it, ``wide``, and its version
         self._asked: list[Tensor] = []
         self._asking = False
         self._cleared: CaptureError | None = None  # zero_grad() behind the last backward()
 
-    def begin(self, casts: Casts, scale: Tensor | None) -> None:
+    def begin(self, casts: ParameterCasts, scale: Tensor | None) -> None:
         """casts: of the trace.  scale: what a loss is multiplied by before backward; None for nothing."""
         self._casts, self._scale = casts, scale
 

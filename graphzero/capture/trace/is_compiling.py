@@ -20,7 +20,7 @@ _ATTEMPTS = 6  # at most, in which a place learns yes by itself; then all do
 _Calls = tuple[tuple[CodeType, int], ...]  # innermost first
 
 
-class Asked:
+class CompilingAnswers:
     """The answers for one build, over all attempts to trace it.
 
     yes: the ends of stacks in which the answer is yes.  no: where it was no in this attempt, with the frames there.

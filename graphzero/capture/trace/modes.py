@@ -1,8 +1,8 @@
-"""What watches the user's build while it is traced.
+"""Modes that are active while build is traced.
 
-``UserCode`` sees calls as Python makes them: it stands in for parameters that are reached around the modules, puts in
-our attention, and refuses what needs a value that does not exist yet.  ``Watch`` sees the ATen ops below autograd: it
-marks each with phase and source, and refuses the ops whose result depends on data.
+``UserCodeMode`` sees calls of Python functions: it replaces parameters that are reached around the modules, puts in our
+attention, and refuses reads of values that do not exist yet.  ``OpMode`` sees ATen ops below autograd: it marks each op
+with phase and source, and refuses ops whose result's shape depends on data.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
 from graphzero.capture.host_values.floats import has_inputs, numbers_of, symbols_of, tensor_of
-from graphzero.capture.host_values.folding import by_mask, folding
-from graphzero.capture.host_values.masks import Selected, selected, sized_by, written
+from graphzero.capture.host_values.folding import folded_call, has_mask
+from graphzero.capture.host_values.masks import (
+    MaskedSelection,
+    data_dependent_shape_problem,
+    select_by_mask,
+    write_by_mask,
+)
 from graphzero.capture.host_values.sync_free_functions import STAND_INS
-from graphzero.capture.host_values.value_reads import FACTORIES, Looks
-from graphzero.capture.problems import problem_here, withdraw
+from graphzero.capture.host_values.value_reads import FACTORIES, ValueReads
+from graphzero.capture.problems import problem_here, withdraw_problem
 from graphzero.capture.trace.attention import attention
-from graphzero.capture.trace.captured_constants import FreeTensors
-from graphzero.capture.trace.casts import Casts
+from graphzero.capture.trace.captured_constants import CapturedConstants
+from graphzero.capture.trace.casts import ParameterCasts
 from graphzero.errors import CaptureError
 from graphzero.ir.aliases import UNMARKED, is_view
 from graphzero.ir.source_location import running_module, user_frame, user_frames
@@ -72,7 +77,7 @@ _LENGTHS_HINT = (
 _DENSE = "Leave out sparse=True: ZeRO splits gradients and states, so a dense gradient costs little"
 
 
-class UserCode(TorchFunctionMode):
+class UserCodeMode(TorchFunctionMode):
     """Stands between build and torch.
 
     stand_ins: id of a real parameter or buffer of the Graph -> its fake.  free: what it meets besides these.
@@ -81,10 +86,21 @@ class UserCode(TorchFunctionMode):
     """
 
     def __init__(
-        self, stand_ins: dict[int, Tensor], free: FreeTensors, looks: Looks, casts: Casts, device: str
+        self,
+        stand_ins: dict[int, Tensor],
+        free: CapturedConstants,
+        value_reads: ValueReads,
+        casts: ParameterCasts,
+        device: str,
     ) -> None:
         super().__init__()
-        self.stand_ins, self.free, self.looks, self.device, self.build = stand_ins, free, looks, device, looks.build
+        self.stand_ins, self.free, self.value_reads, self.device, self.build = (
+            stand_ins,
+            free,
+            value_reads,
+            device,
+            value_reads.build,
+        )
         self.casts, self.has_floats = casts, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,14 +112,14 @@ class UserCode(TorchFunctionMode):
             return self._call(func, types, *symbols_of((args, kwargs)))
         except Exception as error:
             if isinstance(error, CaptureError):
-                withdraw(error)
+                withdraw_problem(error)
             return self._call(func, types, *numbers_of((args, kwargs)))
 
     def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if Selected in types:
-            return Selected.__torch_function__(func, types, args, kwargs)
-        if func in self.looks.handlers and args and isinstance(args[0], _compat.FakeTensor):
-            return self.looks(func, args, kwargs)
+        if MaskedSelection in types:
+            return MaskedSelection.__torch_function__(func, types, args, kwargs)
+        if func in self.value_reads.handlers and args and isinstance(args[0], _compat.FakeTensor):
+            return self.value_reads(func, args, kwargs)
         args, kwargs = self._stay(func, args, kwargs)
         args = self._stood_in(args)
         if kwargs:
@@ -111,9 +127,9 @@ class UserCode(TorchFunctionMode):
         if func == _SET_DATA and isinstance(args[0], _compat.FakeTensor):
             what = "a parameter: p.data = ..." if isinstance(args[0], nn.Parameter) else "a tensor: x.data = ..."
             raise problem_here(f"build puts another tensor in {what}", _DATA_HINT, self.build)
-        if func is Tensor.__setitem__ and written(*args):
+        if func is Tensor.__setitem__ and write_by_mask(*args):
             return None
-        if func is Tensor.__getitem__ and (rows := selected(self.looks, *args)) is not None:
+        if func is Tensor.__getitem__ and (rows := select_by_mask(self.value_reads, *args)) is not None:
             return rows
         if func is F.scaled_dot_product_attention:
             return self.casts.call(attention, args, kwargs)
@@ -160,7 +176,7 @@ class UserCode(TorchFunctionMode):
             raise problem_here(what, _MOVE_HINT, self.build)
 
 
-class Watch(TorchDispatchMode):
+class OpMode(TorchDispatchMode):
     """Marks every op with phase and source.
 
     phase: what the following ops belong to.
@@ -168,9 +184,9 @@ class Watch(TorchDispatchMode):
     line, module: the user's line whose gradient is being computed, and the module it is of, while backward runs.
     """
 
-    def __init__(self, free: FreeTensors, looks: Looks, modules: Mapping[int, str]) -> None:
+    def __init__(self, free: CapturedConstants, value_reads: ValueReads, modules: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.free, self.looks, self.build = "forward", free, looks, looks.build
+        self.phase, self.free, self.value_reads, self.build = "forward", free, value_reads, value_reads.build
         self.modules = modules
         self.line = self.backward_line = self.module = ""
         self.running = False  # whether autograd runs
@@ -181,7 +197,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (device := _compat.device_asked(func, args)) is not None:
             return device
-        fold = folding(func, args, kwargs or {}) if _sized_by_values(func, args) else None
+        fold = folded_call(func, args, kwargs or {}) if _sized_by_values(func, args) else None
         if fold is None:
             self._refuse(func, args, kwargs)
         source = user_frame() if func is not CHECK else ", called from ".join(user_frames(3, until=self.build))
@@ -192,7 +208,7 @@ class Watch(TorchDispatchMode):
             self.lines[_compat.sequence_number()] = source, module
         before = (args[0].shape, args[0].stride()) if torch.Tag.inplace_view in func.tags else None
         with _compat.annotate({"phase": self.phase, "source": source, "module": module}):
-            result = fold() if fold else self.looks.bounded(func, args, kwargs or {})
+            result = fold() if fold else self.value_reads.bounded(func, args, kwargs or {})
         if before is not None and before != (result.shape, result.stride()):
             self._check_turned(args[0], func._schema.name.split("::")[1])
         if func not in (aten.detach.default, *UNMARKED) and is_view(func):  # what autograd takes for a view
@@ -200,7 +216,7 @@ class Watch(TorchDispatchMode):
                 self.views.setdefault(_compat.storage_id(x), []).append(x)
         self.free.made(func, args, result)
         if func in FACTORIES:
-            self.looks.know(result, func, args, kwargs or {})
+            self.value_reads.know(result, func, args, kwargs or {})
         return result
 
     @_compat.contextmanager
@@ -228,16 +244,16 @@ class Watch(TorchDispatchMode):
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._local_scalar_dense.default and _compat.constant_of(args[0]) is None:
-            raise self.looks.host_problem(args[0])
-        if self.looks.begun is not None and self.looks.begun.looks_on() and func._schema.is_mutable:
-            raise self.looks.begun.problem  # plain PyTorch may not come here
+            raise self.value_reads.host_problem(args[0])
+        if self.value_reads.begun is not None and self.value_reads.begun.looks_on() and func._schema.is_mutable:
+            raise self.value_reads.begun.problem  # plain PyTorch may not come here
         if func in _LENGTHS:
             raise problem_here(
                 f"the shapes inside {_LENGTHS[func]} depend on lengths, which are data", _LENGTHS_HINT, self.build
             )
         if _sized_by_values(func, args):
             name = "indexing by a boolean mask" if func is aten.index.Tensor else func._schema.name.split("::")[1]
-            raise sized_by(name, self.build)
+            raise data_dependent_shape_problem(name, self.build)
         if func in _PRODUCTS:
             self._check_product(func, args)
         if func.namespace in _COLLECTIVES:
@@ -270,4 +286,4 @@ class Watch(TorchDispatchMode):
 
 def _sized_by_values(func: Any, args: Any) -> bool:
     """Whether the shape of the result depends on values."""
-    return torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or by_mask(args[1]))
+    return torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or has_mask(args[1]))

@@ -19,7 +19,7 @@ from graphzero.capture.objects.patches import patched
 from graphzero.errors import CaptureError
 from graphzero.logs.progress import ProgressThread
 
-one_at_a_time = threading.RLock()  # what is arranged around build is put back in the opposite order, by one thread
+capture_lock = threading.RLock()  # what is arranged around build is put back in the opposite order, by one thread
 
 _READS = (
     "__getattr__", "named_parameters", "named_buffers", "_save_to_state_dict", "_load_from_state_dict", "_apply",
@@ -29,7 +29,7 @@ _LONGEST = 600.0  # seconds
 
 
 @_compat.contextmanager
-def others_wait(root: nn.Module) -> Iterator[None]:
+def blocking_other_threads(root: nn.Module) -> Iterator[None]:
     """While this is open, threads that ran before it wait at what they read of the modules of ``root``.
 
     A thread that build starts, or waits for, belongs to build.  Raises CaptureError in a thread that has waited for ten

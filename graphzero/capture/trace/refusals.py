@@ -37,7 +37,7 @@ _OTHER_STEP = (
 
 
 @_compat.contextmanager
-def refusals(build: CodeType | None) -> Iterator[None]:
+def forbidding_calls(build: CodeType | None) -> Iterator[None]:
     """While this is open, what build may not do raises a CaptureError with the user's line."""
 
     def refuse(what: str, hint: str) -> Callable[..., Any]:

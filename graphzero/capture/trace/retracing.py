@@ -8,12 +8,12 @@ import warnings
 from torch import nn
 
 from graphzero.capture.spec import Inputs, Step
-from graphzero.capture.trace.build_trace import BuildTrace, Traced
-from graphzero.capture.trace.is_compiling import Asked, is_raised
+from graphzero.capture.trace.build_trace import BuildTrace, TracedBuild
+from graphzero.capture.trace.is_compiling import CompilingAnswers, is_raised
 from graphzero.errors import GraphZeroError
 
 
-def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
+def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
     """A step's build, with one warning where it may be another function than plain PyTorch's."""
     traced = _with_floats(step, root, inputs)
     lines = [*traced.asks_whether_traced][:4]
@@ -27,7 +27,7 @@ def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
     return traced
 
 
-def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
+def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
     """Build with its float inputs: symbols of finite numbers, or, where it goes by their values in ways that no symbol
     can follow, these values, for which alone the trace holds.
     """
@@ -43,12 +43,12 @@ def _with_floats(step: Step, root: nn.Module, inputs: Inputs) -> Traced:
     return _traced(step, root, inputs, values) if traced.goes_by_values else traced
 
 
-def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> Traced:
+def _traced(step: Step, root: nn.Module, inputs: Inputs, fixed: dict[str, float]) -> TracedBuild:
     """Build traced as often as it takes to learn where it must be told that it is being traced."""
-    answers, refused = Asked(getattr(step.build, "__code__", None)), None
+    answers, refused = CompilingAnswers(getattr(step.build, "__code__", None)), None
     while True:
         try:
-            traced = BuildTrace(step, root, inputs, answers, fixed).run()
+            traced = BuildTrace(step, root, inputs, answers, fixed).trace()
             traced.asks_whether_traced = answers.told
             return traced
         except GraphZeroError as error:

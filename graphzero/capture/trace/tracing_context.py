@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphzero import _compat
 from graphzero.capture.annotations.dtensor_calls import dtensor_calls
 from graphzero.capture.host_values.sync_free_functions import batch_norm
-from graphzero.capture.objects.object_snapshot import DictContents, put_all_back
+from graphzero.capture.objects.object_snapshot import DictSnapshot, restore_all
 from graphzero.capture.objects.patches import patched
 from graphzero.capture.problems import problem, problem_here
 from graphzero.capture.spec import OptimizerSpec
@@ -41,7 +41,7 @@ def _autocast_of(kind: str) -> Any:
 
 
 @_compat.contextmanager
-def surroundings(placement: Placement) -> Iterator[None]:
+def tracing_context(placement: Placement) -> Iterator[None]:
     """Our attention and dropout in place of torch's, no fast paths that skip autograd or hide a network in one op.
 
     An autocast region of the placement's device, around build or in it, counts for the fakes, which are on the CPU; on
@@ -73,7 +73,7 @@ def surroundings(placement: Placement) -> Iterator[None]:
 
 
 @_compat.contextmanager
-def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
+def forbidding_optimizer_steps(specs: list[OptimizerSpec], build: CodeType | None) -> Iterator[None]:
     """build leaves stepping to the graph: a step or a changed hyperparameter inside it is an error."""
 
     def no_step(*args: Any, **kwargs: Any) -> None:
@@ -84,11 +84,11 @@ def untouched_optimizers(specs: list[OptimizerSpec], build: CodeType | None) -> 
         )
 
     saved = [(group, dict(group)) for spec in specs for group in spec.optimizer.param_groups]
-    groups = [DictContents(group) for group, _ in saved]
+    groups = [DictSnapshot(group) for group, _ in saved]
     with ExitStack() as stack:
         for spec in specs:
             stack.enter_context(patched(spec.optimizer, "step", no_step))
-        with _compat.undoing(lambda: put_all_back(groups)):
+        with _compat.undoing(lambda: restore_all(groups)):
             yield
             numbers = [
                 (group[k], x) for group, before in saved for k, x in before.items() if isinstance(x, (int, float))

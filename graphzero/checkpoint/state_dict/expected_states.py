@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from graphzero.capture import OptimizerSpec, Stepping, hypers_of_group, initial_fill
+from graphzero.capture import OptimizerSpec, OptimizerTracer, hyperparameters_of_group, initial_fill
 from graphzero.runtime.state.state import State
 from graphzero.step.program import StepProgram
 
@@ -30,6 +30,6 @@ class ExpectedStates:
         group = next(j for j, entry in enumerate(own.param_groups) if any(p is param for p in entry["params"]))
         kind = optimizer, group, param.dim()
         if kind not in self._twin_keys:
-            numbers = {h.key_of_state for h in hypers_of_group(optimizer, own, group) if h.is_of_states}
-            self._twin_keys[kind] = {*(initial_fill(Stepping(own), group, param.dim()) or {}), *numbers}
+            numbers = {h.key_of_state for h in hyperparameters_of_group(optimizer, own, group) if h.is_of_states}
+            self._twin_keys[kind] = {*(initial_fill(OptimizerTracer(own), group, param.dim()) or {}), *numbers}
         return self._twin_keys[kind]

@@ -13,7 +13,16 @@ from typing import Any
 from graphzero.cli import factory
 from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
-from graphzero.inspect.snapshots import CAPTURED, Snapshot, Which, diff, find, listing, made_and_changed, snapshots
+from graphzero.inspect.snapshots import (
+    CAPTURED,
+    Snapshot,
+    SnapshotFilter,
+    diff,
+    find,
+    listing,
+    made_and_changed,
+    snapshots,
+)
 from graphzero.ir import value
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import PHASES
@@ -79,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--{'beside' if options.beside is not None else 'measured'} is for the page: give --html FILE too"
         )
-    which = Which(options.phase or "", options.module, options.value)
+    which = SnapshotFilter(options.phase or "", options.module, options.value)
     if options.html:
         if not which.is_all:
             raise ConfigError(
@@ -110,7 +119,7 @@ def _device_type(options: argparse.Namespace) -> str:
 # ---- text
 
 
-def lines(options: argparse.Namespace, found: list[Snapshot], which: Which) -> Iterator[str]:
+def lines(options: argparse.Namespace, found: list[Snapshot], which: SnapshotFilter) -> Iterator[str]:
     """What is printed."""
     chosen = find(
         found, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
@@ -131,7 +140,7 @@ def lines(options: argparse.Namespace, found: list[Snapshot], which: Which) -> I
         yield from _program(found, number, which)
 
 
-def _program(found: list[Snapshot], number: int, which: Which) -> Iterator[str]:
+def _program(found: list[Snapshot], number: int, which: SnapshotFilter) -> Iterator[str]:
     graph = found[number].graph
     yield from listing(graph, which).splitlines()
     one = [node for node in graph.nodes if node.op != "output" and which(node)] if which.name else []
@@ -155,7 +164,7 @@ def _passes(found: list[Snapshot]) -> Iterator[str]:
     yield f"{'':>4} {'pass':<20}{'seconds':>9}{'lines out':>11}{'in':>7}   level behind it"
     for number, (before, after) in enumerate(zip(found, found[1:], strict=False), 1):
         assert after.record is not None
-        changed = [line[0] for line in diff(before, after, Which()) if line[:3] not in ("---", "+++")]
+        changed = [line[0] for line in diff(before, after, SnapshotFilter()) if line[:3] not in ("---", "+++")]
         out, in_ = changed.count("-"), changed.count("+")
         yield f"{number:>4} {after.name:<20}{after.record.seconds:>9.3f}{out:>11}{in_:>7}   {after.graph.level}"
 
