@@ -1,9 +1,13 @@
-"""Rules on PyTorch's own operator samples: ``python bench/ops.py``.
+"""Rules on real calls of ops: of PyTorch's own operator samples, and of whole training steps.
 
-Every sample becomes a step, the op and its backward, and is captured as a Graph captures it.  The step is run on real
-values, which must give what PyTorch gives.  Each ATen call in it is then run as every signature of its rule says, on 2
-and on 3 ranks: the pieces must join to the call's own result.  What is printed: how many samples a Graph takes, how
-many calls may be split, which are whole on every rank and why, and what is wrong.
+    python bench/ops.py                # PyTorch's samples
+    python bench/ops.py --models       # the steps of eleven models; names choose some
+
+The counts stand in docs/ops.md.  Every sample becomes a step, the op and its backward, and is captured as a Graph
+captures it.  The step is run on real values, which must give what PyTorch gives.  Each ATen call in it is then run as
+every signature of its rule says, on 2 and on 3 ranks: the pieces must join to the call's own result.  Printed are how
+many samples a Graph takes, how many calls may be split, which are whole on every rank and why, and what is wrong.
+With ``--models`` the steps are those of models, forward, backward and AdamW in float64, each distinct call once.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
+from layouts import BATCH, CASES, LAYOUTS, MODELS, graph_of
 from op_calls import Call
 from torch import Tensor, fx, nn
 from torch.testing._internal import common_methods_invocations as invocations
@@ -26,9 +31,13 @@ from torch.utils import _pytree as pytree
 
 from graphzero.capture import Captured, Input, Inputs, Step, capture
 from graphzero.errors import CaptureError
+from graphzero.inspect.initial_state import start_of
+from graphzero.inspect.stage_values import walk
+from graphzero.ir import calls as ir_calls
 from graphzero.ir import ops as ir_ops
 from graphzero.ir.value import role_of
 from graphzero.ops import UNIFORM_LIKE
+from graphzero.runtime import kernels
 from graphzero.sbp.op_call import op_name
 from graphzero.sbp.placement import placement
 from graphzero.sbp.registry import has_rule, signatures
@@ -273,22 +282,83 @@ def _shown(names: Counter[str], most: int = 4) -> str:
     return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+# ---- whole training steps
+
+
+def model_calls(model: str) -> Iterator[AtenCall]:
+    """Every call of an op in the model's first step, with its values."""
+    graph = graph_of(model, LAYOUTS["dp4"], 0)
+    with graph.prepared_call(f"the ops of {model}", CASES[model].batch(0, BATCH, torch.float64), {}) as prepared:
+        captured = prepared.program.history[0].before
+        device = torch.device("cpu")
+        with torch.no_grad():
+            values = walk(captured, start_of(prepared, False).values, device)
+    for node in captured.nodes:
+        if ir_calls.is_op(node):
+            args = fx.node.map_arg(node.args, lambda arg: moderate(values[arg]))
+            kwargs = fx.node.map_arg(kernels.keywords(node, device), lambda arg: moderate(values[arg]))
+            yield AtenCall(node.target, tuple(args), dict(kwargs))
+
+
+def moderate(x: Any) -> Any:
+    """``x`` without values that would drown the law's partial addends, which are of order ten, or blow them up."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    size = x.abs()
+    x = torch.where((size < 1e-3) & (size > 0), x.sign(), x)
+    return torch.where((size > 1e4) & size.isfinite(), 100 * x.sign(), x)
+
+
+def model_tally(model: str) -> Tally:
+    """Counts of a model's calls and violations of the law, each shape of an op once."""
+    tally, seen = Tally(), set[Any]()
+    for call in model_calls(model):
+        tally.samples += 1
+        if call.key() not in seen:
+            seen.add(call.key())
+            try_call(call, tally, largest=1 << 22)
+    return tally
+
+
+def show_models(models: Sequence[str]) -> list[Tally]:
+    """Print the table of whole training steps."""
+    tallies = {model: model_tally(model) for model in models}
+    head = ["model", "calls", "distinct", "may be split", "one element", "whole", "no rule", "not tried", "wrong"]
+    print(markdown(head, [
+        [model, t.samples, t.calls, t.split, t.tiny, t.whole.total(), t.bare.total(), t.untried, len(t.wrong)]
+        for model, t in tallies.items()
+    ]))  # fmt: skip
+    for model, t in tallies.items():
+        print(f"\n{model}: whole, though there is a rule: {', '.join(sorted(t.whole)) or 'nothing'}; "
+              f"whole, for there is none: {', '.join(sorted(t.bare)) or 'nothing'}")  # fmt: skip
+        print("\n".join(t.wrong))
+    return list(tallies.values())
+
+
+def show_samples(dtypes: Sequence[str], every: int, most: int) -> list[Tally]:
+    """Print the tables of PyTorch's operator samples."""
+    seen = set[Any]()
+    tallies = {dtype: tally(dtype, seen, every, most) for dtype in (getattr(torch, name) for name in dtypes)}
+    print(report(tallies))
+    return list(tallies.values())
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
     parser.add_argument("--every", type=int, default=1, help="take every n-th operator")
     parser.add_argument("--most", type=int, default=1, help="samples of one operator and dtype")
+    parser.add_argument("--models", nargs="*", metavar="MODEL", help=f"training steps of these instead, of {MODELS}")
     options = options_of(parser)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    started, seen = time.perf_counter(), set[Any]()
-    tallies = {}
-    for name in options.dtypes:
-        dtype = getattr(torch, name)
-        tallies[dtype] = tally(dtype, seen, options.every, options.most)
-    print(report(tallies))
+    started = time.perf_counter()
+    if options.models is None:
+        tallies = show_samples(options.dtypes, options.every, options.most)
+    else:
+        tallies = show_models(options.models or MODELS)
     print(f"\n{time.perf_counter() - started:.0f} s")
-    if any(t.wrong for t in tallies.values()):
+    if any(t.wrong for t in tallies):
         raise SystemExit("some results are wrong")
 
 

@@ -73,8 +73,8 @@ def same_environment():
     "command",
     [
         "grid parity --models mlp --virtual 2 --gloo",
-        "scale --layers 1",
-        "scale --llama --layers 1",
+        "compile_time gpt2 --layers 1",
+        "compile_time llama --layers 1",
         "step_time --model toy --rounds 1 --steps 3 --ranks 1 --systems 'graphzero, stage 3' DDP",
         "step_profile --model toy --rounds 1 --steps 2 --ranks 1",
         "full_parameters --shape toy --rounds 1",
