@@ -40,10 +40,10 @@ from graphzero.step.program_cache import ProgramCache
 from graphzero.step.program_key import Keys
 
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "inputs": [(BuildInputReader, "read"), (StepProgram, "arguments")],
+    "inputs": [(BuildInputReader, "read_inputs"), (StepProgram, "arguments")],
     "modules": [(State, "tensors"), (GuardedAttributes, "read_values")],
     "optimizer states": [(StatesWatch, "hold"), (State, "after")],
-    "groups": [(ParameterGroups, "look")],
+    "groups": [(ParameterGroups, "read_groups")],
     "key": [(Keys, "of"), (ProgramCache, "find")],
     "agreement": [(Ranks, "agree")],
     "executor": [(Executor, "run")],

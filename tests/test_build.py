@@ -215,7 +215,7 @@ def test_a_tensor_that_keeps_changing_is_named_in_the_warning():
             AWAY[0].fill_(step)
             graph(*(x[:, :3] for x in batch(0)))
     (message,) = [str(w.message) for w in caught if "programs" in str(w.message)]
-    assert "what keeps changing: tensors that are no buffers." in message
+    assert "what keeps changing: tensors that are not buffers." in message
 
 
 class Factored(torch.optim.Optimizer):

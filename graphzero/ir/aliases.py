@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class AliasKind(Enum):
-    """What an op that makes no value of its own makes of its operand."""
+    """Relation of an op's result to its operand, for ops that make no value of their own."""
 
     NAME = auto()
     MARK = auto()

@@ -61,7 +61,7 @@ def signatures_of(
     graph: StepGraph, node: fx.Node, axis: int, stand: Iterable[Sbp | None] = (), pieces: int | None = None,
     part: int | None = None,
 ) -> tuple[Signature, ...]:  # fmt: skip
-    """What the op at ``node`` allows on placement axis number ``axis``, all-B first.
+    """Signatures of the op at ``node`` on placement axis number ``axis``, all-B first.
 
     stand: SBPs that operands or results have or shall have, for splits in as many sections as those.
     pieces: into how many pieces a dim is cut by all axes together, for what may not be empty; by default by this one.
@@ -76,9 +76,9 @@ def signatures_of(
 def allowed_on(
     node: fx.Node, ranks: int, sections: Collection[int] = (), pieces: int | None = None, part: int | None = None
 ) -> tuple[Signature, ...]:
-    """What the op at ``node`` allows on an axis of so many ranks, all-B first; the rest as of ``signatures_of``.
+    """Signatures of the op at ``node`` on an axis of so many ranks, all-B first; the rest as of ``signatures_of``.
 
-    Not of an end of per-rank code, which hangs on the axis.
+    Not of an end of per-rank code, which depends on the axis.
     """
     op, args, kwargs = rank_call.of_whole(node.target, _args(node, part), value.own_kwargs(node))  # type: ignore[arg-type]
     try:

@@ -83,7 +83,7 @@ class StepGraph:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What build returned, flat: nodes and plain literals."""
+        """The values that build returned, flat: nodes and plain literals."""
         values: tuple[Any, ...] = self.output.args[0][0]  # type: ignore[index,assignment]
         return values
 
@@ -123,7 +123,7 @@ class StepGraph:
         return by_path
 
     def analysis(self, make: Callable[[StepGraph], Analysis]) -> Analysis:
-        """What ``make`` computes of the graph as it is now: once, while nothing changes.
+        """The result of ``make`` for the graph as it is now, computed once while nothing changes.
 
         What it returns speaks of the graph as it was, also when that has changed since.
         """

@@ -88,7 +88,7 @@ def _why_unfit(op: torch._ops.OpOverload) -> str:
     if schema.name in UNFIT:
         return "has effects beyond tensors"
     if _TRUSTING.match(schema.name):
-        return "has kernels that rely on their operands, and is no op of a step"
+        return "has kernels that rely on their operands, and is not an op of a step"
     if torch.Tag.nondeterministic_seeded in op.tags:
         return "draws from torch's own generator"
     if not schema.returns or any(_element(r.type) != "Tensor" for r in schema.returns):

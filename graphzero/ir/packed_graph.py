@@ -34,7 +34,7 @@ Facts = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the graphs of a history have in common."""
+    """Rows and objects that the graphs of a history share."""
 
     nodes: array[int] = field(default_factory=lambda: array("I"))  # which one each row is of
     pieces: list[tuple[bytes, bytes]] = field(default_factory=list)  # heads and bodies of the rows that are new
@@ -128,7 +128,7 @@ class PackedGraph:
         return PackedHistory().add_copy(graph)
 
     def graph(self) -> StepGraph:
-        """The graph, made anew each time: whoever asks may change it."""
+        """The graph, made anew each time: the caller may change it."""
         graph, nodes, order = fx.Graph(), dict[int, fx.Node](), array("I")
         order.frombytes(zlib.decompress(self._order))
         heads = self._read(0, nodes)
@@ -144,7 +144,7 @@ class PackedGraph:
         return step_graph
 
     def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
-        """What was written of all rows until then, also of those that are not in this graph."""
+        """The bytes of all rows written so far, also of those that are not in this graph."""
         pieces = [zlib.decompress(piece[part]) for piece in self._kept.pieces[: self._pieces]]
         reader = _Reader(io.BytesIO(b"".join(pieces)), nodes, self._kept.objects)
         return [row for _ in pieces for row in reader.load()]

@@ -1,4 +1,4 @@
-"""How a value is padded: along which of its dims, and how much of each is what the caller has given.
+"""Padding of a value: along which of its dims, and how much of each the caller has given.
 
 A ragged dim has a name, ``rows`` or ``tokens``: inputs whose dims go by one name are of one true size in each call, and
 are padded to one size.  A program knows padded sizes; which places are padded it reads from an input, ``padding``.

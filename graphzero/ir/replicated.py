@@ -1,4 +1,4 @@
-"""What each rank computes by itself though all need the same result, to the bit: replicas of a state would drift apart.
+"""Values that each rank computes by itself though all need the same bits: replicas of a state would drift apart.
 
 Sums depend in their last bits on how many threads share them and for which processor they are compiled.  Where a state
 is whole on every rank of an axis, and such a sum gets into it without having crossed that axis (a gradient norm at
@@ -75,7 +75,7 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def arithmetic(device: torch.device) -> str:
-    """What the last bits of this process' sums depend on."""
+    """Settings on which the last bits of this process' sums depend."""
     if device.type != "cpu":
         how = torch.get_device_module(device).get_device_name(device)
     else:

@@ -1,4 +1,4 @@
-"""Where in the user's code a value is made: "file:line in function"."""
+"""Source locations of values in the user's code: "file:line in function"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _known: dict[str, str | None] = {}  # by file: code of the same text and line in
 
 
 def _file_of(code: CodeType) -> str | None:
-    """How the user's file is called, or None for code of torch, graphzero and Python itself."""
+    """The name of the user's file, or None for code of torch, graphzero and Python itself."""
     file = code.co_filename
     if file not in _known:
         short = _from_here(file)
@@ -38,7 +38,7 @@ def _from_here(file: str) -> str:
 
 
 def _cell(file: str) -> str:
-    """What IPython calls the cell of a running notebook for which a file stands, "Cell In[3]"; "" for other files."""
+    """IPython's name of the notebook cell for which a file stands, "Cell In[3]"; "" for other files."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
     return " ".join(named) if named else ""

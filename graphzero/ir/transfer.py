@@ -92,7 +92,7 @@ class Transfer:
 
     @property
     def end(self) -> fx.Node:
-        """Where its results are there: its wait, or the call itself."""
+        """The node that has its results: its wait, or the call itself."""
         return next(iter(self.node.users)) if self.is_launch else self.node
 
     @property
@@ -105,7 +105,7 @@ class Transfer:
         return [picks.get(i, end) for i in range(len(self.members))]
 
     def completes(self, graph: StepGraph) -> str:
-        """How the ranks' values are joined: "sum", "max" or "min" for reductions, "" for what only moves values.
+        """The reduction that joins the ranks' values: "sum", "max" or "min", "" for a transfer that only moves values.
 
         A reduce-scatter has no argument for it: the partial values that it completes say it.
         """

@@ -1,4 +1,4 @@
-"""How transfers lay values out in flat buffers, and how large the communication slots are.
+"""Layouts of transfers in flat buffers, and sizes of communication slots.
 
 The runtime packs by these tables and the plan counts by them, so that both agree to the byte.  A piece is
 what one rank contributes or receives of one value; pieces of one bucket follow each other and are padded
@@ -93,7 +93,7 @@ def layout_of(graph: StepGraph, node: fx.Node) -> TransferLayout | None:
 
 
 def lay_out(graph: StepGraph, moves: Transfer) -> TransferLayout:
-    """How a transfer lies in its buffer."""
+    """The layout of a transfer in its buffer."""
     ranks = graph.placement.hierarchy[graph.placement.axis(moves.axis)]
     if not moves.dims:
         return TransferLayout(moves, ranks, tuple(prod(local_shape(graph, node)) for node in moves.members))

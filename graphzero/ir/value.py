@@ -1,4 +1,4 @@
-"""What is known of one value of a graph: type, SBP, pins, role, phase, source line.
+"""Metadata of one value of a graph: type, SBP, pins, role, phase, source line.
 
 A graph is a ``torch.fx.Graph``; the facts live in ``node.meta`` under the keys below and are read and
 written through the functions of this module only.
@@ -71,7 +71,7 @@ class TensorType:
 
     @cached_property
     def meta(self) -> TensorMeta:
-        """What rules of ops are told of it; one object, since it is looked up again and again."""
+        """The TensorMeta that rules of ops read; one object, since it is looked up often."""
         return TensorMeta(self.shape, self.dtype)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ Type = TensorType | ScalarType | tuple["TensorType | ScalarType | None", ...]
 
 @dataclass(frozen=True)
 class Role:
-    """What a value is for the step.
+    """Role of a value in the step.
 
     =========== =============================================== ======================
     kind        of                                              key
@@ -144,7 +144,7 @@ def tensor_type(node: fx.Node) -> TensorType:
 
 
 def shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """The global shape of each result, () for what is no tensor."""
+    """The global shape of each result, () for anything that is not a tensor."""
     node_type = node.meta.get("type")
     types = node_type if isinstance(node_type, tuple) else (node_type,)
     return tuple(type_.shape if isinstance(type_, TensorType) else () for type_ in types)
@@ -195,7 +195,7 @@ def phase_of(node: fx.Node) -> str:
 
 
 def repeats_of(node: fx.Node) -> int:
-    """How often an op runs in a step where it stands among those that are repeated; 0 for any other."""
+    """The number of times that a repeated op runs in a step; 0 for any other."""
     repeats: int = node.meta.get("repeat", 0)
     return repeats
 

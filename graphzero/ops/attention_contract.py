@@ -1,4 +1,4 @@
-"""What a kernel of attention is: the cases it computes, and how its results lie.
+"""The contract of an attention kernel: the cases that it computes, and the layout of its results.
 
 The contract, whatever the kernel: results and gradients are laid out [batch, length, heads, dim] and seen transposed;
 ``logsumexp`` is dense, [batch, heads, queries], in ``wide`` of the inputs' dtype, the natural logarithm of the sum of
@@ -27,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What decides which kernel computes attention."""
+    """Properties of a call by which a kernel is chosen."""
 
     device: str
     capability: tuple[int, int]  # of the GPU; (0, 0) elsewhere
@@ -61,7 +61,7 @@ class AttentionKernel:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over ``dtype`` are kept in."""
+    """The dtype in which values of ``dtype`` are added up."""
     return torch.float32 if dtype in HALF else dtype
 
 

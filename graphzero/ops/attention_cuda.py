@@ -28,7 +28,7 @@ def rows(logsumexp: Tensor, queries: int) -> Tensor:
 
 
 def padded_rows(logsumexp: Tensor) -> Tensor:
-    """As the efficient kernel's backward reads it: what is no query has infinity, so that exp gives 0."""
+    """The layout that the efficient kernel's backward reads: padding rows hold infinity, so that exp gives 0."""
     return F.pad(logsumexp, (0, -logsumexp.shape[-1] % ROWS), value=float("inf"))
 
 

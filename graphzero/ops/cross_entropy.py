@@ -63,7 +63,7 @@ def backward_out(
 
 
 def _rows(log_probs: Tensor) -> int:
-    """How many samples to take at a time."""
+    """The number of samples to compute at a time."""
     device = log_probs.device.type
     elements = ELEMENTS[device] * torch.get_num_threads() if device in ELEMENTS else MANY
     return max(elements // max(log_probs[:1].numel(), 1), 1)

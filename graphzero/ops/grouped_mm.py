@@ -1,7 +1,7 @@
 """The op ``grouped_mm``: matrix products of groups, as mixtures of experts make them, of every dtype and size.
 
 torch's kernel takes neither float64 nor rows
-that are no multiple of 16 bytes apart, so that a piece of a tensor may be refused where the whole is not; such calls
+that are not a multiple of 16 bytes apart, so that a piece of a tensor may be refused where the whole is not; such calls
 are one product a group, which reads the groups' ends on the host.
 """
 

@@ -20,7 +20,7 @@ _DUAL = {"B": "P", "P": "B"}
 
 
 def dual(sbp: list[str]) -> list[str]:
-    """What the gradient of an end of per-rank code is on each axis, by what the value is there.
+    """The SBP of the gradient of ``as_local`` or ``as_global`` on each axis, from the SBP of the value.
 
     Of what every rank holds whole, each rank's gradient is one summand: B and P change places.  A split stays, and so
     does what ranks hold equal because they do the same.

@@ -1,4 +1,4 @@
-"""What a pass is, and the pipeline that runs them.
+"""Passes, and the pipeline that runs them.
 
 A pass is any callable ``StepGraph -> StepGraph``; it may change what it gets.  Cloning, verifying, timing and the
 record of what changed are the pipeline's, never a pass's.
@@ -96,7 +96,7 @@ class Record:
 
     @property
     def before(self) -> StepGraph:
-        """The graph that the pass was given, made anew each time: whoever asks may change it."""
+        """The graph that the pass was given, made anew each time: the caller may change it."""
         return self.packed[0].graph()
 
     @property
@@ -110,7 +110,7 @@ class Record:
         return pass_text(self.pass_)
 
     def diff(self) -> str:
-        """What the pass changed, as a unified diff of the two texts."""
+        """A unified diff of the texts before and after the pass."""
         before, after = (print_graph(graph, align=False).splitlines() for graph in (self.before, self.after))
         return "\n".join(
             difflib.unified_diff(
@@ -159,7 +159,7 @@ class Pipeline:
     def _run_one(
         self, pass_: Pass, graph: StepGraph, before: PackedGraph, packer: PackedHistory
     ) -> tuple[StepGraph, PackedGraph]:
-        """Where a pass has nothing to do, the graph is what it was when it was verified and packed."""
+        """Run a pass; a graph that it leaves as it was is neither verified nor packed again."""
         name, given = pass_name(pass_), _Given.from_graph(graph)
         started = time.perf_counter()
         result = _result(pass_, graph, name)
@@ -186,7 +186,7 @@ def _result(pass_: Pass, graph: StepGraph, name: str) -> object:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a pass has to keep of the graph that it was given."""
+    """Parts of a graph that a pass must keep."""
 
     updates: tuple[str, ...]
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a pass says of itself: its docstring ends in what it requires, what it ensures, and an example.
+"""Contracts of passes: a pass's docstring ends in what it requires, what it ensures, and an example.
 
     Requires: what holds of the program that the pass is given, beyond its level.
     Ensures: what holds of the program that it returns.
@@ -50,7 +50,7 @@ class Contract:
 
 
 def contract_of(kind: type) -> Contract:
-    """What the docstring of a pass says."""
+    """The contract in the docstring of a pass."""
     text, _, shown = (inspect.getdoc(kind) or "").partition(HEAD)
     return Contract(text.split("\n")[0], _said(text, "Requires"), _said(text, "Ensures"), _example(shown))
 

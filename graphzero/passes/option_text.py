@@ -1,4 +1,4 @@
-r"""How the options of passes are written, by their types, and read back.  Nothing of a text is evaluated.
+r"""Text form of the options of passes, by type: written and parsed.  Nothing in a text is evaluated.
 
 zero{stage=3 axis=(dp_shard)}                                    numbers, true, false, none; several in brackets
     keep_gathered{keep_gathered=('model.*', head.weight)}                     names, in quotes if they are not [\w.]+
@@ -23,7 +23,7 @@ from graphzero.sbp.types import Sbp
 
 @dataclass(frozen=True)
 class Form:
-    """What the values of a type look like.  hint: in words, for messages."""
+    """Text form of the values of a type.  hint: in words, for messages."""
 
     hint: str
     read: Callable[[LineReader], Any]

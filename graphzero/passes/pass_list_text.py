@@ -57,7 +57,7 @@ def parse_passes(text: str, level: str = "captured", own: Mapping[str, Callable[
 
 
 def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]]) -> tuple[list[Pass], str]:
-    """What stands here, for a graph of that level, and the level behind it."""
+    """Read the next passes, for a graph of that level; returns them and the level that they leave."""
     begin, name = reader.at, reader.word()
     if name in own:
         return [_own_pass(reader, own[name], name)], level

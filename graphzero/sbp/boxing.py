@@ -1,4 +1,4 @@
-"""How a tensor goes from one SBP to another on one placement axis: the one table, with bytes on the wire.
+"""Boxing on one placement axis: the one table of moves from SBP to SBP, with bytes on the wire.
 
 Bytes are those one rank sends in a ring or pairwise algorithm, in multiples of the whole tensor's bytes T on n
 ranks.  Which collective of which library does a move is for lowering; which moves are worth it, for propagation; in

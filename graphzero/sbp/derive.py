@@ -23,7 +23,7 @@ from graphzero.sbp.types import B, S, Sbp, partial
 
 @dataclass(frozen=True)
 class Cut:
-    """How dims are cut where signatures are wanted.
+    """Cuts of dims for which signatures are wanted.
 
     ranks: splits that these would not cut alike are left out; None takes sizes to divide.
     pieces: into how many a dim is cut by all axes, none of which may be empty where that matters; by default ``ranks``.
@@ -260,7 +260,7 @@ def _split_at(places: Places, split: Split) -> Sbp | None:
 
 
 def _output_sbp(bound: _Bound, j: int, split: Split, reduction: str, chosen: tuple[int, ...]) -> Sbp | None:
-    """What output j then is; None where it is nothing that has a name."""
+    """The SBP of output j then; None where no SBP describes it."""
     depends = bound.factors.outputs[j].depends
     here = _split_at(bound.outputs[j], split)
     if here is not None:

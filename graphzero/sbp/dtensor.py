@@ -36,12 +36,12 @@ def annotate(x: Tensor, placement: Placement, nd: Nd, by_user: bool = False) -> 
 
 
 def annotation_count() -> int:
-    """How often something has been annotated; equal counts mean equal annotations."""
+    """The number of annotations made so far; equal counts mean equal annotations."""
     return _count
 
 
 def annotation(x: Tensor) -> tuple[Placement, Nd] | None:
-    """What ``annotate`` noted last, or None."""
+    """The last annotation of a tensor, or None."""
     noted: tuple[Placement, Nd] | None = _annotated.get(x)
     return noted
 

@@ -79,7 +79,7 @@ def parse(text: str) -> Factors:
     reductions = tuple(words.split()) or ("sum",)
     for word in reductions:
         if word not in REDUCTIONS:
-            raise SbpError(f"factors {text!r}: {word!r} is no reduction; write {', '.join(REDUCTIONS)}")
+            raise SbpError(f"factors {text!r}: {word!r} is not a reduction; write {', '.join(REDUCTIONS)}")
     operands: list[FactorOperand] = []
     terms: list[tuple[int, ...]] = []
     for term in left.split("+"):

@@ -1,4 +1,4 @@
-"""What a collective costs on each placement axis: the alpha-beta model (Hockney, 1994; Thakur et al., 2005).
+"""Costs of collectives on each placement axis: the alpha-beta model (Hockney, 1994; Thakur et al., 2005).
 
     seconds = latency * messages + bytes / bandwidth
 
@@ -28,7 +28,7 @@ class Link:
 
     latency: seconds until a message arrives, whatever its size (alpha); 0 where only bytes count.
     bandwidth: bytes that one rank sends per second while all ranks do (1 / beta).
-    Raises ConfigError for what is no such number.
+    Raises ConfigError for anything else.
     """
 
     latency: float

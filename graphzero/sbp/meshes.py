@@ -38,7 +38,7 @@ def ascend(ranks: Ranks) -> bool:
 
 
 def forget_other_worlds() -> None:
-    """Let go of what belongs to a world that is no more."""
+    """Forget meshes and groups of a process group that has been destroyed."""
     now = dist.group.WORLD if dist.is_initialized() else None
     if _world[0] is not now:
         forget()

@@ -87,7 +87,7 @@ def overload_of(op: Any) -> Op:
 
 
 def operands_of(call: Call, count: int) -> tuple[list[Given], list[int]]:
-    """What stands for each operand of a line, and where in its signatures each tensor of the call is found."""
+    """The meta for each operand of a line, and the place in its signatures of each tensor of the call."""
     by_schema = _schema_tensors(call)
     if by_schema is None or len(by_schema) != count:
         return list(call.tensors), list(range(len(call.tensors)))

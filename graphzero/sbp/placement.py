@@ -81,7 +81,7 @@ class Placement:
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where ``rank`` stands, one number per axis."""
+        """The coordinate of ``rank``, one number per axis."""
         if not self._coordinates:
             self._coordinates.update({int(self.ranks[at]): at for at in np.ndindex(self.ranks.shape)})
         if rank not in self._coordinates:
@@ -161,7 +161,7 @@ def placement(device_type: str, ranks: Any, names: Sequence[str] | None = None, 
 
     ``names`` gives one name per axis, by default ``("dp",)`` or ``("dp", "tp")``; a batch is split over
     the axes whose name begins with ``dp``.  With ``virtual=True`` all ranks live in this one process.
-    Raises PlacementError for another device type, ranks that repeat or are no whole numbers, and names that do not
+    Raises PlacementError for another device type, ranks that repeat or are not whole numbers, and names that do not
     fit the hierarchy.
     """
     if device_type not in DEVICE_TYPES:

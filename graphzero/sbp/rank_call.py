@@ -1,4 +1,4 @@
-"""What one rank calls for an op on whole tensors: sizes in arguments are those of its pieces, places count from theirs.
+"""The call of one rank for an op on whole tensors: sizes in arguments and offsets are those of its pieces.
 
 Which arguments hold sizes, and which ops have another form where an index points into a split dim, is said with rules.
 """
@@ -60,7 +60,7 @@ def offset_form(
     outputs: Sequence[Pair],
     starts: Callable[[Sequence[int], Nd], Sequence[Any]],
 ) -> tuple[Op, dict[str, Any]]:
-    """What one rank calls for ``op``, and with which keyword arguments: the op itself, or its offset form.
+    """The op that one rank calls for ``op``, with its keyword arguments: the op itself, or its offset form.
 
     ``inputs`` and ``outputs`` are as for ``local_args``; ``starts`` tells of each dim where the rank's piece begins, an
     int or LocalStart, or None where it is whole.

@@ -1,4 +1,4 @@
-"""How partial values of ranks combine: by sum, max or min.  A new way is an entry here, and one in ``law`` that cuts a
+"""Reductions of partial values: sum, max, min.  A new one is an entry here, and one in ``rule_checks`` that cuts a
 value into such parts, for tests.
 """
 

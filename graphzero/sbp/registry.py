@@ -75,7 +75,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """What is registered of an op; see ``rule``."""
+    """Entry of the registry for an op; see ``rule``."""
 
     rule: Rule
     sizes: Mapping[str, SizeRule]
@@ -190,9 +190,9 @@ def signatures(
     sections: Collection[int] = (),
     pieces: int | None = None,
 ) -> tuple[Signature, ...]:
-    """What ``op`` may do on one placement axis, all-B first, then splits in the order of dims, then partials.
+    """Signatures of ``op`` on one placement axis, all-B first, then splits in the order of dims, then partials.
 
-    ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is no constant for a run-time
+    ``args`` and ``kwargs`` hold a TensorMeta where a tensor stands and any object that is not a constant for a run-time
     number; ``outputs`` is a TensorMeta or a sequence of them, with None for outputs that are not made.  ``ranks``
     leaves out what would cut unevenly where that is wrong; None takes sizes to divide.  ``sections`` are counts of
     sections in which dims may be split as well.  ``pieces``: into how many a dim is cut where other axes cut it too,

@@ -1,11 +1,11 @@
-"""How a tensor goes from one SBP to another on several placement axes: a shortest path of one-axis moves.
+"""Route of a tensor from one SBP to another on several placement axes: a shortest path of one-axis moves.
 
 A move on one axis works within groups of ranks that differ on that axis alone.  Each holds a piece as the axes
 outside have cut it, so a split of a dim may come or go on an axis only while no axis inside splits the same dim:
 
     (S(0), S(0)) -> (B, B)     gathers inside first, then outside, whole values
     (B, B) -> (S(0), S(0))     cuts outside first, then inside
-    (B, S(0)) -> (S(0), S(0))  is no cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
+    (B, S(0)) -> (S(0), S(0))  is not a cut: rank (0, 1) of 2 x 2 holds rows 4-7 of 8 and needs 2-3
     (B, S(0)) -> (S(0, 2), S(0))  is one: it comes within what the inner axis has cut
 
 Cuts of two names may be one, as ``(S(0), S(0, 2))`` and ``(S(0), S(0))`` on 2 x 2 are: then nothing moves.  By the
@@ -157,7 +157,7 @@ def _is_renamed(nd: Nd, axis: int, sbp: Sbp, hierarchy: tuple[int, ...]) -> bool
 
 
 def _cost(nd: Nd, axis: int, step: Move, costs: Costs, nbytes: int, few: bool) -> tuple[int, ...]:
-    """What a step adds, in the order in which it counts; whole numbers, so that equals are equal."""
+    """The cost of a step, its parts in the order in which they count; whole numbers, so that equal costs are equal."""
     price = round(costs.price_of(step.kind, nbytes / _cuts(nd, costs.hierarchy, axis), axis))
     talks = int(step.kind in COLLECTIVES)
     by_axis = [price if i == axis else 0 for i in range(len(costs.hierarchy))]

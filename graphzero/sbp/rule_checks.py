@@ -30,7 +30,7 @@ SECTIONS = (2, 3)
 
 
 def violations(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, values: bool = True) -> list[str]:
-    """What signatures of ``op`` on these real arguments break the law on ``ranks`` ranks: one line each.
+    """Signatures of ``op`` on these real arguments that break the law on ``ranks`` ranks: one line each.
 
     Splits in SECTIONS are tried too.  ``values=False`` compares shapes and dtypes alone, for ops that leave memory as
     it is.
@@ -143,7 +143,7 @@ def _compared(
 
 
 def _tolerance(tensors: list[Tensor]) -> float:
-    """What rounding of values around ten may do, by the coarsest type that has a part in it."""
+    """The tolerance for rounding of values around ten, by the coarsest dtype involved."""
     real = [x.dtype for x in tensors if x.dtype.is_floating_point or x.dtype.is_complex]
     return max([1e-10, *(64 * torch.finfo(dtype).eps for dtype in real)])
 
@@ -155,7 +155,7 @@ def _same(have: Tensor, want: Tensor, values: bool, tolerance: float) -> bool:
 
 
 def shard(x: Tensor, sbp: Sbp, ranks: int, seed: int = 0) -> list[Tensor]:
-    """What each rank holds of ``x``.  Partial values are random, and differ from rank to rank."""
+    """The piece of ``x`` of each rank.  Partial values are random, and differ from rank to rank."""
     if sbp.is_broadcast:
         return [x.clone() for _ in range(ranks)]
     if sbp.is_split:

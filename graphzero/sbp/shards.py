@@ -140,7 +140,7 @@ def piece_shape(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int], at: Sequ
 
 
 def window(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> Tensor:
-    """Where that piece lies in ``whole``: a view, with a dim for each part of a dim cut in sections."""
+    """A view of that piece in ``whole``, with a dim for each part of a dim cut in sections."""
     nd = cutting(nd, hierarchy)
     apart = unfold(whole.shape, nd)
     view = whole
@@ -183,7 +183,7 @@ class LocalSize:
 
 @dataclass(frozen=True)
 class LocalStart:
-    """Where this rank's piece of a dim begins in the whole dim, printed ``8@dp``, nested ``8@dp@tp``."""
+    """Start of this rank's piece of a dim in the whole dim, printed ``8@dp``, nested ``8@dp@tp``."""
 
     size: int | LocalStart
     axis: str

@@ -1,4 +1,4 @@
-"""What one op may do on one placement axis: an SBP for each tensor that goes in and each that comes out."""
+"""Signatures of ops on one placement axis: an SBP for each input tensor and each output tensor."""
 
 from __future__ import annotations
 

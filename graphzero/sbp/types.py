@@ -110,4 +110,4 @@ def parse_sbp(text: str) -> Sbp:
         return S(int(match[1]), int(match[2] or 1))
     if text.endswith(")") and text[:2] == "P(":
         return partial(text[2:-1])
-    raise SbpError(f"{text!r} is no SBP; write B, S(0), S(1, 3), P, P(max) or P(min)")
+    raise SbpError(f"{text!r} is not an SBP; write B, S(0), S(1, 3), P, P(max) or P(min)")

@@ -1,4 +1,4 @@
-"""What a Graph refuses to be given, and why: attributes, a build, optimizers, schedulers."""
+"""Checks of what a user gives a Graph: attributes, a build, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WRAPPERS = (
 
 
 def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> None:
-    """What a Graph refuses to be given as an attribute."""
+    """Refuse objects that cannot be attributes of a Graph."""
     if isinstance(held, nn.Module) and not constructed:
         raise ConfigError(f"self.{name} = ...: call super().__init__() first in {graph.__name__}.__init__")
     if constructed and name in (*RESERVED, *_INNER):
@@ -49,7 +49,7 @@ def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> Non
 
 
 def _unwrapped(wrapper: str) -> str:
-    """What a module in a wrapper is, and what to give instead."""
+    """The kind of a module in a wrapper, and what to give instead."""
     if wrapper == "OptimizedModule":
         return (
             "compiled by torch.compile, and a Graph compiles the whole step; give the module itself (the one before "
@@ -94,7 +94,7 @@ def missing_attribute(graph: type, name: str, constructed: bool) -> Exception:
 
 
 def check_build(graph: type, build: Any) -> None:
-    """Refuse a ``build`` that is no plain method.  Raises ConfigError."""
+    """Refuse a ``build`` that is not a plain method.  Raises ConfigError."""
     name = f"{graph.__name__}.build"
     if not callable(build):
         raise ConfigError(
@@ -164,7 +164,7 @@ def check_average(averaged: object, of: object, held: Mapping[str, Any], others:
     for name, module in (("the average", averaged), ("the module of which it is one", of)):
         if id(module) not in inside:
             raise ConfigError(
-                f"add_average({kind}, {type(of).__name__}): {name} is no module of the Graph; assign it to an "
+                f"add_average({kind}, {type(of).__name__}): {name} is not a module of the Graph; assign it to an "
                 "attribute first: self.average = AveragedModel(self.model)"
             )
 

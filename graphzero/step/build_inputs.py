@@ -57,7 +57,7 @@ class BuildInputReader:
     def placed(
         self, flat: list[Any], spec: pytree.TreeSpec, names: tuple[str, ...], wanted: Mapping[str, Nd], running: bool
     ) -> Inputs:
-        """What ``flatten`` gave, as inputs on the ranks; see ``read``."""
+        """The leaves of ``flatten`` as inputs on the ranks; see ``read_inputs``."""
         unknown = [name for name in wanted if name not in names and not self.may_be(name)]
         if unknown:
             raise ConfigError(
@@ -133,7 +133,7 @@ class BuildInputReader:
         return Input(name, raw, last[2], nd, is_global=known is not None)
 
     def nd(self, name: str, raw: Tensor, wanted: Nd | None) -> Nd:
-        """How a plain tensor lies: as ``set_input`` says, else split along dim 0 over the data axes."""
+        """The SBP of a plain tensor: as ``set_input`` says, else split along dim 0 over the data axes."""
         if wanted is None:
             return self._splits if raw.dim() else self._whole
         for sbp in wanted:
@@ -205,7 +205,7 @@ def check_kind(name: str, raw: Tensor) -> None:
 
 
 def _tensor_inside(x: Any, depth: int = 3) -> str:
-    """Where an object holds a tensor, as ``.batch[0]``, or ""; looks into attributes, slots and plain containers."""
+    """The path of a tensor in an object, as ``.batch[0]``, or ""; looks into attributes, slots and plain containers."""
     if isinstance(x, Mapping):
         parts = [(f"[{key!r}]", item) for key, item in x.items()]
     elif isinstance(x, (list, tuple, set, frozenset)):
@@ -236,13 +236,13 @@ def _check_divides(name: str, shape: tuple[int, ...], nd: Nd, placement: Placeme
             drop = " or drop the last batch (drop_last=True), or let config.set_shapes pad it" if dim == 0 else ""
             raise CaptureError(
                 f"input {name} of shape {list(shape)} cannot be split over {n} ranks: dim {dim} is {shape[dim]} = "
-                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; an input that is no batch is said so: "
+                f"{shape[dim] // n} x {n} + {shape[dim] % n}. Pad it{drop}; an input that is not a batch is said so: "
                 f"config.set_input({name!r}, sbp={whole})"
             )
 
 
 def text_of(leaf: Input) -> str:
-    """What it is, for messages: the same in every process."""
+    """A leaf as text for messages: the same in every process."""
     if leaf.is_tensor:
         return f"{tensor_text(leaf.raw)} {', '.join(map(str, leaf.nd))}"
     kind = type(leaf.raw).__name__
@@ -250,7 +250,7 @@ def text_of(leaf: Input) -> str:
 
 
 def rank_values(leaf: Input, world: World) -> list[Any]:
-    """What each local rank is given of a leaf, on its device.
+    """The piece of a leaf for each local rank, on its device.
 
     A copy to a GPU is under way when this returns: a tensor in pinned memory must not be written to until then.
     """

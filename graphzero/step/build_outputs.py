@@ -1,4 +1,4 @@
-"""What ``build`` returns, of what a program hands back: values of the user's own, in the tree that build made."""
+"""Outputs of ``build`` from the results of a program: values for the user, in the tree that build made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BuildOutput:
     padded: frozenset[Along] = frozenset()
 
     def to_user(self, held: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
-        """What the user is given, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
+        """The value for the user, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
         if self.is_literal:
             return held
         if self.shape is None:
@@ -72,7 +72,7 @@ class BuildOutputs:
         self._all, self._spec = [_output(x, dims) for x, dims in zip(graph.outputs, along, strict=True)], spec
 
     def to_user(self, results: Results, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
-        """What build returns.  as_global: tensors as global ones.  transformed: see ``Call``."""
+        """The values that build returns.  as_global: tensors as global ones.  transformed: see ``BuildCall``."""
         pairs = zip(self._all, results.outputs, strict=True)
         values = [output.to_user(value, world, as_global, transformed) for output, value in pairs]
         return pytree.tree_unflatten(values, self._spec)

@@ -47,7 +47,7 @@ def compile_step(
 
 
 def prepare_for_passes(call: BuildCall, captured: Captured) -> tuple[StepGraph, dict[Role, Nd]]:
-    """What the passes are given: the captured step, and how all that it may read lies."""
+    """The input of the passes: the captured step, and the SBP of everything that it may read."""
     state, graph = call.state, captured.graph
     placed = {Role("batch", leaf.name): leaf.nd for leaf in call.inputs.tensors}
     placed.update({Role("batch", x.name): x.nd for x in (call.transformed.added_inputs if call.transformed else ())})

@@ -78,14 +78,14 @@ class FullParameters:
         _compat.forget_change(self._put_back)
 
     def _put_back(self) -> None:
-        """What stood in the modules stands there again."""
+        """Put back the tensors that stood in the modules."""
         full_tensors.put_back(self._shown)
         full_tensors.unmark(self._shown)
         full_tensors.let_go(self._shown)
         self._is_open = False
 
     def _found(self) -> dict[str, ModuleTensor]:
-        """What will be shown.
+        """The tensors to be shown.
 
         Raises GraphZeroError for values of no whole step, ConfigError, PlacementError or SbpError for what cannot be.
         """
@@ -131,7 +131,7 @@ class FullParameters:
             _compat.forget_change(self._put_back)
 
     def _met(self, error: Exception | None, lost: Sequence[str]) -> Exception | None:
-        """What all ranks are to raise, when all have come."""
+        """The error that all ranks raise together."""
         ranks = self._source.ranks
         try:
             ranks.agree_on(_END, lambda: self._check(error, lost), lambda _: {})

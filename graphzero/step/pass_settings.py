@@ -1,4 +1,4 @@
-"""What settings ask of the passes and of the plan."""
+"""Options of the passes and of the plan, from the settings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _check_rows(name: str, shape: tuple[int, ...], nd: Nd, placement: Placement,
 
 
 def budget_of(settings: Settings, room: int | None) -> Budget | None:
-    """What a step may peak at, if anybody said."""
+    """The bytes at which a step may peak, if a budget is set."""
     if settings.memory_budget is not None:
         return Budget(settings.memory_budget)
     if settings.zero.stage != AUTO:
@@ -101,7 +101,7 @@ def budget_of(settings: Settings, room: int | None) -> Budget | None:
 
 
 def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
-    """What the built-in passes are told, but for what is chosen."""
+    """The options of the built-in passes, except those that the plan chooses."""
     zero = settings.zero
     may_keep = settings.memory_budget is not None or zero.stage == AUTO
     return Options(

@@ -34,7 +34,7 @@ FED = ("batch", "scalar", "hyper", "seed")
 
 @dataclass(eq=False)
 class ProgramPart:
-    """What runs from one end to the other: a graph, how it is executed, and where its large temporaries lie.
+    """Part of a program that runs in one piece: a graph, its executor, and the arena of its large temporaries.
 
     kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
     """
@@ -61,7 +61,7 @@ class ProgramPart:
 
     @property
     def about(self) -> tuple[str, ...]:
-        """How it runs by now, where that is not as it was planned."""
+        """Notes on how it runs, where that differs from the plan."""
         return (self._executor.about,) if isinstance(self._executor, Replayed) else ()
 
 
@@ -99,13 +99,13 @@ class StepProgram:
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """What was decided for this program when it was planned, and how it runs by now."""
+        """The decisions of the plan of this program, and notes on how it runs."""
         return (*self.plan.decisions, *self.part.about)
 
     # ---- a call of it
 
     def arguments(self, call: BuildCall, world: World) -> dict[str, list[Any]]:
-        """What it reads anew in each call, by placeholder."""
+        """The values that it reads anew in each call, by placeholder."""
         count, random = len(world.local_ranks), call.state.random
         leaves = {leaf.name: leaf for leaf in call.inputs.leaves}
         if call.transformed is not None:
@@ -126,7 +126,7 @@ class StepProgram:
         return BuildOutputs(self.graph, self.captured.out_spec, self.captured.padded)
 
     def outputs(self, call: BuildCall, results: Results, world: World) -> Any:
-        """What ``build`` returns, of what it hands back."""
+        """The values that ``build`` returns, from the results of the program."""
         return self._outputs.to_user(results, world, call.is_global, call.transformed)
 
     # ---- what is to be known of it

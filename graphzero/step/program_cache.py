@@ -23,7 +23,7 @@ _UNUSED = 64  # keys without a program that are remembered, beyond twice those w
 
 @dataclass
 class CachedKey:
-    """What is known of a key: the programs that serve it, the hash of what it says, and which inputs ranks share."""
+    """Cache entry of a key: the programs that serve it, the hash of its text, and which inputs ranks share."""
 
     programs: list[StepProgram] = field(default_factory=list)
     hash: int | None = None
@@ -125,7 +125,7 @@ class ProgramCache:
         if self._made > _MANY + 1:
             return
         attributes = ((describe_path(path), value) for path, value in program.captured.guards.attributes.items())
-        met = ("tensors that are no buffers", tuple(x for _, x in program.captured.guards.tensors))
+        met = ("tensors that are not buffers", tuple(x for _, x in program.captured.guards.tensors))
         guarded = ((_name_of(role), numbers.get(role)) for role in program.captured.guards.numbers.guarded_roles)
         for name, part_value in (*key.captured, ("configuration", key.config), *attributes, met, *guarded):
             self._seen.setdefault(name, set()).add(part_value)

@@ -90,7 +90,7 @@ class StepRunner:
         return program.outputs(call, results, world)
 
     def _follow(self, program: StepProgram, call: BuildCall, results: Results) -> None:
-        """What a training step says beside its outputs is kept; numbers of groups go on, and schedulers step."""
+        """Keep what a training step reports beside its outputs, advance the numbers of groups, and step schedulers."""
         norms = {name: tensors[0] for name, tensors in results.aux.items() if name.startswith("grad_norm")}
         self._grad_norms = {name: norm.detach().clone() for name, norm in norms.items()}
         self._skips = [tensors[0].detach().clone() for name, tensors in results.aux.items() if name == "skipped"]

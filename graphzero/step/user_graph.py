@@ -1,4 +1,4 @@
-"""What a user's Graph consists of: its build, modules, optimizers and settings, and the ranks that share it.
+"""Parts of a user's Graph: its build, modules, optimizers and settings, and the ranks that share it.
 
 The Graph and the selection of its programs both hold it; it knows neither of them.
 """
@@ -72,7 +72,7 @@ class UserGraph:
 
     @property
     def next_loss_scale(self) -> float | None:
-        """What the next call multiplies its loss by; None where no loss is scaled."""
+        """The factor by which the next call multiplies its loss; None where no loss is scaled."""
         scale = self.loss_scale
         return None if scale is None else float(scale.scale)
 
@@ -112,7 +112,7 @@ class UserGraph:
 
     @property
     def step(self) -> Step:
-        """What capture writes down."""
+        """The step that capture traces."""
         precision = self.config.settings.amp.precision
         build, modules = self.owner.build, self.modules
         return Step(self.name, self.placement, build, modules, self.optimizers, precision, self.averages)
@@ -136,7 +136,7 @@ class UserGraph:
 
     @property
     def transports(self) -> dict[str, str]:
-        """How ranks talk along each axis, where they do already."""
+        """The transport that ranks use along each axis, where one is open."""
         return dict(self.world.transports) if "world" in vars(self) else {}
 
     def state(self) -> State:

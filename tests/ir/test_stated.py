@@ -44,12 +44,12 @@ FALSE = {
     "y = x[0] : f32[4]": "picks result 0 of what has no such result",
     "s = split(x, 2, 1) : (f32[8, 2], f32[8, 2])\n  y = relu(s) : f32[8, 2]": "'s', which has several results",
     "y = use(x, w) : f32[8, 4]": "'y' takes 1 arguments",
-    "y = use(1) : f32[8, 4]": "'y' reads what is no tensor",
+    "y = use(1) : f32[8, 4]": "'y' reads a value that is not a tensor",
     "y = use(w) : f32[4, 5]": "'y' is said to be f32[4, 5], but is f32[4, 4]",
-    "y = box(h) : float": "'y' reads what is no tensor",
+    "y = box(h) : float": "'y' reads a value that is not a tensor",
     "y = operator.mul(h, c) : int": "'y' is said to be int, but is float",
-    "y = operator.mul(x, h) : f32[8, 4]": "'y' computes with what is no number",
-    "y = operator.mul('a', 1000000000) : float": "'y' computes with what is no number",
+    "y = operator.mul(x, h) : f32[8, 4]": "'y' computes with a value that is not a number",
+    "y = operator.mul('a', 1000000000) : float": "'y' computes with a value that is not a number",
     "y = operator.pow(10, 1000000000) : int": "may grow without bounds",
     "y = operator.lt(h, c) : float": "'y' is said to be float, but is bool",
     "y = relu(h) : f32[8, 4]": "'y' calls relu with what it cannot take",
@@ -89,10 +89,10 @@ LOWERED = {
     "l = launch('bucket_all_gather', 0, [x, n], [0, 0], 'dp') : (f32[8, 4]  B, i64[8]  B)": "of several dtypes",
     "l = launch('bucket_all_gather', 0, [x], [], 'dp') : (f32[8, 4]  B)": "has no dim for each value",
     "l = launch('bucket_all_gather', None, [x, x], [0, 0], 'dp') : (f32[8, 4]  B, f32[8, 4]  B)": "no slot for several",
-    "l = wait(x) : (f32[8, 4]  B)": "waits for what is no launch",
-    "y = assign(x, x) : f32[8, 4]  S(0)": "writes into 'x', which is no parameter, buffer or state",
+    "l = wait(x) : (f32[8, 4]  B)": "waits for a value that is not a launch",
+    "y = assign(x, x) : f32[8, 4]  S(0)": "writes into 'x', which is not a parameter, buffer or state",
     "y = assign(w, x) : f32[4, 4]  B": "writes f32[8, 4] into f32[4, 4]",
-    "y = relu(x, out=1) : f32[8, 4]  S(0)": "has an out= that is no value",
+    "y = relu(x, out=1) : f32[8, 4]  S(0)": "has an out= that is not a value",
 }
 
 
@@ -113,9 +113,9 @@ def test_only_late_passes_write() -> None:
 def test_inputs_have_the_type_of_their_role() -> None:
     for line, problem in {
         "k = seed() : f32[]": "'k' is a seed of type f32[]",
-        "k = param() : float": "'k' is a param of type float, which is no tensor",
+        "k = param() : float": "'k' is a param of type float, which is not a tensor",
         "k = batch() : (f32[2], f32[2])": "'k' is a batch of type (f32[2], f32[2])",
-        "k = hyper(optimizer0.group0, lr) : f32[]": "'k' is a hyper of type f32[], which is no number",
+        "k = hyper(optimizer0.group0, lr) : f32[]": "'k' is a hyper of type f32[], which is not a number",
     }.items():
         with pytest.raises(VerifyError) as caught:
             verify(parse(f"graph g(dp=2)\n  {line}\n  return\n"))

@@ -103,7 +103,7 @@ def test_an_update_has_the_type_of_what_it_replaces() -> None:
 
 
 def test_a_step_updates_parameters_buffers_and_states_alone() -> None:
-    refused(parsed_update(name="x"), "updates 'x', which is no parameter, buffer or state.*\n.*It may update: x, w")
+    refused(parsed_update(name="x"), "updates 'x', which is not a parameter, buffer or state.*\n.*It may update: x, w")
     refused(parsed_update(name="q"), "updates 'q'")
 
 

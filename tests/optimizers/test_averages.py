@@ -132,12 +132,12 @@ def test_what_is_no_average_of_a_module_of_the_graph_is_refused():
     for averaged, of, text in (
         (graph.model, graph.model, "give a torch.optim.swa_utils.AveragedModel"),
         (graph.average, graph.model, "it is there already"),
-        (swa_utils.AveragedModel(graph.model), graph.model, "the average is no module of the Graph"),
+        (swa_utils.AveragedModel(graph.model), graph.model, "the average is not a module of the Graph"),
     ):
         with pytest.raises(gz.ConfigError, match=text):
             graph.add_average(averaged, of)
     graph = averaged_graph(2, "ema", averaged=False)
-    with pytest.raises(gz.ConfigError, match="the module of which it is one is no module of the Graph"):
+    with pytest.raises(gz.ConfigError, match="the module of which it is one is not a module of the Graph"):
         graph.add_average(graph.average, made())
     graph.add_average(graph.average, graph.model[0])
     with pytest.raises(gz.CaptureError, match="of a module with other parameters"):

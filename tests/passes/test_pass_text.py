@@ -118,9 +118,9 @@ WRONG = [
     ("pin{placed={batch(x)}}", 13, "expected `role=value`"),
     ("pin{placed={batch(x)=B batch(x)=B}}", 24, r"batch\(x\) stands twice"),
     ("pin{placed={what(x)=B}}", None, "no role is called what"),
-    ("pin{placed={batch(x)=Q}}", 22, "'Q' is no SBP"),
-    ("pin{placed={batch(x)=S(-1)}}", 22, "no SBP"),
-    ("pin{placed={batch(x)=S(9999999)}}", 22, "no SBP of up to 64 dims"),
+    ("pin{placed={batch(x)=Q}}", 22, "'Q' is not an SBP"),
+    ("pin{placed={batch(x)=S(-1)}}", 22, "not an SBP"),
+    ("pin{placed={batch(x)=S(9999999)}}", 22, "not an SBP of up to 64 dims"),
     ("pin{placed={batch(x)=(B, )", None, "expected"),
     ("propagate{links=({latency=1})}", 19, "Link needs bandwidth"),
     ("propagate{links=({latency=1 bandwidth=fast})}", 39, "expected a number"),
@@ -203,7 +203,7 @@ def test_a_pin_places_what_the_text_says_and_the_rest_as_by_default() -> None:
     [
         ("pin{placed={batch(z)=B}}", r"nothing in toy has the role batch\(z\); there is batch\(x\)"),
         ("pin{placed={seed()=B}}", r"nothing in toy has the role seed\(\); there is none of that kind"),
-        ("pin{placed={batch(x)=(B, B)}}", r"batch\(x\) = \(B, B\) is no SBP on each axis of toy: dp"),
+        ("pin{placed={batch(x)=(B, B)}}", r"batch\(x\) = \(B, B\) is not an SBP on each axis of toy: dp"),
         ("pin{placed={batch(x)=S(7)}}", "it has 2 dims"),
     ],
 )

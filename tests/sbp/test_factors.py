@@ -187,7 +187,7 @@ def test_truth_values_and_truncated_numbers_do_not_add() -> None:
         ("......->...", "stands twice"),
         ("a->a:x", "operand numbers"),
         ("a->a:3", "depends on operand 3"),
-        ("product: a->a", "is no reduction"),
+        ("product: a->a", "is not a reduction"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_an_error_that_says_why(text: str, says: str) -> None:

@@ -48,7 +48,7 @@ def read_sbp(word: str, fail: Callable[[str], Exception]) -> Sbp:
     """The SBP that a word says.  fail: makes the error to raise."""
     digits = re.findall(r"[0-9]+", word[:200])
     if len(word) > 60 or any(len(number) > 18 for number in digits) or int((*digits, 0)[0]) > MOST_DIMS:
-        raise fail(f"{word!r:.80} is no SBP of up to {MOST_DIMS} dims")
+        raise fail(f"{word!r:.80} is not an SBP of up to {MOST_DIMS} dims")
     try:
         return parse_sbp(word)
     except GraphZeroError as error:
@@ -84,18 +84,18 @@ class LineReader:
         return True
 
     def next(self) -> str:
-        """The next character that is no space, or nothing."""
+        """The next character that is not a space, or nothing."""
         self._skip()
         return self.text[self.at : self.at + 1]
 
     def until(self, mark: str) -> tuple[str, bool]:
-        """What stands here up to ``mark``, which is gone past, or to the end; and whether there was one."""
+        """Read up to ``mark`` and past it, or to the end; returns the text and whether there was a mark."""
         before, mark, _ = self.text[self.at :].partition(mark)
         self.at += len(before) + len(mark)
         return before.strip(), bool(mark)
 
     def rest(self) -> str:
-        """What has not been read, which is read with that."""
+        """Read all that is left."""
         self._skip()
         remainder, self.at = self.text[self.at :].rstrip(), len(self.text)
         return remainder
@@ -135,7 +135,7 @@ class LineReader:
             text = _ESCAPE.sub(_unescaped, token[1:-1])
             text.encode()
         except (KeyError, ValueError):  # another escape, or half of a character
-            raise self.fail(f"{token:.80} is no text as repr writes it") from None
+            raise self.fail(f"{token:.80} is not a text as repr writes it") from None
         return text
 
     def path(self) -> str | None:
@@ -180,7 +180,7 @@ class LineReader:
     def unreadable(self) -> Exception:
         """The error where no argument, or more than one, stands between two commas."""
         if self.next() in ("", ":"):
-            return self.fail(f"{self.text[: self.at].strip()!r:.200} is no call: a bracket is not closed")
+            return self.fail(f"{self.text[: self.at].strip()!r:.200} is not a call: a bracket is not closed")
         begin = max(self.text.rfind(mark, 0, self.at) for mark in ",([=") + 1
         ends = [end for mark in ",)]" if (end := self.text.find(mark, self.at)) >= 0]
         return self.fail(f"cannot read the argument {self.text[begin : min(ends, default=None)].strip()!r:.200}")
@@ -292,9 +292,9 @@ class LineReader:
         return torch.device(kind) if index is None else torch.device(kind, index)
 
     def _cut(self, size: Any, kind: type[LocalSize] | type[LocalStart], begin: int) -> LocalSize | LocalStart:
-        """What an axis cuts: a number, or what axes outside it have cut."""
+        """The size that an axis cuts: a number, or the piece of an axis outside it."""
         if type(size) is not int and not isinstance(size, kind):
-            raise self.fail(f"{self.text[begin : self.at - 1].strip()!r:.80} is no size that an axis cuts")
+            raise self.fail(f"{self.text[begin : self.at - 1].strip()!r:.80} is not a size that an axis cuts")
         axis = self.word()
         if axis not in self.axes:
             raise self.fail(f"no axis is called {axis}; the graph's are {', '.join(self.axes)}")

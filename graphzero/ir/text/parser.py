@@ -34,7 +34,7 @@ _HEAD = re.compile(rf"({'|'.join(PHASES)})(?: x([1-9][0-9]{{0,5}}))?:")
 
 
 class ParseError(GraphZeroError, ValueError):
-    """Text that is no graph, or no list of passes; says where."""
+    """Text that is not a graph or a list of passes; says where."""
 
 
 @_compat.cpu_by_default
@@ -107,7 +107,7 @@ class _Parser:
         if not name or not axes:
             raise self.fail(expected)
         if level not in LEVELS:
-            raise self.fail(f"{level!r:.80} is no level; one of {', '.join(LEVELS)}")
+            raise self.fail(f"{level!r:.80} is not a level; one of {', '.join(LEVELS)}")
         return name, self._placed(*zip(*axes, strict=True)), level
 
     def _axes(self, reader: LineReader, expected: str) -> Iterator[tuple[str, int]]:
@@ -184,7 +184,7 @@ class _Parser:
                 raise self.fail(f"{words} is not defined above this line")
             return graph.create_node("call_function", operator.getitem, (self.values[words], items[0]), name=name)
         if not words or not reader.take("("):
-            raise self.fail(f"{reader.text[: reader.text.rfind(' : ')]!r:.200} is no call of an op")
+            raise self.fail(f"{reader.text[: reader.text.rfind(' : ')]!r:.200} is not a call of an op")
         target = known_ops.find_op(words.split("."))
         if target is None:
             raise self.fail(f"no op is called {words:.200}")
@@ -234,7 +234,7 @@ class _Parser:
             raise self.fail(f"{text!r:.200}: expected a type such as f32[8, 16], and an SBP")
         dtype = DTYPES.get(name.strip()) or torch.__dict__.get(name.strip())
         if not isinstance(dtype, torch.dtype):
-            raise self.fail(f"{name.strip()!r:.80} is no dtype; {', '.join(DTYPES)}")
+            raise self.fail(f"{name.strip()!r:.80} is not a dtype; {', '.join(DTYPES)}")
         return self._type(dtype, sizes), *self._nd(sbp.strip())
 
     def _type(self, dtype: torch.dtype, sizes: list[str]) -> TensorType:
@@ -273,7 +273,7 @@ class _Parser:
         reader = self._reader(word)
         output = reader.value()
         if reader.rest():
-            raise self.fail(f"{word!r:.200} is no value; the graph ends with what it returns")
+            raise self.fail(f"{word!r:.200} is not a value; the graph ends with what it returns")
         return output
 
     def _pairs(self, words: list[str]) -> Iterable[tuple[str, fx.Node]]:

@@ -28,7 +28,7 @@ NAMELESS = ("seed", "loss")  # roles of which a step has one
 
 
 class Printable(Protocol):
-    """What of a StepGraph is written down, which prints itself by this module."""
+    """The parts of a StepGraph that its text holds."""
 
     @property
     def nodes(self) -> Iterable[fx.Node]: ...
@@ -49,7 +49,7 @@ class Printable(Protocol):
 def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], bool] | None = None) -> str:
     """The text of a graph, in columns or, for diffs, without alignment.
 
-    keep: which values; with it what is printed is no whole program, and has no last line.
+    keep: which values; with it what is printed is not a whole program, and has no last line.
     """
     lines = [_header(graph)]
     nodes = (node for node in graph.nodes if node.op != "output" and (keep is None or keep(node)))
@@ -74,7 +74,7 @@ def print_line(node: fx.Node) -> str:
 
 
 def op_name(target: Any) -> str:
-    """How an op is written."""
+    """The name of an op in texts."""
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target.overloadpacket, target._overloadname
         namespace, name = target._schema.name.split("::")

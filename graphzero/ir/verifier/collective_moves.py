@@ -62,7 +62,7 @@ def _check_in_turn(graph: StepGraph, node: fx.Node, where: str) -> None:
 
 
 def _check_product(graph: StepGraph, node: fx.Node, where: str) -> None:
-    """What is added up is a product as ``mm`` makes it."""
+    """Check that the product which is accumulated is one that ``mm`` makes."""
     factors, product = value.tensor_operands(node)[1:], value.tensor_type(node)
     metas = [value.tensor_type(x).meta for x in factors]
     for axis, ranks in enumerate(graph.placement.hierarchy):

@@ -19,7 +19,7 @@ MOST_SLOTS = 2**16
 
 
 class Unfit(Exception):
-    """What is wrong with a node."""
+    """Error: what is wrong with a node."""
 
 
 def need(good: bool, problem: str) -> None:
@@ -39,7 +39,7 @@ Form = Callable[[StepGraph, list[Any], dict[str, Any]], Any]
 
 def _tensor(x: Any) -> TensorType:
     type_ = value.type_of(x) if isinstance(x, fx.Node) else None
-    need(isinstance(type_, TensorType), "reads what is no tensor")
+    need(isinstance(type_, TensorType), "reads a value that is not a tensor")
     return type_  # type: ignore[return-value]
 
 
@@ -87,7 +87,7 @@ def _cast(types: list[TensorType], kwargs: dict[str, Any]) -> list[TensorType]:
         raise Unfit(f"takes no {', '.join(kwargs):.40}")
     for type_ in types:
         narrower = said.itemsize < type_.dtype.itemsize and said.is_floating_point and type_.dtype.is_floating_point
-        need(narrower or type_.dtype == said, f"casts {type_} to {said}, which is no narrower float")
+        need(narrower or type_.dtype == said, f"casts {type_} to {said}, which is not a narrower float")
     return [TensorType(said, type_.shape) for type_ in types]
 
 
@@ -127,7 +127,7 @@ def _launch(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _wait(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     del graph
     good = len(args) == 1 and not kwargs and isinstance(args[0], fx.Node) and args[0].target is ops.launch
-    need(good, "waits for what is no launch")
+    need(good, "waits for a value that is not a launch")
     waits = [user for user in args[0].users if user.target is ops.wait]
     need(len(waits) == 1 and len(args[0].users) == 1, f"is not the only reader of '{args[0].name}'")
     return value.type_of(args[0])
@@ -139,7 +139,7 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     old, new = _tensor(args[0]), _tensor(args[1])
     role = value.role_of(args[0])
     good = args[0].op == "placeholder" and role is not None and role.kind in HELD
-    need(good, f"writes into '{args[0].name}', which is no parameter, buffer or state")
+    need(good, f"writes into '{args[0].name}', which is not a parameter, buffer or state")
     need(old == new, f"writes {new} into {old}")
     return old
 

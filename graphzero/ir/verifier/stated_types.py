@@ -1,4 +1,4 @@
-"""What a text says of each value, computed again: a graph that was read is believed nothing.
+"""Types that a text states for each value, computed again: nothing in a graph that was read is trusted.
 
 ``check_stated`` looks at every node of a graph that ``parse`` has made, before any law or pass does: that its op is one
 that a program may hold, that its arguments have the form that the op takes, and that the type behind it is the one
@@ -54,9 +54,9 @@ def _check_placeholder(node: fx.Node) -> None:
     assert role is not None
     is_number = isinstance(type_, ScalarType)
     if role.kind in ("hyper", "scalar"):
-        need(is_number, f"is a {role.kind} of type {_text(type_)}, which is no number")
+        need(is_number, f"is a {role.kind} of type {_text(type_)}, which is not a number")
     else:
-        need(isinstance(type_, TensorType), f"is a {role.kind} of type {_text(type_)}, which is no tensor")
+        need(isinstance(type_, TensorType), f"is a {role.kind} of type {_text(type_)}, which is not a tensor")
     if role.kind == "seed":
         need(type_ == TensorType(torch.int64, ()), f"is a seed of type {_text(type_)}; a seed is i64[]")
 
@@ -121,7 +121,7 @@ def _check_room(graph: StepGraph, node: fx.Node) -> None:
         need(good and all(x is None or isinstance(x, fx.Node) for x in given), "has an out= for other results")  # type: ignore[union-attr]
     else:
         many = node.target is not ops.launch and isinstance(type_, tuple)
-        need(isinstance(given, fx.Node) and not many, "has an out= that is no value")
+        need(isinstance(given, fx.Node) and not many, "has an out= that is not a value")
 
 
 # ---- host numbers
@@ -131,7 +131,7 @@ def _number(node: fx.Node) -> Type:
     """Arithmetic: of one or two numbers, not of such as grow without bounds."""
     given = [*node.args, *node.kwargs.values()]
     kinds = [kind_of_number(x) for x in given]
-    need(not node.kwargs and None not in kinds, "computes with what is no number")
+    need(not node.kwargs and None not in kinds, "computes with a value that is not a number")
     probe = [NUMBERS[kind] for kind in kinds if kind is not None]
     growing = node.target in (operator.mul, operator.pow)
     need(not growing or "float" in kinds, "multiplies whole numbers, which may grow without bounds")

@@ -39,7 +39,7 @@ def check_storage(graph: StepGraph, where: str) -> None:
 
 
 class _Walk:
-    """What has been written so far, on the way down a program."""
+    """State of storages on the way down a program: which have been written over."""
 
     def __init__(self, graph: StepGraph, where: str) -> None:
         self.graph, self.where = graph, where
@@ -136,7 +136,7 @@ class _Walk:
             )
 
     def _check_overwrite(self, node: fx.Node, room: fx.Node, reads: _Reads) -> None:
-        """What is written over is no longer needed: by the op itself as it works, or by the user after the step."""
+        """Check that an overwritten value is not needed: by the op as it works, or by the user after the step."""
         storage, device = self.roots[room][0], self.graph.placement.device_type
         sharing = [operand for operand in reads.by_storage.get(storage, ()) if operand is not room]
         if node in self.transfers and inplace.is_own_piece(self.transfers[node], room):
@@ -153,7 +153,7 @@ class _Walk:
             )
 
     def _spend(self, storage: Storage | None, writer: fx.Node) -> None:
-        """What lives in ``storage`` is not to be read any more."""
+        """Mark the values in ``storage`` as overwritten."""
         self.spent.update((holder, writer) for holder in self.held[storage] if holder is not writer)
 
     def _launch(self, moves: Transfer) -> None:
@@ -176,7 +176,7 @@ def _is_written(new: fx.Node, state: fx.Node) -> bool:
 
 
 class _Reads:
-    """What a node reads, looked up once for all that it writes.  by_storage: its operands, those that it writes over
+    """Operands of a node, looked up once for all that it writes.  by_storage: its operands, those that it writes over
     among them; times: how often each is more than room for a result; over: ``inplace.over_operands``, if any."""
 
     def __init__(self, node: fx.Node, roots: Roots) -> None:

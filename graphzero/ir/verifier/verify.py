@@ -93,7 +93,7 @@ def _check_order(graph: StepGraph, where: str) -> None:
 
 
 def _check_repeated(graph: StepGraph, where: str) -> None:
-    """What is repeated stands together; behind, only what it has written over something from before is read."""
+    """Check that repeated ops are consecutive, and that later ops read only loop-carried values of theirs."""
     if not any(map(value.repeats_of, graph.nodes)):
         return
     at = liveness(graph)
@@ -118,7 +118,7 @@ def _check_updates(graph: StepGraph, where: str) -> None:
         role = value.role_of(old) if old is not None else None
         if old is None or role is None or role.kind not in WRITABLE:
             raise VerifyError(
-                f"{where}the step updates '{name}', which is no parameter, buffer or state of the graph\n  "
+                f"{where}the step updates '{name}', which is not a parameter, buffer or state of the graph\n  "
                 f"It may update: {', '.join(n for n in list(placeholders)[:8])}"
             )
         if value.type_of(old) != value.type_of(new):

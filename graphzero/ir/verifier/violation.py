@@ -1,4 +1,4 @@
-"""How a broken law is told: the problem, the line among its neighbours with the user's source line, the next step."""
+"""The error of a broken invariant: the problem, the line among its neighbours with the source line, the next step."""
 
 from __future__ import annotations
 

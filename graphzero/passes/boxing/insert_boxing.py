@@ -131,7 +131,7 @@ def _shows_another(node: fx.Node, want: Nd) -> bool:
 
 
 def _moved_role(node: fx.Node, reader: fx.Node) -> Role | None:
-    """What a box moves, for the plan: a parameter, a gradient, or no matter what."""
+    """The role of the value that a box moves, if the plan counts it: a parameter or a gradient."""
     named = [node, reader] if reader.op == "call_function" and reader.target in ANNOTATIONS else [node]
     roles = (value.role_of(candidate) for candidate in named)
     return next((role for role in roles if role is not None and role.kind in ("param", "gradient")), None)
@@ -170,7 +170,7 @@ def _select(graph: StepGraph, node: fx.Node, operands: list[fx.Node], costs: Cos
 def _ranked(
     graph: StepGraph, node: fx.Node, axis: int, operands: list[fx.Node], costs: Costs
 ) -> list[tuple[float, Signature]]:
-    """What makes the node's results in their SBP on one axis, by the cost of boxing."""
+    """Signatures that make the node's results in their SBP on one axis, with the cost of boxing, cheapest first."""
     outputs = calls.output_sbps(node, axis)
     priced: list[tuple[float, Signature]] = []
     for signature in calls.signatures_of(graph, node, axis, (*calls.input_sbps(node, axis), *outputs)):

@@ -81,7 +81,7 @@ def local_sizes(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
 
 
 def local_starts(graph: StepGraph, shape: Sequence[int], nd: Nd) -> list[Any]:
-    """Where one rank's part begins: a ``LocalStart`` where a dim is split, else None."""
+    """The start of one rank's piece in each dim: a ``LocalStart`` where the dim is split, else None."""
     return [start if isinstance(start, LocalStart) else None for start in _of_part(graph, shape, nd, LocalStart)]
 
 

@@ -182,7 +182,7 @@ def _round_at_once(graph: StepGraph) -> None:
 
 
 def _rounded_results(node: fx.Node, count: int) -> list[fx.Node]:
-    """What each result of an update is rounded to, if nobody reads it otherwise."""
+    """The rounding of each result of an update, if nothing else reads the result."""
     picks = {user.args[1]: list(user.users) for user in node.users}
     readers = [reader for i in range(count) for reader in picks.get(i, ())]
     alone = len(readers) == count == len(picks) and all(reader.target is STOCHASTIC_ROUND for reader in readers)
@@ -238,7 +238,7 @@ def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]
 
 
 def _made(found: dict[str, Any]) -> list[fx.Node]:
-    """What the chain computes, in order."""
+    """The nodes of the matched chain, in order."""
     return [found[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
 
 

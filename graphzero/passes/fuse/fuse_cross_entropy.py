@@ -75,7 +75,7 @@ def _fuse(graph: StepGraph, node: fx.Node, given: fx.Node, loss: fx.Node) -> Non
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node shows in other dims, else the node itself."""
+    """The value of which a node is a view in other dims, else the node itself."""
     source = node.args[0] if node.target is aten.view.default else node
     assert isinstance(source, fx.Node)
     return source

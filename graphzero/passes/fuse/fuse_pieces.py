@@ -110,7 +110,7 @@ class FusePieces(BuiltinPass):
 
 
 def _spread(node: fx.Node) -> Spread | None:
-    """What one op spreads over a dim of which this rank holds all."""
+    """The ``Spread`` of one op over a dim of which this rank holds all; None for any other op."""
     if node.target not in (SELECT, SLICE):
         return None
     piece, sizes, dim, first, *rest = node.args

@@ -182,7 +182,7 @@ def _first_group(nodes: list[fx.Node], load: _Load) -> _Group | None:
 
 
 def _key(node: fx.Node) -> Any:
-    """What updates have in common that may be joined; None of other nodes, and of what takes memory."""
+    """The key that updates share if they may be joined; None for other nodes, and for ops that take memory."""
     lists = LISTS.get(node.target)
     outs = inplace.outs_of(node) if lists is not None else ()
     if not outs or None in outs:
@@ -194,7 +194,7 @@ def _key(node: fx.Node) -> Any:
 
 
 class _Order:
-    """What of a stretch must keep its place before or behind what."""
+    """Order constraints between the nodes of a stretch."""
 
     def __init__(self, nodes: list[fx.Node], roots: Roots) -> None:
         self.roots = roots

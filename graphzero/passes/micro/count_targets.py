@@ -1,6 +1,6 @@
 """CountTargets: the number that a loss divides by, as a value of the targets alone.
 
-A loss over classes also counts its targets, and so the count seems to hang on what the model computes.  Written as a
+A loss over classes also counts its targets, and so the count seems to depend on what the model computes.  Written as a
 value of the targets it is known before any micro-batch runs, and a mean over tokens is exact however many there are.
 """
 
@@ -66,7 +66,7 @@ class CountTargets(BuiltinPass):
 
 
 def _count(graph: StepGraph, node: fx.Node, loss: fx.Node) -> fx.Node:
-    """How many targets are not ignored, or what they weigh together."""
+    """Write the number of targets that are not ignored, or the sum of their weights."""
     _, target, weight, _, ignored = loss.args
     assert isinstance(target, fx.Node)
     w, dtype = DefinitionWriter(graph, node), value.tensor_type(node).dtype

@@ -37,7 +37,7 @@ class NoRegion(Exception):
 
 @dataclass
 class RowRegion:
-    """What is computed in ``count`` tiles of rows, one after the other.
+    """Ops that are computed in ``count`` tiles of rows, one after the other.
 
     nbytes: of the largest value, on one rank.  nodes: the ops of a tile, in order.  runs: how a tile runs each op.
     cut: how tiles have each value that they make or read: S, a tile's own rows; P, a tile's share of a sum; B, the
@@ -53,13 +53,13 @@ class RowRegion:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """What tiles read that others make, in the order in which they do."""
+        """Values from outside that tiles read, in the order in which they read them."""
         inside = set(self.nodes)
         return list(dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in inside))
 
     @property
     def results(self) -> list[fx.Node]:
-        """What tiles make that others read."""
+        """Values of tiles that ops outside read."""
         inside = set(self.nodes)
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
@@ -147,7 +147,7 @@ class _Growing:
             raise NoRegion("products with several weights hang together with it, which micro-batches cut better")
         for node in self.region.results:
             if self.cut[node].is_broadcast:
-                raise NoRegion(f"'{node.name}', which is read behind it, is no sum over rows and has none")
+                raise NoRegion(f"'{node.name}', which is read behind it, is not a sum over rows and has none")
         return self.region
 
     def _wanted(self) -> fx.Node | None:
@@ -194,7 +194,7 @@ class _Growing:
                 self._add(operand)
 
     def _signature(self, node: fx.Node) -> Signature:
-        """How a tile runs an op: what its rule allows of what is known of its operands and results."""
+        """The signature by which a tile runs an op, given the known SBPs of its operands and results."""
         for one in self._allowed(node):
             pairs = zip(value.own_operands(node), one.inputs, strict=True)
             reads = all(self.cut[x] is s if x in self.cut else not s.is_partial for x, s in pairs)

@@ -1,1 +1,1 @@
-"""Where values lie: from pins to an SBP for every value."""
+"""Placement of values: from pins to an SBP for every value."""

@@ -1,4 +1,4 @@
-"""Where values are cut: the third sweep of propagation, from the last value to the first.
+"""Third sweep of propagation, from the last value to the first: values that are made cut.
 
 A value that all its readers cut in one way is made cut, if that costs nothing: a whole one by ops on pieces of whole
 operands, a partial one by reducing and scattering, or gathering, its operands instead of itself where that is fewer
@@ -79,7 +79,7 @@ def _in_pieces(state: AxisPropagation, node: fx.Node, want: Sbp) -> _Way | None:
 
 
 def _operand(state: AxisPropagation, reader: fx.Node, node: fx.Node, want: Sbp) -> _Way | None:
-    """What it takes that ``reader`` gets ``node`` as ``want``; None if that is more than one of cut, reduction, gather.
+    """The cost for ``reader`` to get ``node`` as ``want``; None if it takes more than one cut, reduction or gather.
 
     Along a data axis nothing is gathered for that: each rank stays with its share of the batch.
     """

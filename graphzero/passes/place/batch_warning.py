@@ -1,4 +1,4 @@
-"""Where data parallelism ends: an op gathers the batch, and every rank computes the whole of a gradient behind it."""
+"""Warning for an op that gathers the batch, so that every rank computes the whole of a gradient."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class Expand(BuiltinPass):
 
 
 def _splits(node: fx.Node, axes: Sequence[Found]) -> tuple[Sbp | None, ...]:
-    """How each axis splits the rows of an op that has a definition."""
+    """The split that each axis makes of the rows of an op that has a definition."""
     return tuple(_split(node, found) for found in axes) if node.target in TABLE else ()
 
 
@@ -202,7 +202,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _split(node: fx.Node, found: Found) -> Sbp | None:
-    """How an axis splits the rows of an operand."""
+    """The split that an axis makes of the rows of an operand."""
     count = TABLE[node.target].operands
     operands, dims = _arguments(node)[:count], _arguments(node)[count]
     ndim = max(len(value.tensor_type(operands[0]).shape), 1)

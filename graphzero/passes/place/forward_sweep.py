@@ -1,4 +1,4 @@
-"""Where values lie, found walking forward: the first sweep of propagation, greedy.
+"""First sweep of propagation: a greedy walk forward that gives each value an SBP.
 
 Each op takes the signature whose operands need least boxing.  A split is never introduced: an op may split only along
 what an operand is already split along.
@@ -44,7 +44,7 @@ class _Sweep:
 
 
 def swept(graph: StepGraph, links: Links, notes: bool = False) -> list[AxisPropagation]:
-    """How each axis stands behind the first sweep, of a graph as it is now: ``expand`` asks, then ``propagate``.
+    """The state of each axis after the first sweep, of the graph as it is now; ``expand`` and ``propagate`` share it.
 
     notes: whether all that ops might have done is noted, for an explanation.
     """
@@ -53,7 +53,7 @@ def swept(graph: StepGraph, links: Links, notes: bool = False) -> list[AxisPropa
 
 @dataclass(frozen=True)
 class Option:
-    """What the first sweep sees of one signature of an op.
+    """One signature of an op, with its price in the first sweep.
 
     moves: (operand, SBP it has, SBP it would be boxed to); nbytes: on the wire for those that are not made yet.
     gathers: whether a weight that its user has split would be made whole: only where the op can do nothing else.
@@ -73,7 +73,7 @@ class Option:
 
     @property
     def order(self) -> tuple[bool, float, bool]:
-        """What is taken first.  If data is moved anyway, then rather so that ranks share the work."""
+        """Sort key: the smallest is taken.  If data is moved anyway, ranks should share the work."""
         shares = any(sbp.is_split for sbp in self.signature.outputs)
         return self.gathers, self.cost, self.nbytes > 0 and not shares
 
@@ -184,7 +184,7 @@ class AxisPropagation:
         return best
 
     def options(self, node: fx.Node, have: list[Sbp], signatures: Iterable[Signature]) -> list[Option]:
-        """What the op at ``node`` may do, given how its operands stand and what is boxed by now; all-B first."""
+        """The options of the op at ``node``, given the SBPs of its operands and the boxes so far; all-B first."""
         operands, options = value.tensor_operands(node), []
         split, others = _split(have), self._others(node)
         for signature in signatures:
@@ -205,7 +205,7 @@ class AxisPropagation:
         return calls.misfit(self.graph, node, others | {self.axis: signature}) if others else ""
 
     def _others(self, node: fx.Node) -> dict[int, Signature]:
-        """What the op does on the other axes, by number, as far as that is known."""
+        """The signatures of the op on the other axes, by number, as far as they are known."""
         return {axis.axis: axis.chosen[node] for axis in self.axes if axis is not self and node in axis.chosen}
 
     def _beside_pins(self, node: fx.Node, have: Sbp) -> Sbp:
@@ -257,14 +257,14 @@ class AxisPropagation:
 
 
 def _moved(node: fx.Node, have: Sbp, want: Sbp) -> tuple[fx.Node, Sbp]:
-    """What is moved, and to where.  A gather of a view is one of what it is a view of."""
+    """The value that is moved, and its new SBP.  The gather of a view is one of the viewed value."""
     while have.is_split and want is B and is_whole_view(node.target):
         node = value.operand(node)
     return node, want
 
 
 def _split(have: Sequence[Sbp]) -> frozenset[tuple[int, int]]:
-    """How operands are split, as ``signature.splits``."""
+    """The splits of operands, as ``signature.splits``."""
     return frozenset((k, sbp.dim) for k, sbp in enumerate(have) if sbp.is_split)
 
 

@@ -1,4 +1,8 @@
-"""The minimum cut of a small graph of flows."""
+"""The minimum cut of a small graph of flows.
+
+Not ``networkx.minimum_cut``: of equal cuts that takes the one nearest to the sink, it is slower, and its import, which
+a compile does not do otherwise, takes 0.2 s (``python -X importtime -c "import networkx"``).
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Pin(BuiltinPass):
                 raise SbpError(f"pin: nothing in {graph.name} has the role {role_text(role)}; there is {near:.200}")
             if len(nd) != len(axes):
                 raise SbpError(
-                    f"pin: {role_text(role)} = ({', '.join(map(str, nd))}) is no SBP on each axis of {graph.name}: "
+                    f"pin: {role_text(role)} = ({', '.join(map(str, nd))}) is not an SBP on each axis of {graph.name}: "
                     f"{', '.join(axes)}"
                 )
 

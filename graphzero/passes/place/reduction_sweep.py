@@ -1,4 +1,4 @@
-"""Where partial values become whole: the second sweep of propagation.
+"""Second sweep of propagation: where partial values are reduced.
 
 The greedy sweep carries a partial sum through every linear op, and a partial maximum or minimum through those that
 keep order.  Every split is frozen now; a value that is partial because an operand is may be whole instead, if that
@@ -23,7 +23,7 @@ from graphzero.sbp.types import B, Sbp
 
 
 def place_reductions(state: AxisPropagation) -> None:
-    """Turn partial values of ``state`` whole where that saves bytes; changes ``found`` and ``chosen``."""
+    """Reduce partial values of ``state`` earlier where that saves bytes; changes ``found`` and ``chosen``."""
     partial = [node for node, sbps in state.found.items() if any(sbp is not None and sbp.is_partial for sbp in sbps)]
     carried = {node for node in partial if _may_be_whole(state, node)}
     for region in _regions(partial, carried, state):

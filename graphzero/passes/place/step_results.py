@@ -1,4 +1,4 @@
-"""Who reads values when the step ends, and in which SBP."""
+"""Readers of values when the step ends, and the SBP in which each wants a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphzero.sbp.types import B, Sbp
 
 
 class StepResults:
-    """Who reads a value when the step ends: states that it replaces, build's caller, the Graph."""
+    """Readers of a value when the step ends: states that it replaces, the caller of build, the Graph."""
 
     def __init__(self, graph: StepGraph):
         self.graph = graph

@@ -41,7 +41,7 @@ def solve(call: Call) -> str:
 
 @rule(overloads("lu_unpack"), nonempty=True)
 def lu_unpack(call: Call) -> str:
-    """What is not asked for comes as an empty vector."""
+    """Results that are not asked for are empty vectors."""
     permutation = "...__" if call["unpack_pivots"] else "_:"
     triangle = "...__" if call["unpack_data"] else "_:"
     return f"~...__,~..._->{permutation},{triangle},{triangle}"

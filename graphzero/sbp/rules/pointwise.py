@@ -105,7 +105,7 @@ def to_copy(call: Call) -> str:
 
 @rule(overloads("threshold"))
 def threshold(call: Call) -> str:
-    """It never decreases where what replaces small values is small itself."""
+    """The op is monotonic if the value that replaces small ones is small itself."""
     numbers = call["threshold"], call["value"]
     growing = all(isinstance(n, (int, float)) for n in numbers) and numbers[1] <= numbers[0]
     return f"{GROWING}...->..." if growing else "~...->..."
