@@ -77,7 +77,7 @@ def test_exchanges_may_be_awaited_in_another_order_than_they_began() -> None:
     for handle in (handles[0][2], handles[1][0], handles[1][2], handles[0][0], handles[1][1], handles[0][1]):
         handle.wait()
     assert all(x.equal(y) for one in sums for x, y in zip(one, wanted, strict=True))
-    assert not any(link._under_way or link._offers for link in links)
+    assert not any(link._exchanges or link._offers for link in links)
 
 
 def test_a_large_piece_of_any_dtype_is_read_whole() -> None:

@@ -92,7 +92,7 @@ class _GatheredTensor:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _GatheredBlock:
     """A block of a tensor's pieces, and where it begins in each rank's line of a buffer, in bytes."""
 
     split: _GatheredTensor
@@ -129,9 +129,9 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in filled], [of for _, of in filled])
 
 
-def _buckets(members: Sequence[_GatheredTensor], nbytes: int) -> Iterator[tuple[list[_Block], int]]:
+def _buckets(members: Sequence[_GatheredTensor], nbytes: int) -> Iterator[tuple[list[_GatheredBlock], int]]:
     """Yield groups of blocks of all tensors, in order, each with its bytes on one rank, at most ``nbytes``."""
-    parts: list[_Block] = []
+    parts: list[_GatheredBlock] = []
     end = 0
     for split in members:
         for box, size in split.boxes(nbytes):
@@ -139,7 +139,7 @@ def _buckets(members: Sequence[_GatheredTensor], nbytes: int) -> Iterator[tuple[
             if parts and end + room > nbytes:
                 yield parts, end
                 parts, end = [], 0
-            parts.append(_Block(split, box, end))
+            parts.append(_GatheredBlock(split, box, end))
             end += room
     if parts:
         yield parts, end

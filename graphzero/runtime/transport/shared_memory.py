@@ -59,13 +59,13 @@ class SharedMemoryExchange:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Until everything has arrived, and everybody has read what is sent."""
+        """Wait until everything has arrived, and all ranks have read what is sent."""
         while self.to_read or self.unread:
             self.transport.advance(self.to_read | self.unread)
 
 
-class _Copy(SharedMemoryExchange):
-    """Pieces go where they are to be."""
+class _CopyExchange(SharedMemoryExchange):
+    """An exchange whose pieces are copied to their final place."""
 
     def __init__(self, transport: SharedMemoryTransport, number: int, sends: Pieces, receives: Pieces):
         super().__init__(transport, number, sends, {q for q in transport.others if receives[q].numel()})
@@ -81,8 +81,8 @@ class _Copy(SharedMemoryExchange):
         self.transport.send_note(q, ~self.number)
 
 
-class _Reduction(SharedMemoryExchange):
-    """Pieces are reduced as they are read, in parts that a processor's cache holds."""
+class _ReduceExchange(SharedMemoryExchange):
+    """An exchange whose pieces are reduced as they are read, in parts that a processor's cache holds."""
 
     def __init__(
         self,
@@ -122,45 +122,42 @@ class _Reduction(SharedMemoryExchange):
 
 
 class SharedMemoryTransport(Transport):
-    """The ranks along one axis, all on this host.
-
-    others: their numbers along the axis, this rank's own left out.
-    """
+    """Reads of memory between the ranks along one axis, all on this host."""
 
     def __init__(
         self, ranks: Sequence[int], own: int, processes: Sequence[int], sockets: dict[int, socket.socket], limit: float
     ):
-        """As ``shared_memory_connect`` connects them.
+        """Made by ``shared_memory_connect``.
 
-        ranks: their global numbers, own: this one's along the axis; processes: all their ids; sockets: by the others'
-        numbers along the axis; limit: seconds to wait for another rank.
+        ranks: global ranks along the axis; own: this rank's number along it; processes: all process ids; sockets: by
+        the others' numbers along the axis; limit: seconds to wait for another rank.
         """
         super().__init__(ranks, own, limit)
         self.processes, self.sockets = list(processes), sockets
-        self._under_way: dict[int, SharedMemoryExchange] = {}
+        self._exchanges: dict[int, SharedMemoryExchange] = {}
         # (rank, number) -> address and bytes, of what has not begun here
         self._offers: dict[tuple[int, int], tuple[int, int]] = {}
         self._partial: dict[int, bytes] = dict.fromkeys(self.others, b"")
-        self._gone: set[int] = set()
+        self._closed_ranks: set[int] = set()
         self._poll = select.poll()
-        self._by_file: dict[int, int] = {}
+        self._rank_of_file: dict[int, int] = {}
         self._hangups: dict[int, select.poll] = {}
         self._scratch: Tensor | None = None
-        for q, one in sockets.items():
-            one.setblocking(False)
-            close_in_children(one)
-            self._poll.register(one, select.POLLIN)
-            self._by_file[one.fileno()] = q
+        for q, connection in sockets.items():
+            connection.setblocking(False)
+            close_in_children(connection)
+            self._poll.register(connection, select.POLLIN)
+            self._rank_of_file[connection.fileno()] = q
             self._hangups[q] = select.poll()
-            self._hangups[q].register(one, _CLOSED)
+            self._hangups[q].register(connection, _CLOSED)
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> SharedMemoryExchange:
-        return self._begin(_Copy(self, number, sends, receives))
+        return self._begin(_CopyExchange(self, number, sends, receives))
 
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
     ) -> SharedMemoryExchange:
-        return self._begin(_Reduction(self, number, sends, own, out, reduction, then))
+        return self._begin(_ReduceExchange(self, number, sends, own, out, reduction, then))
 
     def reduce_whole(self, number: int, buffer: Tensor, reduction: str) -> Handle:
         sends = [buffer.clone()] * len(self.ranks)  # the others read it while the sum is written
@@ -168,7 +165,7 @@ class SharedMemoryTransport(Transport):
 
     def _begin(self, exchange: SharedMemoryExchange) -> SharedMemoryExchange:
         number = exchange.number
-        self._under_way[number] = exchange
+        self._exchanges[number] = exchange
         for q in exchange.unread:
             self.send_note(q, number, exchange.sends[q].data_ptr(), nbytes(exchange.sends[q]))
         for q in self.others:
@@ -180,19 +177,19 @@ class SharedMemoryTransport(Transport):
         return exchange
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """A line of some elements for each other rank."""
+        """Return scratch memory: a line of elements for each other rank."""
         count = len(self.others)
         if self._scratch is None:
             self._scratch = torch.empty(count, _PARTS // count // _LINE * _LINE or _LINE, dtype=torch.uint8)
         return self._scratch.view(dtype)
 
     def advance(self, needed: set[int]) -> None:
-        """Wait until a rank tells something.  Raises GraphZeroError where one of the ``needed`` is gone, or silent."""
-        lost = needed & self._gone
+        """Wait for notes.  Raises RankError where a rank of ``needed`` has closed its connection, or is silent."""
+        lost = needed & self._closed_ranks
         if lost:
             raise self._ended_error(min(lost))
         if not self._poll_notes(self.limit):
-            if len(self._gone) == len(self.others):
+            if len(self._closed_ranks) == len(self.others):
                 raise self._ended_error(min(needed))
             raise RankError(
                 f"rank {self.ranks[self.own]} has waited {self.limit:.0f} s for rank {self.ranks[min(needed)]}, which "
@@ -218,17 +215,17 @@ class SharedMemoryTransport(Transport):
             with suppress(OSError):  # the other one has ended
                 one.shutdown(socket.SHUT_RDWR)  # also where a forked process holds it too
             one.close()
-        self._gone.update(self.others)
+        self._closed_ranks.update(self.others)
 
-    # ---- what ranks tell each other
+    # ---- notes
 
     def _poll_notes(self, seconds: float) -> bool:
         """Take in what has been data, after waiting up to ``seconds`` for anything; whether there was something."""
-        if len(self._gone) == len(self.others):
+        if len(self._closed_ranks) == len(self.others):
             return False
         events = self._poll.poll(seconds * 1e3)
         for file, _ in events:
-            self._receive_notes(self._by_file[file])
+            self._receive_notes(self._rank_of_file[file])
         return bool(events)
 
     def _receive_notes(self, q: int) -> None:
@@ -239,7 +236,7 @@ class SharedMemoryTransport(Transport):
         except ConnectionError:
             data = b""
         if not data:
-            self._gone.add(q)
+            self._closed_ranks.add(q)
             self._poll.unregister(self.sockets[q])
             return
         data = self._partial[q] + data
@@ -247,11 +244,11 @@ class SharedMemoryTransport(Transport):
         self._partial[q] = data[whole:]
         for number, address, size in _NOTE.iter_unpack(data[:whole]):
             if number < 0:
-                exchange = self._under_way[~number]
+                exchange = self._exchanges[~number]
                 exchange.unread.discard(q)
                 self._remove_if_done(exchange)
-            elif number in self._under_way:
-                exchange = self._under_way[number]
+            elif number in self._exchanges:
+                exchange = self._exchanges[number]
                 self._accept_offer(exchange, q, address, size)
                 self._continue(exchange)
             else:
@@ -272,7 +269,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def read_piece(self, q: int, address: int, into: Tensor) -> None:
-        """Fill ``into`` from ``address`` on in rank q."""
+        """Fill ``into`` with the memory of rank q from ``address`` on."""
         try:
             peer_memory.read_memory(self.processes[q], address, into)
         except ProcessLookupError as error:
@@ -285,11 +282,11 @@ class SharedMemoryTransport(Transport):
 
     def check_open(self, q: int) -> None:
         """Raise RankError where rank q has closed its end, so that what was read of it may have been overwritten."""
-        if q in self._gone or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
+        if q in self._closed_ranks or any(event & _CLOSED for _, event in self._hangups[q].poll(0)):
             raise self._ended_error(q)
 
     def send_note(self, q: int, number: int, address: int = 0, size: int = 0) -> None:
-        """A note to rank q."""
+        """Send a note to rank q."""
         note = memoryview(_NOTE.pack(number, address, size))
         while note:
             try:
@@ -302,11 +299,11 @@ class SharedMemoryTransport(Transport):
                         f"rank {self.ranks[q]} has not listened for {self.limit:.0f} s", [self.ranks[q]], True
                     ) from None
             except OSError:
-                self._gone.add(q)
+                self._closed_ranks.add(q)
                 return
 
     def _continue(self, exchange: SharedMemoryExchange) -> None:
-        """What follows the arrival of all."""
+        """Call the continuation of an exchange if all its pieces have arrived."""
         if not exchange.to_read and exchange.then is not None:
             then, exchange.then = exchange.then, None
             then()
@@ -314,4 +311,4 @@ class SharedMemoryTransport(Transport):
 
     def _remove_if_done(self, exchange: SharedMemoryExchange) -> None:
         if not exchange.to_read and not exchange.unread:
-            self._under_way.pop(exchange.number, None)
+            self._exchanges.pop(exchange.number, None)
