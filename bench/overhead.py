@@ -42,7 +42,7 @@ from graphzero.step.program_key import Keys
 PARTS: dict[str, list[tuple[type, str]]] = {
     "inputs": [(BuildInputReader, "read_inputs"), (StepProgram, "arguments")],
     "modules": [(State, "tensors"), (GuardedAttributes, "read_values")],
-    "optimizer states": [(StatesWatch, "hold"), (State, "after")],
+    "optimizer states": [(StatesWatch, "is_unchanged"), (State, "write_back")],
     "groups": [(ParameterGroups, "read_groups")],
     "key": [(Keys, "of"), (ProgramCache, "find")],
     "agreement": [(Ranks, "agree")],

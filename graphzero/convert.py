@@ -226,7 +226,7 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
         ranks.agree(PLACE)  # from here on nobody can stop the others: the module is placed on all ranks, or on none
         for entry, new in zip(entries, news, strict=True):
             if new is not None:
-                tree.replace(entry, new)
+                tree.replace_tensor(entry, new)
     return module
 
 

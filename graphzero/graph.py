@@ -120,7 +120,7 @@ class Graph:
         argument_checks.check_clipping(
             clip_grad_norm=clip_grad_norm, norm_type=norm_type, clip_grad_value=clip_grad_value
         )
-        modules.know(optim)
+        modules.register_optimizer(optim)
         source.optimizers.append(OptimizerSpec(optim, clip_grad_norm, float(norm_type), clip_grad_value))
         source.schedulers.append(lr_sch)
 
@@ -359,7 +359,7 @@ class Graph:
         self._check_not_whole(what)
 
     def _check_not_whole(self, what: str) -> None:
-        who = full_tensors.opened(self._source.modules) if full_tensors.is_any_open() else ""
+        who = full_tensors.open_graph_of(self._source.modules) if full_tensors.is_any_open() else ""
         if who:
             raise ConfigError(
                 f"the Graph {self.name} is {what} within full_parameters() of {who}: its modules hold whole tensors "

@@ -14,7 +14,7 @@ from graphzero.checkpoint.files.async_save import Saved
 from graphzero.checkpoint.files.index import read_index
 from graphzero.checkpoint.restore import RestoreOperation
 from graphzero.checkpoint.save_operation import HINT, SaveOperation, no_facts, run_on_first_rank
-from graphzero.checkpoint.snapshot import Snapshot
+from graphzero.checkpoint.snapshot import CheckpointSnapshot
 from graphzero.checkpoint.state_dict import collect, loading
 from graphzero.checkpoint.state_dict.expected_states import ExpectedStates
 from graphzero.checkpoint.state_dict.loss_scale import move_into_modules, move_out_of_modules
@@ -105,9 +105,9 @@ class Checkpointer:
         source, ranks = self._source, self._source.ranks
         self._check_world("saved")
 
-        def make_snapshot() -> Snapshot:
+        def make_snapshot() -> CheckpointSnapshot:
             self.wait()
-            return Snapshot(source, self.outline(), path, extra, frozen == "hash")
+            return CheckpointSnapshot(source, self.outline(), path, extra, frozen == "hash")
 
         with ranks.together(f"gz.save of {source.name}"):
             options = {"keep": str(keep), "asynchronous": str(asynchronous), "frozen": frozen}

@@ -17,7 +17,7 @@ from graphzero.checkpoint.files import folder, save_plan
 from graphzero.checkpoint.files.async_save import Saved
 from graphzero.checkpoint.files.markers import RankPart, SaveMarkers
 from graphzero.checkpoint.files.partial_checkpoint import PartialCheckpoint, final_path
-from graphzero.checkpoint.snapshot import Snapshot
+from graphzero.checkpoint.snapshot import CheckpointSnapshot
 from graphzero.errors import CheckpointError
 from graphzero.runtime.world.consensus import Ranks, Topic
 
@@ -34,7 +34,7 @@ class SaveOperation:
     saved: what may be under way, also where ``save`` raises.
     """
 
-    def __init__(self, snapshot: Snapshot, keep: int | None, ranks: Ranks) -> None:
+    def __init__(self, snapshot: CheckpointSnapshot, keep: int | None, ranks: Ranks) -> None:
         self._snapshot, self._keep, self._ranks = snapshot, keep, ranks
         self._partial = PartialCheckpoint()
         self._markers: SaveMarkers | None = None

@@ -23,7 +23,7 @@ from graphzero.step.user_graph import UserGraph
 EXTRA = "extra"
 
 
-class Snapshot:
+class CheckpointSnapshot:
     """Contents of one checkpoint.  outline: see ``collect.outline``.  extra: the user's own.
 
     is_hashed: whether of frozen parameters only hashes are kept.

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from graphzero.capture import Input, OptimizerSpec, Step
 from graphzero.inspect.float64_step import to_float64
 from graphzero.ir import value
-from graphzero.runtime.state.modules import names
+from graphzero.runtime.state.modules import paths_by_id
 from graphzero.runtime.state.seed import key_tensor
 from graphzero.runtime.tensors.resplit import whole
 from graphzero.runtime.tensors.shards import wrap
@@ -59,7 +59,7 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> StepStart:
     entries = state.tensors()
     params = {path: copied.copy_value(entry.tensor) for path, entry in entries.items() if entry.kind == "param"}
     buffers = {path: copied.copy_value(entry.tensor) for path, entry in entries.items() if entry.kind == "buffer"}
-    paths = names(entries)
+    paths = paths_by_id(entries)
     states = {
         (i, paths[id(param)]): {key: x if _is_counter(x) else copied.copy_value(x) for key, x in state_of.items()}
         for i, optimizer in enumerate(state.optimizers)

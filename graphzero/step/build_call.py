@@ -64,7 +64,7 @@ class BuildCallReader:
         else:
             ranks = self._source.ranks
             inputs, transformed = transform.read_inputs(self._reader, ranks, settings, args, kwargs, running)
-        tensors, is_bound = state.look()
+        tensors, is_bound = state.check_binding()
         if not is_bound:
             self._keys.count(state, tensors)
         self._attributes.read_values(state.modules, tensors)

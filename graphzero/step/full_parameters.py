@@ -68,20 +68,20 @@ class FullParameters:
     def _begin(self) -> None:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
-            tensors = ranks.agree_on(_BEGIN, self._found, lambda tensors: full_tensors.facts(state, tensors))
+            tensors = ranks.agree_on(_BEGIN, self._found, lambda tensors: full_tensors.describe_entries(state, tensors))
             state.ensure_world()
-            self._shown = full_tensors.gather(state, tensors)
+            self._shown = full_tensors.gather_full_tensors(state, tensors)
         _compat.note_change(self._put_back)
         self._is_open = True
         full_tensors.mark(self._shown, source.name)
-        full_tensors.show(self._shown)
+        full_tensors.put_in_modules(self._shown)
         _compat.forget_change(self._put_back)
 
     def _put_back(self) -> None:
         """Put back the tensors that stood in the modules."""
-        full_tensors.put_back(self._shown)
+        full_tensors.restore_originals(self._shown)
         full_tensors.unmark(self._shown)
-        full_tensors.let_go(self._shown)
+        full_tensors.release_memory(self._shown)
         self._is_open = False
 
     def _found(self) -> dict[str, ModuleTensor]:
@@ -114,7 +114,7 @@ class FullParameters:
     def _end(self, error: BaseException | None) -> None:
         """``error``: what the block has raised on this rank, which this raises too, if not all do."""
         _compat.note_change(self._put_back)
-        left, lost = full_tensors.put_back(self._shown)
+        left, lost = full_tensors.restore_originals(self._shown)
         full_tensors.unmark(self._shown)
         try:
             doing = f"the end of full_parameters() of {self._source.name}"
@@ -127,7 +127,7 @@ class FullParameters:
                     raise failure
         finally:
             self._is_open = False
-            full_tensors.let_go(self._shown)
+            full_tensors.release_memory(self._shown)
             _compat.forget_change(self._put_back)
 
     def _met(self, error: Exception | None, lost: Sequence[str]) -> Exception | None:
@@ -153,7 +153,7 @@ class FullParameters:
 
     def _take(self, left: Iterable[EagerWrite]) -> None:
         """Take what is the same on all ranks.  Raises CaptureError on all of them if anything is not."""
-        ranks, by_path = self._source.ranks, {change.of.entry.path: change for change in left}
+        ranks, by_path = self._source.ranks, {change.target.entry.path: change for change in left}
         values = {path: f"hash {content(change.values):x}" for path, change in by_path.items()} if ranks.active else {}
         failure, differing = None, set[str]()
         try:
@@ -163,12 +163,12 @@ class FullParameters:
         taken = [by_path[path] for path in by_path.keys() - differing]
         try:
             for change in taken:
-                change.take()
+                change.take_values()
         except BaseException as error:
             why = f"the end of full_parameters() of {self._source.name}, which takes what was written, ended half way"
             hint = "load a checkpoint, graph.load_state_dict(...), or make modules and optimizer anew"
             reason = f"{why} ({type(error).__name__}: {error}); {hint}"
-            partial_update.mark((change.of.entry.tensor for change in taken), reason)
+            partial_update.mark((change.target.entry.tensor for change in taken), reason)
             raise
         if failure is not None:
             partial_update.mark(

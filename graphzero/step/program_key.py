@@ -68,7 +68,7 @@ class Keys:
 
     def count(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
         """Look at the step counters of optimizers, which somebody may have changed."""
-        self._counters = state.counter_layout(tree.names(found))
+        self._counters = state.counter_layout(tree.paths_by_id(found))
 
     def of(
         self,
@@ -82,7 +82,7 @@ class Keys:
 
         Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
         self._look(state, found)
-        chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.nds(found), _modes()
+        chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.given_nds(found), _modes()
         placed, fixed = [leaf.nd for leaf in inputs.leaves], self._parts
         facts = inputs.spec, chosen, placed, modes, groups, self._counters, fixed, nds, settings.fingerprint
         if self._last is None or facts != self._facts:
@@ -103,15 +103,15 @@ class Keys:
         params = list(chain.from_iterable(chain.from_iterable(groups)))
         if self._of is found and sizes == self._held[0] and all(map(is_, params, self._held[1])):
             return
-        names = tree.names(found)
+        names = tree.paths_by_id(found)
         for i, optimizer in enumerate(state.optimizers):
             self._check_current(optimizer, i, names, found)
         self._known = {key: known for key, known in self._known.items() if known.is_alive}
         self._known.update({id(entry.tensor): TensorRef(entry.tensor) for entry in found.values()})
         self._paths = {key: path for key, path in self._paths.items() if key in self._known} | names
         tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
-        modules = tuple((weakref.ref(m), *tree.mode(m)) for _, m in walk(state.modules))
-        modules += tuple((p, tree.hooks(e.tensor)) for p, e in found.items())
+        modules = tuple((weakref.ref(m), *tree.module_mode(m)) for _, m in walk(state.modules))
+        modules += tuple((p, tree.hook_ids(e.tensor)) for p, e in found.items())
         parts: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
         parts += [(f"optimizer {i}", _Hashed(_layout(o, names, i))) for i, o in enumerate(state.optimizers)]
         self._of, self._held, self._parts = found, (sizes, params), tuple(parts)

@@ -189,7 +189,7 @@ class ProgramSelector:
         """Its program is bound: the same call, made again, finds it though parameters are split now."""
         call, program = prepared.call, prepared.program
         self.progress.repeats = bool(program.repeated)
-        nds = call.state.nds(call.state.tensors())
+        nds = call.state.given_nds(call.state.tensors())
         self.programs.alias(replace(call.key, placed=placed_of(call.inputs, nds)), program)
 
 

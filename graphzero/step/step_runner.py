@@ -43,8 +43,8 @@ class StepRunner:
         ranks = self.source.ranks
         shared = ranks.agree_on(
             BIND,
-            lambda: preflight.check(state, program.graph, captured.states, tensors),
-            lambda _: preflight.facts(state, captured.states, captured.constants, tensors, program.repeated),
+            lambda: preflight.check_binding(state, program.graph, captured.states, tensors),
+            lambda _: preflight.describe_binding(state, captured.states, captured.constants, tensors, program.repeated),
             needs=bool,
         )
         if ranks.active and ranks.is_needed:
@@ -57,7 +57,7 @@ class StepRunner:
             executor = program.part.executor(prepared.source.world)
         with phase("tensors"):
             executor.bind(bind(state, program.graph, captured.states, captured.constants, tensors))
-        state.settle(program, executor)
+        state.finish_binding(program, executor)
         self.selection.record_bound(prepared)
 
     def run_step(self, prepared: PreparedCall) -> Any:
@@ -70,9 +70,9 @@ class StepRunner:
         arguments = program.arguments(call, world)
         is_taken = False
         try:
-            state.before()
+            state.read_pieces()
             results = executor.run(arguments)
-            state.after(training, program.uses_seed)
+            state.write_back(training, program.uses_seed)
             is_step = executor.program.first_write >= 0 or program.uses_seed
             progress.taken += is_step
             is_taken = True

@@ -17,7 +17,7 @@ from graphzero.capture import LOSS_SCALE, AverageSpec, Carry, LossScale, Optimiz
 from graphzero.config import GraphConfig
 from graphzero.ir.value import Role
 from graphzero.logs import note_rank
-from graphzero.runtime.state.modules import know
+from graphzero.runtime.state.modules import register_optimizer
 from graphzero.runtime.state.state import State
 from graphzero.runtime.world import launch
 from graphzero.runtime.world.consensus import Ranks, identity
@@ -155,7 +155,7 @@ class UserGraph:
         self.optimizers, self.schedulers = list(copied(other.optimizers)), list(copied(other.schedulers))
         self.averages, self._loss_scale = list(copied(other.averages)), copied(other._loss_scale)
         for spec in self.optimizers:
-            know(spec.optimizer)
+            register_optimizer(spec.optimizer)
 
     def take_state(self, other: UserGraph) -> None:
         """Go on as ``other``, of whose tensors this one's are copies, or which they are."""

@@ -10,7 +10,7 @@ from torch import nn
 
 import graphzero as gz
 from graphzero import _compat
-from graphzero.runtime.state.modules import replace, tensors
+from graphzero.runtime.state.modules import replace_tensor, tensors
 
 
 @pytest.mark.parametrize("name", [name for name in WORKS if name not in ("first step", "compile", "check")])
@@ -92,7 +92,7 @@ def test_a_tensor_that_an_interrupt_meets_as_it_is_replaced_stands_everywhere_or
         optimizer.step()
         found = tensors({"model": layers})["model.0.weight"]
         new = found.tensor.detach().clone()
-        work = _compat.cpu_by_default(lambda: replace(found, new, [optimizer]))
+        work = _compat.cpu_by_default(lambda: replace_tensor(found, new, [optimizer]))
         return layers, optimizer, work, found.tensor, new.clone()
 
     places = interrupts.places_of(made()[2])

@@ -58,7 +58,7 @@ def test_a_replaced_parameter_stands_everywhere_and_the_old_one_is_empty():
     old.tag = "kept"
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     optimizer.state[old]["momentum_buffer"] = torch.ones(2, 2)
-    new = tree.replace(tree.tensors({"m": model})["m.a.weight"], torch.zeros(1, 2), [optimizer])
+    new = tree.replace_tensor(tree.tensors({"m": model})["m.a.weight"], torch.zeros(1, 2), [optimizer])
     assert model["a"].weight is model["b"].weight is new and isinstance(new, nn.Parameter) and new.tag == "kept"
     assert optimizer.param_groups[0]["params"] == [new] and list(optimizer.state) == [new]
     assert old.numel() == 0 and old.untyped_storage().nbytes() == 0
@@ -130,10 +130,10 @@ def test_a_watch_of_modules_notices(change, writes):
     watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
     for _ in range(writes):
         write_beside(model)
-        assert watch.holds()
-    assert watch.holds()
+        assert watch.is_unchanged()
+    assert watch.is_unchanged()
     CHANGES[change](model)
-    assert not watch.holds()
+    assert not watch.is_unchanged()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -148,9 +148,9 @@ def test_a_watch_of_modules_notices_another_order_of_hooks():
     model = nn.Linear(2, 2)
     handles = [model.register_forward_hook(lambda *_: None) for _ in range(2)]
     watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
-    assert watch.holds()
+    assert watch.is_unchanged()
     model._forward_hooks.move_to_end(handles[0].id)
-    assert not watch.holds()
+    assert not watch.is_unchanged()
 
 
 def test_a_watch_of_modules_notices_hooks_and_forwards_that_are_taken_away():
@@ -160,12 +160,12 @@ def test_a_watch_of_modules_notices_hooks_and_forwards_that_are_taken_away():
     for take in (handle.remove, lambda: delattr(model[1], "forward")):
         watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
         take()
-        assert not watch.holds()
+        assert not watch.is_unchanged()
     watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
     model[0]._forward_hooks = type(model[0]._forward_hooks)()
-    assert watch.holds()  # an empty dict for an empty one
+    assert watch.is_unchanged()  # an empty dict for an empty one
     model[0].register_forward_hook(lambda *_: None)
-    assert not watch.holds()
+    assert not watch.is_unchanged()
 
 
 def test_a_watch_of_modules_notices_hooks_that_come_and_go_without_register():
@@ -178,17 +178,17 @@ def test_a_watch_of_modules_notices_hooks_that_come_and_go_without_register():
 
     with_hooks, kept = watch(), dict(model[0]._forward_hooks)
     model[0]._forward_hooks.clear()
-    assert not with_hooks.holds()
+    assert not with_hooks.is_unchanged()
     without = watch()
     model[0]._forward_hooks.update(kept)
-    assert not without.holds() and with_hooks.holds()
+    assert not without.is_unchanged() and with_hooks.is_unchanged()
     model[0].bias.register_hook(lambda *_: None)
-    assert not with_hooks.holds()
+    assert not with_hooks.is_unchanged()
     with_hooks = watch()
     nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # elsewhere
-    assert with_hooks.holds()
+    assert with_hooks.is_unchanged()
     handle.remove()
-    assert not with_hooks.holds()
+    assert not with_hooks.is_unchanged()
 
 
 def test_a_watch_of_modules_holds_under_autocast():
@@ -196,11 +196,11 @@ def test_a_watch_of_modules_holds_under_autocast():
     watch = ModulesWatch({"m": model}, tree.tensors({"m": model}))
     for _ in range(2):
         with torch.autocast("cpu"):
-            assert watch.holds()
-        assert watch.holds()
+            assert watch.is_unchanged()
+        assert watch.is_unchanged()
     model.bias.requires_grad_(False)
     with torch.autocast("cpu"):
-        assert not watch.holds()
+        assert not watch.is_unchanged()
 
 
 def replace_state(optimizer, param, held):
@@ -243,12 +243,12 @@ def test_a_watch_of_optimizer_states_notices(change):
     watch = StatesWatch([optimizer], states, [optimizer.state[param]["step"] for param in params])
     optimizer.state[params[0]]["m"].mul_(2)
     optimizer.state[params[0]]["own"] = 1
-    assert watch.hold()
+    assert watch.is_unchanged()
     change(optimizer, params[1], optimizer.state[params[1]])
-    assert not watch.hold()
+    assert not watch.is_unchanged()
     if change is count:
-        watch.settle()
-        assert watch.hold()
+        watch.accept_counters()
+        assert watch.is_unchanged()
 
 
 def test_a_watch_of_optimizer_states_notices_what_changes_in_a_mapping_that_is_no_dict():
@@ -256,9 +256,9 @@ def test_a_watch_of_optimizer_states_notices_what_changes_in_a_mapping_that_is_n
     optimizer = torch.optim.SGD([param], lr=0.1)
     optimizer.state[param] = held
     watch = StatesWatch([optimizer], {(0, "p"): (param, held, ["m"])}, [])
-    assert watch.hold()
+    assert watch.is_unchanged()
     held["m"] = torch.ones(1)
-    assert not watch.hold()
+    assert not watch.is_unchanged()
 
 
 def square_graph(model, optimizer, stage, ranks=4) -> TrainGraph:

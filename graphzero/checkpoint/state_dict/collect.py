@@ -46,7 +46,7 @@ def outline(state: State, schedulers: Sequence[Any], graph: StepGraph | None, sp
     make, whose values nobody knows before it.
     """
     tensors = state.tensors()
-    names = tree.names(tensors)
+    names = tree.paths_by_id(tensors)
     nds = {node.name: value.nd_of(node) for node in graph.placeholders("state")} if graph is not None else {}
     optimizers = []
     for i, optimizer in enumerate(state.optimizers):

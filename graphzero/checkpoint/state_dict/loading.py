@@ -114,7 +114,7 @@ def load_optimizer(
 
     make_value: the new state, of (optimizer, path, key, given value, current value).
     """
-    optimizer, names = state.optimizers[index], tree.names(tensors)
+    optimizer, names = state.optimizers[index], tree.paths_by_id(tensors)
     for group, given_group in zip(optimizer.param_groups, entry["param_groups"], strict=False):
         group.update({key: copy.deepcopy(value) for key, value in given_group.items() if key != "params"})
         for param in group["params"]:

@@ -166,7 +166,7 @@ class _Validator(StateDictComparison):
     def __init__(self, state: State, materializes: bool, expected_states: StateKeys) -> None:
         super().__init__(state, materializes)
         self._expected_states, self._tensors = expected_states, state.tensors()
-        self._names = tree.names(self._tensors)
+        self._names = tree.paths_by_id(self._tensors)
 
     def check_modules(self, given_modules: Mapping[str, Mapping[str, Any]]) -> None:
         current_modules = {name: module.state_dict() for name, module in self._state.modules.items()}

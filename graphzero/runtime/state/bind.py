@@ -31,7 +31,7 @@ def bind(
     graph: StepGraph,
     specs: Sequence[Spec],
     constants: Mapping[str, Tensor],
-    found: Mapping[str, ModuleTensor],
+    entries: Mapping[str, ModuleTensor],
 ) -> dict[str, list[Tensor]]:
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
@@ -39,41 +39,41 @@ def bind(
     ``preflight`` has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are
     taken from rank 0.
     """
-    binder = _Binder(state, found, graph.updates)
+    binder = _Binder(state, entries, graph.updates)
     with torch.no_grad():
         values = binder.tensors(graph) | binder.states(graph, specs)
         for node in graph.placeholders("constant"):
             given = constants[node.name].to(state.world.device)
             values[node.name] = lay_out(given, value.nd_of(node), state.world, node.name).ranks
-        for entry in found.values():  # those that the program does not read
+        for entry in entries.values():  # those that the program does not read
             if not isinstance(entry.tensor, DTensor) and not entry.tensor.is_meta:
                 state.first_values.take(entry.tensor, entry.path)
-    state.hold(binder.bound)
+    state.set_binding(binder.bound)
     return values
 
 
 class _Binder:
-    def __init__(self, state: State, found: Mapping[str, ModuleTensor], updates: Container[str]) -> None:
+    def __init__(self, state: State, entries: Mapping[str, ModuleTensor], updates: Container[str]) -> None:
         """updates: names of the placeholders that the program writes."""
-        self.state, self.found, self.updates = state, found, updates
+        self.state, self.entries, self.updates = state, entries, updates
         self.world, self.optimizers = state.world, state.optimizers
         self.bound = Binding()
 
     def tensors(self, graph: StepGraph) -> dict[str, list[Tensor]]:
         """Parameters and buffers."""
-        found = {}
+        tensors_by_name = {}
         for node in graph.placeholders("param", "buffer"):
             role = value.role_of(node)
             assert role is not None
-            found[node.name] = self._tensor(node, self.found[role.of])
-        return found
+            tensors_by_name[node.name] = self._tensor(node, self.entries[role.of])
+        return tensors_by_name
 
     def states(self, graph: StepGraph, specs: Sequence[Spec]) -> dict[str, list[Tensor]]:
         """States of optimizers; a placeholder may stand for the equal counters of many parameters."""
         members: dict[str, list[Spec]] = {}
         for spec in specs:
             members.setdefault(spec.placeholder, []).append(spec)
-        values, counts = {}, preflight.counters(graph, specs, self.found)
+        values, counts = {}, preflight.counters(graph, specs, self.entries)
         for node in graph.placeholders("state"):
             here = members.get(node.name, [])
             if not here:
@@ -88,28 +88,30 @@ class _Binder:
         state = self.state
         if not isinstance(entry.tensor, DTensor):
             state.first_values.take(entry.tensor, entry.path)
-        before, now, known = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
-        was_plain = known.was_plain if known is not None and before != now else not isinstance(entry.tensor, DTensor)
-        laid = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
-        old, stays = entry.tensor, laid.kept is entry.tensor
+        given_nd, current_nd, moved = state.given(entry), state.nd_of(entry.tensor), state.moved.get(entry.path)
+        was_plain = (
+            moved.was_plain if moved is not None and given_nd != current_nd else not isinstance(entry.tensor, DTensor)
+        )
+        layout = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
+        old, is_same = entry.tensor, layout.kept is entry.tensor
 
         def note_moved() -> None:
-            if stays or entry.tensor is not old:
-                state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, before, value.nd_of(node))
+            if is_same or entry.tensor is not old:
+                state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, given_nd, value.nd_of(node))
 
         with _compat.undoing(note_moved):  # also where an interrupt comes when the tensor has been replaced
-            if not stays:
-                state.first_values.note(tree.replace(entry, laid.kept, self.optimizers), entry.path)
-        return self._ranks(node, laid)
+            if not is_same:
+                state.first_values.note(tree.replace_tensor(entry, layout.kept, self.optimizers), entry.path)
+        return self._ranks(node, layout)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
         what, nd = preflight.name_of(spec), value.nd_of(node)
-        param = self.found[spec.param].tensor
+        param = self.entries[spec.param].tensor
         if spec.created:
-            laid = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
-            self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, laid.kept))
-            self.state.first_values.note(laid.kept, what)
-            return self._ranks(node, laid)
+            layout = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
+            self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, layout.kept))
+            self.state.first_values.note(layout.kept, what)
+            return self._ranks(node, layout)
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
         if tensor is None:
@@ -118,27 +120,27 @@ class _Binder:
             tensor = tensor.to(spec.dtype)
         if spec.key in state and not isinstance(tensor, DTensor):
             self.state.first_values.take(tensor, what)
-        laid = lay_out(tensor, nd, self.world, what, plain=True)
-        state[spec.key] = laid.kept
-        self.state.first_values.note(laid.kept, what)
+        layout = lay_out(tensor, nd, self.world, what, plain=True)
+        state[spec.key] = layout.kept
+        self.state.first_values.note(layout.kept, what)
         self.bound.add(spec, param, state)
-        return self._ranks(node, laid)
+        return self._ranks(node, layout)
 
     def _counter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """The count of a program; each parameter's own becomes an element of one tensor."""
-        held = [preflight.count_of(self.state, spec, self.found) for spec in specs]
-        which = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)
-        counter = self.state.counters.get(which)
-        if counter is not None and all(map(is_, held, counter.own)):
+        counts = [preflight.count_of(self.state, spec, self.entries) for spec in specs]
+        key = tuple((spec.optimizer, spec.param, spec.key) for spec in specs)
+        counter = self.state.counters.get(key)
+        if counter is not None and all(map(is_, counts, counter.own)):
             counter.tensor.copy_(counter.copies[0])  # where it is, whichever program has run since
         else:
             # On the device, as torch's fused optimizers keep it: on the host a step would have to wait for it.
-            tensor = torch.as_tensor(held[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
+            tensor = torch.as_tensor(counts[0]).detach().to(self.world.device, specs[0].dtype, copy=True)
             self.state.first_values.take_count(tensor, map(preflight.name_of, specs))
             copies = tensor.expand(len(specs)).clone()
-            counter = self.state.counters[which] = StepCounter(tensor, copies, copies.unbind())
+            counter = self.state.counters[key] = StepCounter(tensor, copies, copies.unbind())
         for spec, own in zip(specs, counter.own, strict=True):
-            optimizer, param = self.optimizers[spec.optimizer], self.found[spec.param].tensor
+            optimizer, param = self.optimizers[spec.optimizer], self.entries[spec.param].tensor
             if spec.created:
                 self.bound.created.append((optimizer, param, spec.key, own))
             else:

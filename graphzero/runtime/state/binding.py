@@ -1,4 +1,4 @@
-"""What of a Graph's state is bound to a program, and what tells that somebody has changed it since."""
+"""The binding of a Graph's state to a program, and the watch that notices changes since."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphzero.runtime.state.mutation_watch import StatesWatch
 
 
 class Spec(Protocol):
-    """What ``bind`` needs to know of one optimizer state: capture's StateSpec."""
+    """Attributes of capture's StateSpec, of one optimizer state, that ``bind`` reads."""
 
     @property
     def optimizer(self) -> int: ...
@@ -52,12 +52,12 @@ class StepCounter:
 
 @dataclass
 class Binding:
-    """What is bound: counters, pieces that are no views, and what tells that somebody has changed something.
+    """Tensors that are bound to a program: counters, and pieces that are not views.
 
-    copies: (place in the whole tensor, piece) where a rank's tensor is no view; written: those that a step writes.
-    states: (optimizer, parameter, its dict in optimizer.state, keys bound).  births: what the step makes, for which
-    optimizer's state of which parameter under which key.  found: parameters and buffers by path; params: the former.
-    holder: what keeps them for the program.
+    copies: (view of the whole tensor, piece) where a rank's tensor is not a view; written: those that a step writes.
+    states: of (optimizer, path), the parameter, its dict in optimizer.state, and the keys that are bound.
+    created: (optimizer, parameter, key, tensor) of each state that the step creates.
+    entries: parameters and buffers by path; params: the former.  holder: the executor that keeps them.
     """
 
     counters: list[StepCounter] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Binding:
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: dict[tuple[int, str], tuple[Tensor, dict[str, Any], list[str]]] = field(default_factory=dict)
     created: list[tuple[Optimizer, Tensor, str, Tensor]] = field(default_factory=list)
-    found: Mapping[str, ModuleTensor] = field(default_factory=dict)
+    entries: Mapping[str, ModuleTensor] = field(default_factory=dict)
     params: list[Tensor] = field(default_factory=list)
     watch: StatesWatch | None = None
     holder: Holder | None = None
@@ -73,6 +73,6 @@ class Binding:
     def add(self, spec: Spec, param: Tensor, state: dict[str, Any]) -> None:
         self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
 
-    def is_held(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the states are the same, where they were, and the program still has everything."""
-        return self.watch is not None and self.holder is not None and self.holder.is_bound and self.watch.hold()
+        return self.watch is not None and self.holder is not None and self.holder.is_bound and self.watch.is_unchanged()

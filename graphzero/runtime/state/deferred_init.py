@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphzero import _compat
-from graphzero.errors import ConfigError
+from graphzero.errors import ConfigError, shorten_list
 from graphzero.runtime.state.modules import ModuleTensor
 from graphzero.runtime.tensors import resplit
 from graphzero.runtime.tensors.shards import as_dtensor, is_whole
@@ -51,9 +51,8 @@ class DeferredInit(TorchDispatchMode):
         entries = list(self._by_storage.values())
         idle = [entry.path for entry in entries if entry.tensor.numel() and entry.path not in self._written]
         if idle:
-            more = f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else ""
             raise ConfigError(
-                f"nothing was written to {', '.join(idle[:_SHOWN])}{more}, so their values would be whatever stands in "
+                f"nothing was written to {shorten_list(idle, _SHOWN)}, so their values would be whatever stands in "
                 "memory; have init= write to them: it is called with each module, children first, as by Module.apply"
             )
         self._close(set())
@@ -70,10 +69,10 @@ class DeferredInit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        held = {entry.path: entry for x in leaves if (entry := self._entry(x)) is not None}
-        if held and not _is_view(func):
-            self._close(set(held))
-            for entry in held.values():
+        entries = {entry.path: entry for x in leaves if (entry := self._entry(x)) is not None}
+        if entries and not _is_view(func):
+            self._close(set(entries))
+            for entry in entries.values():
                 self._hold(entry, fresh=self._entry(args[0]) is entry and _writes_all(func, args[0], entry))
             written = (self._entry(x) for x in _written(func, args, kwargs))
             self._written.update(entry.path for entry in written if entry is not None)
@@ -96,9 +95,9 @@ class DeferredInit(TorchDispatchMode):
             return
         self._open[entry.path] = entry
         fill_storage(entry.tensor)
-        kept = self._kept.pop(entry.path, None)
-        if kept is not None and not fresh:
-            entry.tensor.detach().copy_(resplit.whole(kept, self._placement))
+        piece = self._kept.pop(entry.path, None)
+        if piece is not None and not fresh:
+            entry.tensor.detach().copy_(resplit.whole(piece, self._placement))
 
     def _close(self, but: set[str]) -> None:
         """Keep this rank's pieces of what is to be cut, and free the rest."""
@@ -132,22 +131,22 @@ def fill_storage(x: Tensor) -> None:
 @_compat.contextmanager
 def stand_ins_for(entries: Sequence[ModuleTensor], device: torch.device) -> Iterator[list[ModuleTensor]]:
     """Within it modules hold plain tensors without storage, in place of what is on the meta device."""
-    made = []
+    stand_ins = []
     for entry in entries:
         x = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
         x.untyped_storage().resize_(0)
         is_param = entry.kind == "param"
-        made.append(replace(entry, tensor=nn.Parameter(x, entry.tensor.requires_grad) if is_param else x))
+        stand_ins.append(replace(entry, tensor=nn.Parameter(x, entry.tensor.requires_grad) if is_param else x))
     with _compat.undoing(lambda: _exchange(entries)):
-        _exchange(made)
-        yield made
+        _exchange(stand_ins)
+        yield stand_ins
 
 
 def _exchange(entries: Sequence[ModuleTensor]) -> None:
     for entry in entries:
         for module, name in entry.places:
-            held: dict[str, Any] = module._parameters if entry.kind == "param" else module._buffers
-            held[name] = entry.tensor
+            tensors: dict[str, Any] = module._parameters if entry.kind == "param" else module._buffers
+            tensors[name] = entry.tensor
 
 
 def _is_view(func: Any) -> bool:
@@ -170,14 +169,14 @@ def _writes_all(func: Any, x: Tensor, entry: ModuleTensor) -> bool:
 
 def default_init(module: nn.Module) -> None:
     """``reset_parameters`` of a module that holds parameters or buffers itself."""
-    own = [name for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
-    if not own:
+    own_names = [name for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+    if not own_names:
         return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     reset = reset or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ConfigError(
-            f"a {type(module).__name__} holds {', '.join(own[:_SHOWN])} and has no reset_parameters; say how they "
-            "begin: gz.materialize(graph, init), where init(module) is called with each module, children first"
+            f"a {type(module).__name__} holds {shorten_list(own_names, _SHOWN)} and has no reset_parameters; say how "
+            "they begin: gz.materialize(graph, init), where init(module) is called with each module, children first"
         )
     reset()

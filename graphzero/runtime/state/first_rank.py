@@ -1,4 +1,4 @@
-"""What all ranks take from the placement's first rank, once: values of plain tensors, and what decides the program.
+"""Values of plain tensors, and facts that decide the program, which all ranks take from the first rank, once.
 
 After it each rank has its own, and that they stay equal is checked in every call (``consensus``).
 """
@@ -77,11 +77,11 @@ def decisions_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], nam
     counts = [{k: v for k, v in vars(s).items() if _is_plain(v)} if s is not None else {} for s in schedulers]
     states: dict[tuple[int, str], StateTypes] = {}
     for i, optimizer in enumerate(optimizers):
-        for param, held in optimizer.state.items():
+        for param, param_states in optimizer.state.items():
             if id(param) in names:
                 states[i, names[id(param)]] = {
                     key: (x.dtype, tuple(x.shape), isinstance(x, DTensor))
-                    for key, x in held.items()
+                    for key, x in param_states.items()
                     if isinstance(x, Tensor)
                 }
     return Decisions(groups, counts, states)
@@ -109,9 +109,9 @@ def _is_plain(x: Any) -> bool:
 
 
 def _match_states(optimizer: Optimizer, param: Tensor, wanted: StateTypes) -> None:
-    held = optimizer.state.get(param, {})
-    for key in [key for key, x in held.items() if isinstance(x, Tensor) and key not in wanted]:
-        del held[key]
+    current = optimizer.state.get(param, {})
+    for key in [key for key, x in current.items() if isinstance(x, Tensor) and key not in wanted]:
+        del current[key]
     for key, (dtype, shape, is_split) in wanted.items():
-        if not isinstance(held.get(key), Tensor) and not is_split:
+        if not isinstance(current.get(key), Tensor) and not is_split:
             optimizer.state[param][key] = torch.zeros(shape, dtype=dtype, device=param.device if shape else "cpu")

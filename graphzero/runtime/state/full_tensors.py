@@ -1,4 +1,4 @@
-"""Whole tensors in modules, in place of split ones, for as long as eager code is to see them.
+"""Full tensors in modules, in place of split ones, for as long as eager code is to see them.
 
 What stood there is put back as it was, object and memory; what was written in place is then taken into it.
 """
@@ -24,22 +24,22 @@ _open: dict[int, str] = {}  # id of a module -> the Graph that shows whole tenso
 
 @dataclass(frozen=True)
 class FullTensor:
-    """One tensor while eager code may see it.
+    """A tensor while eager code may see it.
 
-    entry: what stands there else, and where.  memory: this rank's values of that, as they stood.
-    made: what stands there now, None if that is the same, for it is whole.
+    entry: the original, and its places in modules.  memory: this rank's values of the original, as they were.
+    full: the full tensor that stands there now, None if the original is whole.
     """
 
     entry: ModuleTensor
     memory: Tensor
-    made: Tensor | None
+    full: Tensor | None
 
     @property
     def is_split(self) -> bool:
-        return self.made is not None
+        return self.full is not None
 
-    def now(self) -> Tensor | None:
-        """What eager code has left there; None for nothing, or where a tie is none any more."""
+    def current(self) -> Tensor | None:
+        """The tensor that eager code has left there; None for nothing, or where a tie is broken."""
         first, *others = (_held(self.entry.kind, module).get(name) for module, name in self.entry.places)
         return first if all(x is first for x in others) else None
 
@@ -55,60 +55,62 @@ def type_of(x: Tensor) -> tuple[bool, torch.Size, torch.dtype]:
 
 @dataclass(frozen=True)
 class EagerWrite:
-    """What eager code has left in the place of one tensor: its values, which are to be taken."""
+    """Values that eager code has left in the place of a tensor."""
 
-    of: FullTensor
+    target: FullTensor
     values: Tensor
 
-    def take(self) -> None:
-        """Into what stood there before, in the memory that it had."""
-        kept = self.of.entry.tensor
-        if isinstance(kept, DTensor):
-            take_piece(kept, self.values)
-        elif self.values.data_ptr() != self.of.memory.data_ptr():
-            self.of.memory.copy_(self.values)
+    def take_values(self) -> None:
+        """Copy the values into the original, in the memory that it had."""
+        original = self.target.entry.tensor
+        if isinstance(original, DTensor):
+            take_piece(original, self.values)
+        elif self.values.data_ptr() != self.target.memory.data_ptr():
+            self.target.memory.copy_(self.values)
 
 
 def _held(kind: str, module: nn.Module) -> Mapping[str, Tensor | None]:
     return module._parameters if kind == "param" else module._buffers
 
 
-def extra_bytes(found: Mapping[str, ModuleTensor]) -> int:
-    """What ``show`` allocates: the split tensors once more, whole, and while it gathers, pieces on their way."""
-    split = [entry.tensor for entry in found.values() if isinstance(entry.tensor, DTensor)]
+def extra_bytes(entries: Mapping[str, ModuleTensor]) -> int:
+    """Bytes that ``gather_full_tensors`` allocates: split tensors once more, whole, and a window of pieces."""
+    split = [entry.tensor for entry in entries.values() if isinstance(entry.tensor, DTensor)]
     return sum(x.numel() * x.element_size() for x in split) + WINDOW * bool(split)
 
 
-def facts(state: State, found: Mapping[str, ModuleTensor]) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
-    return {f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in found.values()}
+def describe_entries(state: State, entries: Mapping[str, ModuleTensor]) -> dict[str, str]:
+    """Text by name of what must be the same on all ranks."""
+    return {
+        f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in entries.values()
+    }
 
 
-def gather(state: State, found: Mapping[str, ModuleTensor]) -> list[FullTensor]:
-    """Whole tensors for ``show``; every rank calls it when ``facts`` are the same.
+def gather_full_tensors(state: State, entries: Mapping[str, ModuleTensor]) -> list[FullTensor]:
+    """Whole tensors for ``put_in_modules``; every rank calls it when ``describe_entries`` are the same.
 
     As in a first call, a plain tensor that nobody has seen moves to the device and takes rank 0's values.
     """
-    for entry in found.values():
+    for entry in entries.values():
         if not isinstance(entry.tensor, DTensor):
             state.first_values.take(entry.tensor, entry.path)
-    split = {path: entry.tensor for path, entry in found.items() if isinstance(entry.tensor, DTensor)}
-    made = dict(zip(split, wholes(list(split.values()), state.placement), strict=True))
+    split = {path: entry.tensor for path, entry in entries.items() if isinstance(entry.tensor, DTensor)}
+    wholes_by_path = dict(zip(split, wholes(list(split.values()), state.placement), strict=True))
     shown = []
-    for path, entry in found.items():
-        stands = tree.like(made[path], entry.tensor) if path in made else None
-        shown.append(FullTensor(entry, local_of(entry.tensor), stands))
+    for path, entry in entries.items():
+        replacement = tree.copy_attributes(wholes_by_path[path], entry.tensor) if path in wholes_by_path else None
+        shown.append(FullTensor(entry, local_of(entry.tensor), replacement))
     return shown
 
 
-def show(shown: Iterable[FullTensor]) -> None:
-    """Put them into the modules."""
+def put_in_modules(shown: Iterable[FullTensor]) -> None:
+    """Put the full tensors into the modules."""
     for one in shown:
-        if one.made is not None:
-            tree.put(one.entry, one.made)
+        if one.full is not None:
+            tree.put_tensor(one.entry, one.full)
 
 
-def put_back(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
+def restore_originals(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
     """What stood in the modules stands there again, in the memory that it had; no rank is needed.
 
     Returns what is to be taken into it, and the paths of those where something stood that cannot be.  A whole buffer in
@@ -116,29 +118,29 @@ def put_back(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
     """
     left, lost = [], []
     for one in shown:
-        entry, now = one.entry, one.now()
-        kept = entry.tensor
-        if one.fits(now):
-            assert now is not None
-            left.append(EagerWrite(one, now.detach()))
-            if kept is not now and kept.requires_grad != now.requires_grad:
-                kept.requires_grad_(now.requires_grad)
-        elif now is not None and now is not kept and entry.kind == "buffer" and not one.is_split:
+        entry, current = one.entry, one.current()
+        original = entry.tensor
+        if one.fits(current):
+            assert current is not None
+            left.append(EagerWrite(one, current.detach()))
+            if original is not current and original.requires_grad != current.requires_grad:
+                original.requires_grad_(current.requires_grad)
+        elif current is not None and current is not original and entry.kind == "buffer" and not one.is_split:
             continue
         else:
             lost.append(entry.path)
-        if not one.is_split and (kept.data_ptr(), kept.dtype) != (one.memory.data_ptr(), one.memory.dtype):
-            kept.data = one.memory
-        tree.put(entry, kept)
+        if not one.is_split and (original.data_ptr(), original.dtype) != (one.memory.data_ptr(), one.memory.dtype):
+            original.data = one.memory
+        tree.put_tensor(entry, original)
     return left, lost
 
 
-def let_go(shown: Iterable[FullTensor]) -> None:
+def release_memory(shown: Iterable[FullTensor]) -> None:
     """Empty the whole tensors: who still holds one, or writes to it, finds nothing."""
-    for made in (one.made for one in shown):
-        if made is not None:
-            made.grad = None
-            made.data = made.detach().new_empty(0)
+    for whole in (one.full for one in shown):
+        if whole is not None:
+            whole.grad = None
+            whole.data = whole.detach().new_empty(0)
 
 
 # ---- in which modules
@@ -148,7 +150,7 @@ def is_any_open() -> bool:
     return bool(_open)
 
 
-def opened(modules: Mapping[str, nn.Module]) -> str:
+def open_graph_of(modules: Mapping[str, nn.Module]) -> str:
     """The Graph that shows whole tensors in one of these, or nothing."""
     return next((_open[id(module)] for _, module in tree.walk(modules) if id(module) in _open), "")
 

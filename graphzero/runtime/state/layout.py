@@ -1,4 +1,4 @@
-"""Laying one tensor of the user out as a program wants it: what the user keeps, and what each local rank works on.
+"""Layout of one tensor of the user for a program: the tensor that the user keeps, and those that local ranks use.
 
 On real ranks a split tensor is a DTensor and its rank works on the piece in it.  On a virtual placement the user
 keeps the whole tensor; ranks work on views of it where views are contiguous, else on pieces that are read from it
@@ -25,9 +25,9 @@ from graphzero.sbp.types import Nd
 
 @dataclass
 class TensorLayout:
-    """kept: what the user holds from now on.  ranks: one tensor per local rank.
+    """The tensor that the user holds from now on, ``kept``, and one tensor per local rank, ``ranks``.
 
-    copies: (place in the whole tensor, piece) where a rank's tensor is not a view of what the user holds.
+    copies: (view of the whole tensor, piece) where a rank's tensor is not a view of what the user holds.
     """
 
     kept: Tensor
@@ -41,13 +41,13 @@ def lay_out(tensor: Tensor, nd: Nd, world: World, what: str, *, plain: bool = Fa
     plain: give a tensor that every rank holds whole as a plain tensor, even if it comes as a DTensor.
     Raises PlacementError for a DTensor on other ranks.
     """
-    now = nd_on(tensor, world.placement, what) if isinstance(tensor, DTensor) else None
+    current_nd = nd_on(tensor, world.placement, what) if isinstance(tensor, DTensor) else None
     if world.placement.virtual:
         return _virtual(tensor, nd, world)
     if isinstance(tensor, DTensor):
         if plain and is_whole(nd):
-            tensor = resplit.whole(tensor, world.placement) if now != nd else tensor.to_local()
-        elif now != nd:
+            tensor = resplit.whole(tensor, world.placement) if current_nd != nd else tensor.to_local()
+        elif current_nd != nd:
             tensor = resplit.resplit(on_whole(tensor, world.placement), nd, world.placement).detach()
     elif not is_whole(nd):
         tensor = as_dtensor(tensor.detach(), world.placement, nd)

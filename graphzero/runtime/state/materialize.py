@@ -45,7 +45,7 @@ def replace_tensors(state: State, new_tensors: Mapping[str, tuple[Tensor, Nd]]) 
         if entry.path in new_tensors:
             new, nd = new_tensors[entry.path]
             given, was_plain = state.given(entry), not isinstance(entry.tensor, DTensor)
-            tree.replace(entry, new, state.optimizers)
+            tree.replace_tensor(entry, new, state.optimizers)
             if not isinstance(new, DTensor):
                 annotate(entry.tensor, state.placement, nd)
             state.moved[entry.path] = Moved(TensorRef(entry.tensor), was_plain, given, nd)

@@ -1,6 +1,6 @@
-"""Memory that torch has not allocated for this process alone: mapped files, arrays, what processes share.
+"""Memory that torch has not allocated for this process alone: mapped files, arrays, shared memory.
 
-What the system knows of it stands in ``/proc/self/maps`` where there is one; elsewhere nothing is known.
+The system lists it in ``/proc/self/maps``; where there is no such file nothing is known.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def find_mapped_memory(tensors: Mapping[str, Tensor]) -> dict[str, MappedMemory]
     except OSError:
         return {}
     starts = [int(line.partition("-")[0], 16) for line in lines]
-    found = {name: _place(lines, starts, boot, at) for name, at in foreign.items()}
-    return {name: place for name, place in found.items() if place is not None}
+    mapped = {name: _place(lines, starts, boot, at) for name, at in foreign.items()}
+    return {name: place for name, place in mapped.items() if place is not None}
 
 
 def _is_foreign(x: Tensor) -> bool:

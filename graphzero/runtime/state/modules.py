@@ -42,12 +42,12 @@ _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
-def know(optimizer: Optimizer) -> None:
+def register_optimizer(optimizer: Optimizer) -> None:
     """A Graph has been given ``optimizer``: it follows when a tensor is replaced, whichever Graph does that."""
     _optimizers.add(optimizer)
 
 
-def know_holder(holder: Holder) -> None:
+def register_holder(holder: Holder) -> None:
     """``holder`` is told to release a tensor that is replaced, whichever Graph does that."""
     _holders.add(holder)
 
@@ -79,24 +79,26 @@ def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
 
 def tensors(modules: Mapping[str, nn.Module]) -> dict[str, ModuleTensor]:
     """Parameters and buffers by path; ties are one entry with several places."""
-    found: dict[str, ModuleTensor] = {}
+    tensors_by_path: dict[str, ModuleTensor] = {}
     by_id: dict[int, ModuleTensor] = {}
     for path, module in walk(modules):
         prefix = f"{path}." if path else ""
-        for kind, held in (("param", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in held.items():
+        for kind, tensors_of_kind in (("param", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors_of_kind.items():
                 if tensor is None:
                     continue
                 entry = by_id.get(id(tensor))
                 if entry is None:
-                    entry = by_id[id(tensor)] = found[prefix + name] = ModuleTensor(prefix + name, kind, tensor)
+                    entry = by_id[id(tensor)] = tensors_by_path[prefix + name] = ModuleTensor(
+                        prefix + name, kind, tensor
+                    )
                 entry.places.append((module, name))
-    return found
+    return tensors_by_path
 
 
-def names(found: Mapping[str, ModuleTensor]) -> dict[int, str]:
+def paths_by_id(entries: Mapping[str, ModuleTensor]) -> dict[int, str]:
     """id of each tensor -> its path."""
-    return {id(entry.tensor): path for path, entry in found.items()}
+    return {id(entry.tensor): path for path, entry in entries.items()}
 
 
 def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple[tuple[str, ...], ...]:
@@ -115,7 +117,7 @@ def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> t
     return tuple(tuple(names[id(param)] for param in group["params"]) for group in optimizer.param_groups)
 
 
-def mode(module: nn.Module) -> tuple[Any, ...]:
+def module_mode(module: nn.Module) -> tuple[Any, ...]:
     """What a capture of a module's forward depends on beside its tensors."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     back_before, back_after = module._backward_pre_hooks, module._backward_hooks
@@ -125,12 +127,12 @@ def mode(module: nn.Module) -> tuple[Any, ...]:
     return module.training, forward
 
 
-def hooks(x: Tensor) -> tuple[int, ...]:
+def hook_ids(x: Tensor) -> tuple[int, ...]:
     """Of ``register_hook`` and ``register_post_accumulate_grad_hook``; each has a number of its own."""
     return (*_compat.gradient_hooks(x), *_compat.accumulation_hooks(x))
 
 
-def storage(x: Tensor) -> int:
+def data_address(x: Tensor) -> int:
     """Where this process' values of ``x`` begin.  Raises CaptureError for one of a lazy module, without shape yet."""
     if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
         raise CaptureError(
@@ -140,16 +142,16 @@ def storage(x: Tensor) -> int:
     return _compat.local_tensor(x).data_ptr()
 
 
-def put(found: ModuleTensor, x: Tensor) -> None:
-    """Have ``x``, a parameter if ``found`` is one, stand in modules wherever ``found`` does."""
-    for module, name in found.places:
-        if found.kind == "param":
+def put_tensor(entry: ModuleTensor, x: Tensor) -> None:
+    """Have ``x``, a parameter if ``entry`` is one, stand in modules wherever ``entry`` does."""
+    for module, name in entry.places:
+        if entry.kind == "param":
             setattr(module, name, x)  # modules that keep their own lists (nn.LSTM) follow
         else:
             module._buffers[name] = x
 
 
-def like(new: Tensor, old: Tensor) -> Tensor:
+def copy_attributes(new: Tensor, old: Tensor) -> Tensor:
     """``new`` with what users may have said about ``old``: a parameter if it is one, its attributes and hooks."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
@@ -160,23 +162,23 @@ def like(new: Tensor, old: Tensor) -> Tensor:
     return new
 
 
-def replace(found: ModuleTensor, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
-    """Put ``new`` wherever ``found`` stands: in modules, param_groups and as key of optimizer state.
+def replace_tensor(entry: ModuleTensor, new: Tensor, optimizers: Iterable[Optimizer] = ()) -> Tensor:
+    """Put ``new`` wherever ``entry`` stands: in modules, param_groups and as key of optimizer state.
 
     Optimizers that any Graph has been given follow, beside ``optimizers``.
     A parameter becomes a new nn.Parameter with the old one's attributes; the old object is emptied.  Its memory goes
     with the last tensor in it: a state dict or an array of numpy that somebody has taken keeps its values.
     """
-    new = like(new, found.tensor)
-    stand_in = partial(_stand_in, found, found.tensor, new, {*optimizers, *_optimizers})
-    with _compat.undoing(stand_in):  # an interrupt finds it everywhere
-        stand_in()
+    new = copy_attributes(new, entry.tensor)
+    put_everywhere = partial(_put_everywhere, entry, entry.tensor, new, {*optimizers, *_optimizers})
+    with _compat.undoing(put_everywhere):  # an interrupt finds it everywhere
+        put_everywhere()
     return new
 
 
-def _stand_in(found: ModuleTensor, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
+def _put_everywhere(entry: ModuleTensor, old: Tensor, new: Tensor, optimizers: Iterable[Optimizer]) -> None:
     partial_update.move_mark(old, new)
-    put(found, new)
+    put_tensor(entry, new)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new if p is old else p for p in group["params"]]
@@ -188,7 +190,7 @@ def _stand_in(found: ModuleTensor, old: Tensor, new: Tensor, optimizers: Iterabl
     with torch.no_grad():
         old.grad = None
         old.data = old.detach().new_empty(0)
-    found.tensor = new
+    entry.tensor = new
 
 
 def to_device(tensor: Tensor, device: torch.device) -> None:

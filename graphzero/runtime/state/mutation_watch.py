@@ -1,8 +1,8 @@
-"""Whether somebody has changed modules, or put other tensors into optimizer states, since a program was bound.
+"""Detection of changes to modules, and of other tensors in optimizer states, since a program was bound.
 
 Every call asks, and nothing that a user may do between two calls announces itself.  But Python counts the writes to a
-dict: what dicts hold is looked at again only where that count has changed, and where tensors lie in loops that run in
-C.  What a change leads to is not decided here.
+dict: what dicts hold is looked at again only where that count has changed, and addresses of tensors in loops that run
+in C.  What follows from a change is not decided here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from graphzero import _compat
-from graphzero.runtime.state.modules import ModuleTensor, hooks, mode, storage, walk
+from graphzero.runtime.state.modules import ModuleTensor, data_address, hook_ids, module_mode, walk
 
 _DICT, _VERSION = map(attrgetter, ("__dict__", "_version"))
-_HELD = ("_parameters", "_buffers", "_modules")
+_TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_held = itemgetter(*_HELD, *_HOOKS)  # the dicts in a module's own
+_held = itemgetter(*_TENSOR_DICTS, *_HOOKS)  # the dicts in a module's own
 
 
 class ModulesWatch:
@@ -36,40 +36,40 @@ class ModulesWatch:
     Raises CaptureError for tensors of a lazy module, which have no shape yet.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], found: Mapping[str, ModuleTensor]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], entries: Mapping[str, ModuleTensor]) -> None:
         every = [module for _, module in walk(modules)]
         self._plain = PlainModulesWatch([module for module in every if _is_plain(module)])
         self._others = [module for module in every if not _is_plain(module)]
         self._facts = list(map(_slowly, self._others))
-        tensors = [entry.tensor for entry in found.values()]
+        tensors = [entry.tensor for entry in entries.values()]
         for tensor in tensors:
-            storage(tensor)
+            data_address(tensor)
         self._storages, self._layouts, self._hooks = (
             StorageWatch(tensors),
             TensorTypeWatch(tensors),
             TensorHooksWatch(tensors),
         )
 
-    def holds(self) -> bool:
-        """Whether all is as it was."""
+    def is_unchanged(self) -> bool:
+        """Whether nothing has changed."""
         return (
-            self._plain.hold()
+            self._plain.is_unchanged()
             and (not self._others or same_tensors(list(map(_slowly, self._others)), self._facts))
-            and self._storages.hold()
-            and self._layouts.hold()
-            and self._hooks.hold()
+            and self._storages.is_unchanged()
+            and self._layouts.is_unchanged()
+            and self._hooks.is_unchanged()
         )
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether what a module holds stands in dicts of its own, as it does but in TorchScript."""
     own = vars(module)
-    return "training" in own and all(isinstance(own.get(name), dict) for name in _HELD)
+    return "training" in own and all(isinstance(own.get(name), dict) for name in _TENSOR_DICTS)
 
 
 def _slowly(module: nn.Module) -> tuple[Any, ...]:
     named = module.named_parameters(recurse=False), module.named_buffers(recurse=False), module.named_children()
-    return type(module), mode(module), *map(list, named)
+    return type(module), module_mode(module), *map(list, named)
 
 
 class PlainModulesWatch:
@@ -81,7 +81,7 @@ class PlainModulesWatch:
         self._writes: list[int] = []
         self._note()
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         if (
             any(self._empty)
             or list(map(type, self._modules)) != self._classes
@@ -110,11 +110,13 @@ class PlainModulesWatch:
     def _note(self) -> None:
         """Where writes are to be counted, and how many there have been."""
         self._held = [_held(vars(module)) for module in self._modules]
-        dicts = [(i, held) for i, several in enumerate(self._held) for held in several]
-        self._empty = [held for _, held in dicts if not held]
-        self._filled = [held for _, held in dicts if held]
-        self._owners = [*range(len(self._modules)), *(i for i, held in dicts if held)]
-        self._ordered = [held for held in self._filled if type(held) is not dict]  # a new order is no write to a dict
+        dicts = [(i, dict_of_module) for i, several in enumerate(self._held) for dict_of_module in several]
+        self._empty = [dict_of_module for _, dict_of_module in dicts if not dict_of_module]
+        self._filled = [dict_of_module for _, dict_of_module in dicts if dict_of_module]
+        self._owners = [*range(len(self._modules)), *(i for i, dict_of_module in dicts if dict_of_module)]
+        self._ordered = [
+            dict_of_module for dict_of_module in self._filled if type(dict_of_module) is not dict
+        ]  # a new order is no write to a dict
         self._orders = list(map(tuple, self._ordered))
         self._writes = self._count()
 
@@ -147,7 +149,7 @@ class StorageWatch:
         self._sharded = [x for x in tensors if _compat.is_dtensor(x)]
         self._begin = self._look()
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         return self._begin == self._look()
 
     def _look(self) -> list[int]:
@@ -161,7 +163,7 @@ class TensorTypeWatch:
         self._tensors, self._known = tensors, self._look(tensors)
         self._are_alike = _compat.alike(tensors)
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         if self._are_alike(*self._tensors):
             return True
         if self._look(self._tensors) != self._known:
@@ -178,16 +180,16 @@ class TensorHooksWatch:
     """Hooks of tensors.  torch numbers the hooks of everything in one sequence: while that stands, none has come."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._known = tensors, list(map(hooks, tensors))
-        self._hooked = [(x, held) for x, held in zip(tensors, self._known, strict=True) if held]
+        self._tensors, self._known = tensors, list(map(hook_ids, tensors))
+        self._hooked = [(x, ids) for x, ids in zip(tensors, self._known, strict=True) if ids]
         self._next = RemovableHandle.next_id
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         if self._next != RemovableHandle.next_id:
-            if list(map(hooks, self._tensors)) != self._known:
+            if list(map(hook_ids, self._tensors)) != self._known:
                 return False
             self._next = RemovableHandle.next_id
-        return all(hooks(x) == held for x, held in self._hooked)
+        return all(hook_ids(x) == ids for x, ids in self._hooked)
 
 
 class StatesWatch:
@@ -205,22 +207,26 @@ class StatesWatch:
     ) -> None:
         self._optimizers = [(optimizer, dict(optimizer.state)) for optimizer in optimizers]
         by_keys: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for _, held, keys in states.values():
-            by_keys.setdefault(tuple(keys), []).append(held)
+        for _, state, keys in states.values():
+            by_keys.setdefault(tuple(keys), []).append(state)
         self._bound = [(itemgetter(*keys), dicts) for keys, dicts in by_keys.items()]
-        self._all_dicts = all(isinstance(held, dict) for _, held, _ in states.values())
+        self._all_dicts = all(isinstance(state, dict) for _, state, _ in states.values())
         self._held, self._writes = self._now(), self._count()
-        self._storages = StorageWatch([held[key] for _, held, keys in states.values() for key in keys])
+        self._storages = StorageWatch([state[key] for _, state, keys in states.values() for key in keys])
         self._counters = counters
-        self.settle()
+        self.accept_counters()
 
-    def settle(self) -> None:
+    def accept_counters(self) -> None:
         """The counters' values are as they should be."""
         self._versions = sum(map(_VERSION, self._counters))  # of the same tensors it only grows
 
-    def hold(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the same tensors are there, their values where they were, and nobody has written to a counter."""
-        return self._same_entries() and self._storages.hold() and self._versions == sum(map(_VERSION, self._counters))
+        return (
+            self._same_entries()
+            and self._storages.is_unchanged()
+            and self._versions == sum(map(_VERSION, self._counters))
+        )
 
     def _same_entries(self) -> bool:
         writes = self._count()
@@ -231,10 +237,10 @@ class StatesWatch:
             if not (same_tensors(list(state), list(known)) and all(map(is_, state.values(), known.values()))):
                 return False
         try:
-            now = self._now()
+            current = self._now()
         except KeyError:
             return False
-        if not same_tensors(now, self._held):
+        if not same_tensors(current, self._held):
             return False
         self._writes = writes
         return True
@@ -247,4 +253,4 @@ class StatesWatch:
         return list(map(_compat.dict_version, chain(states, *(dicts for _, dicts in self._bound))))
 
     def _now(self) -> list[list[Any]]:
-        return [list(map(held, dicts)) for held, dicts in self._bound]
+        return [list(map(itemgetter_of_keys, dicts)) for itemgetter_of_keys, dicts in self._bound]

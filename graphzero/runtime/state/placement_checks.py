@@ -1,4 +1,4 @@
-"""What the user has placed elsewhere, or in a way that a step cannot keep, is refused before anything is compiled."""
+"""Checks, before anything is compiled, of tensors that are on other ranks or that a step cannot keep as they are."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def check_here(x: Tensor, placement: Placement, what: str) -> None:
         )
 
 
-def check_held(found: ModuleTensor, placement: Placement) -> None:
+def check_held(entry: ModuleTensor, placement: Placement) -> None:
     """Both, for a parameter or buffer."""
-    if isinstance(found.tensor, DTensor):
-        nd = nd_on(found.tensor, placement, found.path)
+    if isinstance(entry.tensor, DTensor):
+        nd = nd_on(entry.tensor, placement, entry.path)
     else:
-        check_here(found.tensor, placement, found.path)
-        known = annotation(found.tensor)
+        check_here(entry.tensor, placement, entry.path)
+        known = annotation(entry.tensor)
         nd = known[1] if known is not None else ()
-    check_kept(nd, f"the {name_of_tensor(found)}")
+    check_kept(nd, f"the {name_of_tensor(entry)}")
 
 
-def name_of_tensor(found: ModuleTensor) -> str:
+def name_of_tensor(entry: ModuleTensor) -> str:
     """What to call a parameter or buffer in messages."""
-    return f"{'parameter' if found.kind == 'param' else found.kind} {found.path}"
+    return f"{'parameter' if entry.kind == 'param' else entry.kind} {entry.path}"
 
 
 def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
@@ -82,7 +82,7 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
             )
 
 
-def check_trained_apart(found: Iterable[ModuleTensor]) -> None:
+def check_trained_apart(entries: Iterable[ModuleTensor]) -> None:
     """The same for parameters and buffers of which those are written that want a gradient."""
-    by_name = {name_of_tensor(entry): entry.tensor for entry in found}
+    by_name = {name_of_tensor(entry): entry.tensor for entry in entries}
     check_apart(by_name, [name for name, x in by_name.items() if x.requires_grad])

@@ -1,7 +1,7 @@
-"""What a binding will do, before it does anything: refused where it cannot be, and the same on all ranks.
+"""Checks of a binding before it is made: that it is possible, and the same on all ranks.
 
 ``binding`` takes values from rank 0 and gives tensors other layouts, for which all ranks are needed, so they compare
-what each is going to bring along.
+the tensors that each is going to bind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from graphzero.runtime.world.consensus import tensor_text
 from graphzero.sbp.dtensor import nd_of_dtensor
 
 
-def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> dict[str, str]:
+def check_binding(
+    state: State, graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]
+) -> dict[str, str]:
     """Raise ConfigError for a tensor without values, a state that does not fit, or memory that a step cannot write;
     CaptureError for states that do not belong to one step.
 
@@ -40,21 +42,21 @@ def check(state: State, graph: StepGraph, specs: Sequence[Spec], found: Mapping[
     for node in graph.placeholders("param", "buffer"):
         role = value.role_of(node)
         assert role is not None
-        check_real(found[role.of].tensor, f"{role.kind} {role.of}")
-    counts, held_states = counters(graph, specs, found), {}
+        check_real(entries[role.of].tensor, f"{role.kind} {role.of}")
+    counts, held_states = counters(graph, specs, entries), {}
     for spec in specs:
-        held = None if spec.created else held_state(state, spec, found)
-        if held is not None:
-            _check_state(held, spec, is_counter(found[spec.param].tensor, spec))
+        current = None if spec.created else held_state(state, spec, entries)
+        if current is not None:
+            _check_state(current, spec, is_counter(entries[spec.param].tensor, spec))
             if spec.placeholder not in counts:
-                held_states[spec] = held
+                held_states[spec] = current
     for counted in counts.values():
-        _check_equal(state, counted, found)
-    return _check_memory(state, graph, held_states, found)
+        _check_equal(state, counted, entries)
+    return _check_memory(state, graph, held_states, entries)
 
 
 def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise ConfigError where two ranks would write to one memory.  everyone: what ``check`` has returned on each."""
+    """Raise ConfigError where two ranks would write to one memory.  everyone: of each, from ``check_binding``."""
     known: dict[str, tuple[int, str]] = {}
     for rank, shared in zip(ranks, everyone, strict=True):
         for name, place in shared.items():
@@ -67,34 +69,36 @@ def check_ranks_apart(ranks: Sequence[int], everyone: Sequence[Mapping[str, str]
                 )
 
 
-def facts(
+def describe_binding(
     state: State,
     specs: Sequence[Spec],
     constants: Mapping[str, Tensor],
-    found: Mapping[str, ModuleTensor],
+    entries: Mapping[str, ModuleTensor],
     repeated: str,
 ) -> dict[str, str]:
     """What each rank brings along, by name, as text: compared among ranks before any of them binds.
 
     repeated: what each computes for itself, for states that are to stay equal.
     """
-    told = {f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in found.values()}
+    texts = {
+        f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in entries.values()
+    }
     for spec in specs:
-        what, held = name_of(spec), held_state(state, spec, found)
-        if spec.created or held is None:
-            told[what] = "none yet"
-        elif is_counter(found[spec.param].tensor, spec):
+        what, current = name_of(spec), held_state(state, spec, entries)
+        if spec.created or current is None:
+            texts[what] = "none yet"
+        elif is_counter(entries[spec.param].tensor, spec):
             is_new = not state.first_values.has_counted(what)
-            told[what] = "a count, to be taken from rank 0" if is_new else f"a count, {float(held):g}"
+            texts[what] = "a count, to be taken from rank 0" if is_new else f"a count, {float(current):g}"
         else:
-            told[what] = describe_tensor(state, held, what)
-    told.update((f"constant {name}", f"{tensor_text(x)}, hash {content(x):x}") for name, x in constants.items())
+            texts[what] = describe_tensor(state, current, what)
+    texts.update((f"constant {name}", f"{tensor_text(x)}, hash {content(x):x}") for name, x in constants.items())
     if repeated:
-        told[f"arithmetic of {repeated}, which each rank does for itself"] = arithmetic(state.world.device)
-    return told
+        texts[f"arithmetic of {repeated}, which each rank does for itself"] = arithmetic(state.world.device)
+    return texts
 
 
-def counters(graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> dict[str, list[Spec]]:
+def counters(graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]) -> dict[str, list[Spec]]:
     """Placeholder -> the counts that it stands for; a placeholder may stand for the equal counts of many parameters."""
     members: dict[str, list[Spec]] = {node.name: [] for node in graph.placeholders("state")}
     for spec in specs:
@@ -103,7 +107,7 @@ def counters(graph: StepGraph, specs: Sequence[Spec], found: Mapping[str, Module
     return {
         name: here
         for name, here in members.items()
-        if len(here) > 1 or here and is_counter(found[here[0].param].tensor, here[0])
+        if len(here) > 1 or here and is_counter(entries[here[0].param].tensor, here[0])
     }
 
 
@@ -126,31 +130,31 @@ def name_of(spec: Spec) -> str:
     return f"state {spec.param}/{spec.key}" + f" of optimizer {spec.optimizer}" * bool(spec.optimizer)
 
 
-def held_state(state: State, spec: Spec, found: Mapping[str, ModuleTensor]) -> Any:
+def held_state(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
     """What the optimizer holds for a state: a tensor, a number, or None."""
-    return state.optimizers[spec.optimizer].state.get(found[spec.param].tensor, {}).get(spec.key)
+    return state.optimizers[spec.optimizer].state.get(entries[spec.param].tensor, {}).get(spec.key)
 
 
-def count_of(state: State, spec: Spec, found: Mapping[str, ModuleTensor]) -> Any:
+def count_of(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
     """How many steps one parameter has taken: a number, or a tensor with one."""
-    held = None if spec.created else held_state(state, spec, found)
-    return (0.0 if spec.created else spec.fill) if held is None else held
+    current = None if spec.created else held_state(state, spec, entries)
+    return (0.0 if spec.created else spec.fill) if current is None else current
 
 
 def _check_memory(
-    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], found: Mapping[str, ModuleTensor]
+    state: State, graph: StepGraph, states: Mapping[Spec, Tensor], entries: Mapping[str, ModuleTensor]
 ) -> dict[str, str]:
     """Raise ConfigError where what the program, or any that trains these parameters, writes is not its own to write.
 
-    states: of optimizers, but for counts.  Returns what ``check`` does, if it has not been returned already.
+    states: of optimizers, but for counts.  Returns what ``check_binding`` does, if it has not been returned already.
     """
-    locals_ = map(_compat.local_tensor, chain((entry.tensor for entry in found.values()), states.values()))
-    lie = [(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in locals_ if x.layout is torch.strided]
-    if state.apart.get(graph) == lie:
+    locals_ = map(_compat.local_tensor, chain((entry.tensor for entry in entries.values()), states.values()))
+    locations = [(x.data_ptr(), x.shape, x.stride(), x.requires_grad) for x in locals_ if x.layout is torch.strided]
+    if state.apart.get(graph) == locations:
         return {}
-    tensors = {name_of_tensor(entry): entry.tensor for entry in found.values()}
-    updated = {name_of_tensor(found[node.meta["role"].of]): node for node in _updated(graph)}
-    named = {name_of(spec): held for spec, held in states.items()}
+    tensors = {name_of_tensor(entry): entry.tensor for entry in entries.values()}
+    updated = {name_of_tensor(entries[node.meta["role"].of]): node for node in _updated(graph)}
+    named = {name_of(spec): tensor for spec, tensor in states.items()}
     written = {name for name, x in tensors.items() if x.requires_grad} | updated.keys() | named.keys()
     check_apart(tensors | named, written)
     foreign = find_mapped_memory(tensors | named)
@@ -161,7 +165,7 @@ def _check_memory(
                 f"the {name} lies in memory that can only be read, a file mapped so or the like, and a step writes to "
                 f"it{', or rank 0 gives it its values' * takes}; give it its own: p.data = p.data.clone()"
             )
-    state.apart[graph] = lie
+    state.apart[graph] = locations
     whole = {name for name, node in updated.items() if is_whole(value.nd_of(node))} | named.keys()
     return {name: place.shared for name, place in foreign.items() if place.shared and name in whole}
 
@@ -186,8 +190,8 @@ def _check_state(held: Any, spec: Spec, counts: bool) -> None:
         )
 
 
-def _check_equal(state: State, specs: Sequence[Spec], found: Mapping[str, ModuleTensor]) -> None:
-    if len({float(count_of(state, spec, found)) for spec in specs}) > 1:
+def _check_equal(state: State, specs: Sequence[Spec], entries: Mapping[str, ModuleTensor]) -> None:
+    if len({float(count_of(state, spec, entries)) for spec in specs}) > 1:
         raise CaptureError(
             f"the parameters from {specs[0].param} on have taken different numbers of steps ({specs[0].key}), or "
             "some have no state: load a checkpoint that holds the state of every parameter"

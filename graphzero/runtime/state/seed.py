@@ -56,8 +56,8 @@ class RandomStream:
         been drawn yet."""
         if self.seed is None:
             return False
-        now = _generator()
-        return now[0] != self._seen[0] or now[1] and not self._seen[1]
+        current = _generator()
+        return current[0] != self._seen[0] or current[1] and not self._seen[1]
 
     def begin(self, share: Callable[[Callable[[], Any]], Any]) -> None:
         """Have a seed.  share: gives every rank the first one's; each draws, so that their generators stay alike."""

@@ -77,11 +77,11 @@ class State:
         self.counters: dict[tuple[Any, ...], StepCounter] = {}
         self.program: object = None
         self.apart: WeakKeyDictionary[object, list[Any]] = WeakKeyDictionary()
-        self._bound: Binding | None = None
+        self._binding: Binding | None = None
         self._stateless: str | None = None  # see ``stateless``; None: look
         self._nds: tuple[tuple[Mapping[str, ModuleTensor], int], tuple[Nd, ...]] | None = None
         self._watch: ModulesWatch | None = None
-        self._found: dict[str, ModuleTensor] = {}
+        self._entries: dict[str, ModuleTensor] = {}
         self.is_started = False
 
     @cached_property
@@ -118,10 +118,10 @@ class State:
 
     def tensors(self) -> dict[str, ModuleTensor]:
         """Parameters and buffers by path; the same object as long as nothing has changed."""
-        if self._watch is None or not self._watch.holds():
-            self._found = tree.tensors(self.modules)
-            self._watch = ModulesWatch(self.modules, self._found)
-        return self._found
+        if self._watch is None or not self._watch.is_unchanged():
+            self._entries = tree.tensors(self.modules)
+            self._watch = ModulesWatch(self.modules, self._entries)
+        return self._entries
 
     def nd_of(self, tensor: Tensor) -> Nd:
         """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
@@ -138,18 +138,18 @@ class State:
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
         return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
 
-    def nds(self, found: Mapping[str, ModuleTensor]) -> tuple[Nd, ...]:
+    def given_nds(self, entries: Mapping[str, ModuleTensor]) -> tuple[Nd, ...]:
         """``given`` of all parameters and buffers; looked up anew when a tensor, or an annotation, has changed."""
-        now = (found, annotation_count())
-        if self._nds is None or self._nds[0][0] is not found or self._nds[0][1] != now[1]:
-            self._nds = (now, tuple(map(self.given, found.values())))
+        key = (entries, annotation_count())
+        if self._nds is None or self._nds[0][0] is not entries or self._nds[0][1] != key[1]:
+            self._nds = (key, tuple(map(self.given, entries.values())))
         return self._nds[1]
 
-    def placed(self, found: Mapping[str, ModuleTensor], specs: Sequence[Spec]) -> dict[Role, Nd]:
+    def placed(self, entries: Mapping[str, ModuleTensor], specs: Sequence[Spec]) -> dict[Role, Nd]:
         """SBP of parameters, buffers and states before ZeRO moves any; a parameter's states lie as it does."""
-        placed = {Role(entry.kind, path): self.given(entry) for path, entry in found.items()}
+        placed = {Role(entry.kind, path): self.given(entry) for path, entry in entries.items()}
         for spec in specs:
-            param = found[spec.param]
+            param = entries[spec.param]
             if spec.shape and spec.shape == tuple(param.tensor.shape):
                 placed[Role("state", spec.param, spec.key)] = placed[Role("param", spec.param)]
         return placed
@@ -170,7 +170,7 @@ class State:
         """
         if self.is_started:
             return
-        names = tree.names(self.tensors())
+        names = tree.paths_by_id(self.tensors())
         (seed, step), theirs = self.ranks.share(
             lambda: ((self.random.seed, self.random.step), decisions_of(self.optimizers, schedulers, names))
         )
@@ -183,29 +183,29 @@ class State:
 
     def invalidate(self) -> None:
         """Bind anew at the next call: somebody has replaced or rewritten tensors."""
-        self._bound = self._stateless = self.program = None
+        self._binding = self._stateless = self.program = None
 
     def forget(self) -> None:
         """What is kept of what has been looked at; nothing is bound any more."""
         self.invalidate()
         self._watch = self._nds = None
 
-    def hold(self, bound: Binding) -> None:
-        """``bound`` is what a program reads and writes, when ``settle`` has been called."""
-        self._bound, self.program = bound, None
+    def set_binding(self, binding: Binding) -> None:
+        """``binding`` is what a program reads and writes, when ``finish_binding`` has been called."""
+        self._binding, self.program = binding, None
 
-    def settle(self, program: object, holder: Holder) -> None:
+    def finish_binding(self, program: object, holder: Holder) -> None:
         """Take what is bound for ``program`` as true: from here on another tensor, or another storage, is a change.
 
         holder: keeps what is bound.
         """
-        tree.know_holder(holder)
-        bound, self._stateless = self._bound, None
-        assert bound is not None
-        bound.found = self.tensors()
-        bound.params = [entry.tensor for entry in bound.found.values() if entry.kind == "param"]
-        bound.watch = StatesWatch(self.optimizers, bound.states, [counter.copies for counter in bound.counters])
-        bound.holder, self.program = holder, program
+        tree.register_holder(holder)
+        binding, self._stateless = self._binding, None
+        assert binding is not None
+        binding.entries = self.tensors()
+        binding.params = [entry.tensor for entry in binding.entries.values() if entry.kind == "param"]
+        binding.watch = StatesWatch(self.optimizers, binding.states, [counter.copies for counter in binding.counters])
+        binding.holder, self.program = holder, program
 
     # ---- values of no whole number of steps
 
@@ -214,74 +214,76 @@ class State:
 
         A buffer that no state dict has is left out: none could bring it back.
         """
-        found = [entry for path, entry in self.tensors().items() if paths is None or path in paths]
-        partial_update.mark((entry.tensor for entry in found if _compat.is_saved(*entry.places[0])), why)
+        written = [entry for path, entry in self.tensors().items() if paths is None or path in paths]
+        partial_update.mark((entry.tensor for entry in written if _compat.is_saved(*entry.places[0])), why)
         partial_update.mark(self._states(), why)
 
     def partial_update_reason(self) -> str:
         """What has happened to the first torn tensor, or nothing."""
         if not partial_update.is_any_marked():
             return ""
-        held = chain((entry.tensor for entry in self.tensors().values()), self._states())
-        return next(filter(None, map(partial_update.reason_of, held)), "")
+        tensors = chain((entry.tensor for entry in self.tensors().values()), self._states())
+        return next(filter(None, map(partial_update.reason_of, tensors)), "")
 
     def _states(self) -> Iterator[Tensor]:
         """The tensors in optimizers' states of parameters of this Graph."""
         ours = {id(entry.tensor) for entry in self.tensors().values()}
         for optimizer in self.optimizers:
-            for param, held in optimizer.state.items():
+            for param, states in optimizer.state.items():
                 if id(param) in ours:
-                    yield from (x for x in held.values() if isinstance(x, Tensor))
+                    yield from (x for x in states.values() if isinstance(x, Tensor))
 
     # ---- every call
 
-    def look(self) -> tuple[dict[str, ModuleTensor], bool]:
+    def check_binding(self) -> tuple[dict[str, ModuleTensor], bool]:
         """``tensors()``, and whether what is bound is as it was left: nobody has put other tensors in place of bound
         ones, or written to a step counter.  If it is not, nothing is bound any more."""
-        found, bound = self.tensors(), self._bound
-        is_whole = bound is not None and bound.found is found and bound.is_held()
+        entries, binding = self.tensors(), self._binding
+        is_whole = binding is not None and binding.entries is entries and binding.is_unchanged()
         if not is_whole:
             self.invalidate()
-        return found, is_whole
+        return entries, is_whole
 
-    def before(self) -> None:
+    def read_pieces(self) -> None:
         """Read pieces that are no views from the whole tensors."""
-        if self._bound is not None and self._bound.copies:
-            torch._foreach_copy_([own for _, own in self._bound.copies], [place for place, _ in self._bound.copies])
+        if self._binding is not None and self._binding.copies:
+            torch._foreach_copy_(
+                [piece for _, piece in self._binding.copies], [place for place, _ in self._binding.copies]
+            )
 
-    def after(self, training: bool, drew: bool) -> None:
+    def write_back(self, training: bool, drew: bool) -> None:
         """Make the user's tensors true: pieces written back, counters, gradients gone; count the step."""
-        bound = self._bound
-        assert bound is not None and bound.watch is not None
+        binding = self._binding
+        assert binding is not None and binding.watch is not None
         if training:
-            deque(map(setattr, bound.params, repeat("grad"), repeat(None)), maxlen=0)
-            for counter in bound.counters:
+            deque(map(setattr, binding.params, repeat("grad"), repeat(None)), maxlen=0)
+            for counter in binding.counters:
                 counter.flush()
-            bound.watch.settle()
-        if bound.written:
-            torch._foreach_copy_([place for place, _ in bound.written], [own for _, own in bound.written])
-        for optimizer, param, key, made in bound.created:
-            optimizer.state[param][key] = made
-        if bound.created:
+            binding.watch.accept_counters()
+        if binding.written:
+            torch._foreach_copy_([place for place, _ in binding.written], [piece for _, piece in binding.written])
+        for optimizer, param, key, new_state in binding.created:
+            optimizer.state[param][key] = new_state
+        if binding.created:
             self.invalidate()  # the next step is another: it finds this state
         self.random.step += training or drew
 
     def has_state(self, optimizer: int, path: str) -> bool:
         """Whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
-        held = self.optimizers[optimizer].state.get(self._found[path].tensor, {})
-        return any(isinstance(x, Tensor) and not x.is_meta for x in held.values())
+        states = self.optimizers[optimizer].state.get(self._entries[path].tensor, {})
+        return any(isinstance(x, Tensor) and not x.is_meta for x in states.values())
 
     def stateless(self) -> str:
         """The parameters for which an optimizer holds no state: ranks must agree on them."""
         if self._stateless is None:
-            names = tree.names(self._found)
-            held = [
+            names = tree.paths_by_id(self._entries)
+            params = [
                 (i, names.get(id(p), ""))
                 for i, o in enumerate(self.optimizers)
                 for g in o.param_groups
                 for p in g["params"]
             ]
-            without = (f"optimizer {i}: {path}" for i, path in held if path and not self.has_state(i, path))
+            without = (f"optimizer {i}: {path}" for i, path in params if path and not self.has_state(i, path))
             self._stateless = ", ".join(without)
         return self._stateless
 
@@ -290,12 +292,12 @@ class State:
         odd = []
         for i, optimizer in enumerate(self.optimizers):
             for j, group in enumerate(optimizer.param_groups):
-                held: dict[str, dict[str, float]] = {}
+                counts_by_key: dict[str, dict[str, float]] = {}
                 for param in group["params"]:
                     for key, x in optimizer.state.get(param, {}).items():
                         if isinstance(x, Tensor) and not (x.dim() or x.is_meta) and (param.dim() or key == "step"):
-                            held.setdefault(key, {})[names.get(id(param), "")] = float(x)
-                for key, by_name in held.items():
+                            counts_by_key.setdefault(key, {})[names.get(id(param), "")] = float(x)
+                for key, by_name in counts_by_key.items():
                     classes = {number: at for at, number in enumerate(dict.fromkeys(by_name.values()))}
                     if len(classes) > 1:
                         odd.append((i, j, key, tuple((name, classes[number]) for name, number in by_name.items())))
