@@ -6,16 +6,12 @@ has one.  The first dim is the batch's and stays where it is.
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from choices import Choices, Drawn
 from graphs import TrainGraph
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 D = torch.float64
@@ -43,38 +39,24 @@ def channels_last(x: Tensor) -> Tensor:
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, reversed_dims, repeated, in_steps, channels_last)
 
 
-WEIGHTS = {"do_scale": (1, SIZE, SIZE, SIZE), "do_convolve": (SIZE, SIZE, 1, 1), "do_mix": (SIZE, SIZE)}
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """Which step of a model, over which dims, and how its weight lies, if it has one."""
-
-    kind: str
-    dims: tuple[int, int]
-    form: Callable[[Tensor], Tensor]
-
-    def __repr__(self) -> str:
-        form = f", {self.form.__name__} weight" if self.kind in WEIGHTS else ""
-        return f"{self.kind.removeprefix('do_')} {self.dims}{form}"
-
-
-def choose_layer(choices: Choices) -> LayerChoice:
-    kind = choices.pick(*(name for name in vars(Layer) if name.startswith("do_")))
-    dims = choices.pick(*itertools.permutations(range(1, 4), 2))
-    is_flat = len(WEIGHTS.get(kind, ())) != 4
-    forms = [f for f in LAYOUTS if f is not repeated and not (f is channels_last and is_flat)]
-    return LayerChoice(kind, dims, choices.pick(*forms))
-
-
 class Layer(nn.Module):
-    """One step of a model."""
+    """One step of a model; ``draw`` says which, once."""
 
-    def __init__(self, choice: LayerChoice):
+    def __init__(self, draw: random.Random):
         super().__init__()
-        self.kind, self.dims = choice.kind, choice.dims
-        if self.kind in WEIGHTS:
-            self.weight = nn.Parameter(choice.form(torch.rand(WEIGHTS[self.kind], dtype=D) + 0.5))
+        self.kind = draw.choice([name for name in vars(Layer) if name.startswith("do_")])
+        self.dims = draw.sample(range(1, 4), 2)
+        self.weight = nn.Parameter(torch.empty(0))
+        if self.kind in ("do_scale", "do_convolve", "do_mix"):
+            shape = (
+                (SIZE, SIZE, 1, 1)
+                if self.kind == "do_convolve"
+                else (1, SIZE, SIZE, SIZE)[: 4 if self.kind == "do_scale" else 0] or (SIZE, SIZE)
+            )
+            kinds = [f for f in LAYOUTS if f is not repeated and (f is not channels_last or len(shape) == 4)]
+            self.weight = nn.Parameter(draw.choice(kinds)(torch.rand(shape, dtype=D) + 0.5))
+        else:
+            del self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.kind)(x)  # type: ignore[no-any-return]
@@ -164,17 +146,21 @@ class Flat(torch.optim.Optimizer):
 
 
 class Case:
-    """A model, an optimizer and data.  Every model begins with a product, so that it has a parameter."""
+    """A model, an optimizer and data, by a seed."""
 
-    def __init__(self, choices: Choices):
-        self.seed, self.stage, self.ranks = choices.pick(*range(90)), choices.pick(0, 1, 2, 3), choices.pick(1, 1, 2)
-        self.flat, self.input = choices.chance(0.5), choices.pick(*LAYOUTS)
-        layers = [choose_layer(choices) for _ in range(choices.pick(1, 2, 3, *(4, 5, 6, 7, 8) * 3))]
-        self.layers = [LayerChoice("do_mix", (1, 2), reversed_dims), *layers]
+    def __init__(self, seed: int):
+        draw = self.draw = random.Random(seed)
+        self.seed, self.stage, self.ranks = seed, draw.choice((0, 1, 2, 3)), draw.choice((1, 1, 2))
+        self.flat, self.input = draw.random() < 0.5, draw.choice(LAYOUTS)
+        self.model_seed = draw.random()
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
-        return nn.Sequential(*map(Layer, self.layers))
+        draw = random.Random(self.model_seed)
+        layers = [Layer(draw) for _ in range(draw.randint(4, 8))]
+        first = Layer(draw)
+        first.kind, first.weight = "do_mix", nn.Parameter(reversed_dims(torch.rand(SIZE, SIZE, dtype=D)))
+        return nn.Sequential(first, *layers)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
@@ -185,14 +171,10 @@ class Case:
         x, y = torch.randn(2, ROWS, SIZE, SIZE, SIZE, generator=generator, dtype=D)
         return self.input(x), y
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
+        kinds = [layer.kind for layer in self.model()]  # type: ignore[attr-defined]
         placed = f"{self.ranks} ranks, stage {self.stage}"
-        return f"seed {self.seed}: {placed}, {self.input.__name__} input, flat {self.flat}, {self.layers}"
-
-
-@st.composite
-def cases(draw: Any) -> Case:
-    return Case(Drawn(draw))
+        return f"seed {self.seed}: {placed}, {self.input.__name__}, flat {self.flat}, {kinds}"
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Random small models in random layouts: what ``test_random_layouts`` trains.
+"""Random small models in random layouts, drawn from a seed: what ``test_random_layouts`` trains.
 
 A ``Case`` says in words what was drawn.  ``Case.train`` takes a few steps of a Graph in the case's layout,
 ``Case.expected`` the same in plain PyTorch, or, where dropout draws random numbers, in a Graph of one rank.
@@ -6,15 +6,13 @@ A ``Case`` says in words what was drawn.  ``Case.train`` takes a few steps of a 
 
 from __future__ import annotations
 
-import copy
+import random
 import warnings
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
-from choices import Choices, Drawn, Seeded
-from hypothesis import strategies as st
 from random_convolutions import CHANNELS, SPACE, convolutional
 from random_models import CLASSES, ROWS, TOKENS, WIDTH, Attention, D, Loss, Pinned, Residual, Tokens
 from torch import Tensor, nn
@@ -45,13 +43,19 @@ def is_even(shape: tuple[int, ...], nd: Nd, hierarchy: tuple[int, ...]) -> bool:
 class Draw:
     """Draws the parts of one case, and writes down in words what it has drawn."""
 
-    def __init__(self, choices: Choices, wild: bool = False, kind: str | None = None):
-        self.chance, self.pick = choices.chance, choices.pick
+    def __init__(self, seed: int, wild: bool = False, kind: str | None = None):
+        self.random = random.Random(seed)
         self.words: list[str] = []
         self.hierarchy, self.names = self.pick(*GRIDS)
         drawn = self.pick("tokens", "tokens", "features", "image")
         self.kind, self.dims = kind or drawn, 2
         self.drops, self.wild = self.chance(0.25), wild
+
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def pick(self, *options: Any) -> Any:
+        return self.random.choice(options)
 
     def say(self, *words: Any) -> None:
         self.words.append(" ".join(map(str, words)))
@@ -172,23 +176,18 @@ class Step(gz.Graph):
         return loss, found
 
 
-@dataclass(repr=False)
+@dataclass
 class Case:
-    """One model in one layout.  source: of its choices; a number is that of a seed, and stands for the same case."""
+    """One model in one layout."""
 
-    source: int | Choices
+    seed: int
     wild: bool = False  # whether SBPs may be drawn that a value cannot have
     kind: str | None = None  # of model; drawn if not given
     parts: int = 1  # micro-batches
     words: list[str] = field(default_factory=list)
 
-    def __repr__(self) -> str:
-        return "\n  ".join(self.words)
-
     def __post_init__(self) -> None:
-        choices = Seeded(self.source) if isinstance(self.source, int) else self.source
-        self.seed = self.source if isinstance(self.source, int) else choices.pick(*range(90))
-        draw = Draw(choices, self.wild, self.kind)
+        draw = Draw(self.seed, self.wild, self.kind)
         self.hierarchy, self.names = draw.hierarchy, draw.names
         self.stage = draw.pick(0, 1, 2, 3)
         self.optimizer = draw.pick("adamw", "sgd")
@@ -196,6 +195,7 @@ class Case:
         draw.say("seed", self.seed, ":", dict(zip(self.names, self.hierarchy, strict=True)), "stage", self.stage)
         draw.say(self.optimizer, "clip" * bool(self.clip))
         self.kind, self.drops = draw.kind, draw.drops
+        self.state = draw.random.getstate()
         torch.manual_seed(self.seed)
         self.model = draw.model().to(D)
         self.dims = draw.dims
@@ -268,7 +268,11 @@ class Case:
         return graph
 
     def _fresh(self) -> nn.Module:
-        return copy.deepcopy(self.model)
+        draw = Draw(self.seed, self.wild, self.kind)
+        draw.random.setstate(self.state)
+        model = draw.model().to(D)
+        model.load_state_dict(self.start)
+        return model
 
     def train(self, graph: Step) -> Trained:
         found = [graph(*self.batch(i)) for i in range(STEPS)]
@@ -297,8 +301,3 @@ class Trained:
     losses: list[Tensor]
     outputs: list[Tensor]
     state: dict[str, Tensor]
-
-
-@st.composite
-def cases(draw: Any, **options: Any) -> Case:
-    return Case(Drawn(draw), **options)

@@ -1,13 +1,10 @@
 """Random builds of a few lines: new values, views, and writes in place to whole values and to parts of them."""
 
 import copy
-from dataclasses import dataclass
+import random
 from types import SimpleNamespace
 
 import torch
-from choices import Drawn
-from hypothesis import reject
-from hypothesis import strategies as st
 from torch import nn
 
 WHOLE = {
@@ -72,56 +69,39 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
 
-KINDS = {"whole": WHOLE, "new": NEW, "part": PARTS}
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a build: a function of two of the values so far, by their places."""
-
-    kind: str
-    name: str
-    target: int
-    other: int
-
-
-@st.composite
-def programs(draw):
-    """The lines of a build; one in three builds writes to parts of values."""
-    pick = Drawn(draw).pick
-    kinds = pick(("whole", "new"), ("whole", "new"), ("whole", "new", "new", "part"))
+def program_of(seed):
+    """A build of a few random lines, as functions of two of the values so far."""
+    draw = random.Random(seed)
+    kinds = [WHOLE, NEW, NEW, PARTS] if seed % 3 == 0 else [WHOLE, NEW]
     lines, count = [], 4
-    for _ in range(pick(*range(1, 9))):
-        kind = pick(*kinds)
-        name = pick(*KINDS[kind])
-        targets = [place for place in range(count) if place != 2 or name != "t_"]  # a buffer keeps its shape
-        lines.append(Line(kind, name, pick(*targets), pick(*range(count))))
-        count += kind == "new"
-    return lines
+    for _ in range(draw.randint(1, 8)):
+        kind = draw.choice(kinds)
+        name = draw.choice(list(kind))
+        of = draw.choice([k for k in range(count) if k != 2 or name != "t_"])  # a buffer keeps its shape
+        lines.append((name, kind[name], of, draw.randrange(count), kind is NEW))
+        count += kind is NEW
 
-
-def build_of(lines):
     def build(self, x):
         values = [x * 1, self.model.weight * 2, self.model.kept, x.detach() + 1]
-        for line in lines:
-            is_new = line.kind == "new"
-            other = values[line.other]
-            other = other if is_new else other.clone()  # plain PyTorch may read what it has just written
+        for _, line, a, b, is_new in lines:
+            other = values[b] if is_new else values[b].clone()  # plain PyTorch may read what it has just written
             with torch.no_grad():
-                result = KINDS[line.kind][line.name](values[line.target], other)
+                made = line(values[a], other)
             if is_new:
-                values.append(result)
+                values.append(made)
         self.model.seen += 1
         return [*values, sum(value.double().sin().sum() for value in values)]
 
-    return build
+    return build, [line[0] for line in lines]
 
 
-def taken_by_eager(lines, x):
-    """The build, a model, what plain PyTorch makes of them, and its model then.  Rejects what plain PyTorch refuses."""
-    build, model = build_of(lines), Model()
-    after = copy.deepcopy(model)
-    try:
-        return build, model, build(SimpleNamespace(model=after), x.clone()), after
-    except RuntimeError:
-        reject()
+def taken_by_eager(seed, x):
+    """A random build, its lines, a model; what plain PyTorch, which refuses some, makes of them, and its model then."""
+    while True:
+        build, lines = program_of(seed)
+        model = Model()
+        after = copy.deepcopy(model)
+        try:
+            return build, lines, model, build(SimpleNamespace(model=after), x.clone()), after
+        except RuntimeError:
+            seed += 3000

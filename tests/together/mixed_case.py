@@ -33,7 +33,7 @@ class Case:
         self.draws = Parts(self.seed, kind=self.kind, small=self.small)
         self.drops = self.draws.drops
         self.around = r.random() < 0.3, r.random() < 0.3, r.random() < 0.3
-        self.model_state = self.draws.choices.random.getstate()
+        self.model_state = self.draws.random.getstate()
         model = self._made()
         self.drops = any(isinstance(part, nn.Dropout) for part in model.modules())
         with torch.no_grad():
@@ -79,7 +79,7 @@ class Case:
 
     def fresh(self) -> Whole:
         draws = Parts(self.seed, kind=self.kind, small=self.small)
-        draws.choices.random.setstate(self.model_state)
+        draws.random.setstate(self.model_state)
         self.draws = draws
         model = self._made()
         model.load_state_dict(self.start)

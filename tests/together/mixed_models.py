@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from choices import Seeded
 from random_layouts import Draw
 from random_models import CLASSES, ROWS, TOKENS, WIDTH, Pinned, Tokens
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ class Parts(Draw):
     """Draws models without pins, of whose blocks some are checkpointed.  small: they have none."""
 
     def __init__(self, seed: int, kind: str, small: bool = False):
-        self.choices = Seeded(seed)
-        super().__init__(self.choices, kind=kind)
+        super().__init__(seed, kind=kind)
         self.small = small
 
     def pin(self, shape: tuple[int, ...]) -> Pinned:
