@@ -1,4 +1,4 @@
-"""Processes that are ranks: forked from one that has loaded what all of them need, and ended with whoever started them.
+"""Processes that are ranks: forked from one that has loaded the packages, and ended with the process that started them.
 
 Loading torch takes seconds of a processor in each process, which a busy machine makes minutes.
 """

@@ -1,4 +1,4 @@
-"""What the benchmark commands share: markdown tables, fresh processes, and gloo worlds."""
+"""Helpers of the benchmark commands: markdown tables, fresh processes, gloo worlds, saved figures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def in_fresh_process(script: str, *args: Any, seconds: float | None = None) -> A
 
 
 def in_python(text: str) -> str:
-    """What a new Python process prints that runs ``text``."""
+    """Output of a new Python process that runs ``text``."""
     return _output("-c", text)
 
 
@@ -99,7 +99,7 @@ def save(file: str, run: str, part: str, figures: Any) -> None:
 
 
 def saved(file: str) -> dict[str, dict[str, Any]]:
-    """What ``save`` has kept: run -> part -> command and figures."""
+    """Figures that ``save`` has written: run -> part -> command and figures."""
     path = Path(file)
     found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found

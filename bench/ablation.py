@@ -1,4 +1,8 @@
-"""What a program also runs without, and what each such part earns: ``python bench/ablation.py``.
+"""Ablation of parts that a program also runs without: bytes or time with each and without it.
+
+    python bench/ablation.py
+
+The figures stand in the docstrings of the modules.
 
 * ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
@@ -22,7 +26,7 @@ import torch
 from _run import markdown, on_gloo, options_of
 from systems import graph as graph_of
 from torch import Tensor, nn
-from workloads import JOBS
+from workloads import WORKLOADS
 
 import graphzero as gz
 from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pass_list
@@ -49,8 +53,8 @@ def main() -> None:
 def order(name: str) -> list[list[Any]]:
     rows = []
     with fake_world(2, rank=0):
-        graph = graph_of(0, JOBS[name])
-        graph.compile(*JOBS[name].part(0, 0, 2))
+        graph = graph_of(0, WORKLOADS[name])
+        graph.compile(*WORKLOADS[name].part(0, 0, 2))
         captured = graph.history[0].before
         for stage in range(4):
             options = Options(stage=stage), Options(stage=stage, delay_gradients=True)
@@ -86,9 +90,9 @@ def join_updates(width: int, layers: int, rounds: int) -> list[Any]:
 def arena(rank: int, name: str, keeps: bool, rounds: int) -> list[Any]:
     if keeps:
         gz.keep_freed_memory()
-    batch, graphs, faults = JOBS[name].part(0, rank, 1), {}, {True: 0, False: 0}
+    batch, graphs, faults = WORKLOADS[name].part(0, rank, 1), {}, {True: 0, False: 0}
     for used in faults:
-        graphs[used] = graph_of(0, JOBS[name])
+        graphs[used] = graph_of(0, WORKLOADS[name])
         graphs[used].config.set_arena(used)
 
     def call(used: bool) -> None:

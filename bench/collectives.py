@@ -1,4 +1,4 @@
-"""How collectives of CPU tensors are best done: gloo's own, by sending pieces, or by reading ranks' memory.
+"""Time of collectives of CPU tensors: gloo's own, by sending pieces, or by reading ranks' memory.
 
     python bench/collectives.py                # two ranks of one thread each
     python bench/collectives.py --ranks 4
@@ -42,7 +42,7 @@ def main() -> None:
     text = table(on_gloo(options.ranks, work, options.rounds))
     print(text)
     if options.save:
-        save(options.save, f"{options.ranks} ranks", "ways", text)
+        save(options.save, f"{options.ranks} ranks", "collectives", text)
 
 
 def table(found: Mapping[tuple[str, int], Mapping[str, Cell]]) -> str:

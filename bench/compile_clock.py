@@ -65,7 +65,7 @@ def _modules(*names: str) -> list[Any]:
     return [importlib.import_module(f"graphzero.{name}") for name in names]
 
 
-class Compiling:
+class CompileClock:
     """The seconds that ``clock`` counts while Graphs compile, by part; made before they do."""
 
     def __init__(self, clock: Clock) -> None:

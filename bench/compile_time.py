@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _run import in_fresh_process, markdown, options_of
-from compile_clock import Compiling
+from compile_clock import CompileClock
 from models import WithLoss, gpt2
 from parity import TrainGraph
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {"gpt2": measure_
 def measure(model: nn.Module, place: Any, stage: int, ids: torch.Tensor) -> dict[str, Any]:
     """Compile once; seconds of each part, and bytes of resident memory."""
     graph = TrainGraph(model, torch.optim.AdamW(model.parameters()), None, stage, place)
-    compiling = Compiling(time.process_time)
+    compiling = CompileClock(time.process_time)
     before = peak_rss()
     started = time.process_time()
     graph.compile(ids, ids)

@@ -1,4 +1,4 @@
-"""What checkpoints cost: ``python bench/files.py --save build/files.json``, against torch.distributed.checkpoint.
+"""Cost of checkpoints beside torch.distributed.checkpoint: ``python bench/files.py``; figures: bench/results/files.md.
 
 GPT-2 with 124 million parameters and AdamW's states, float32, on two gloo ranks at stage 3, against FSDP2 of the same
 model and DCP (``torch.distributed.checkpoint``, its own defaults: one thread, files synced).  One run of two processes:
@@ -182,7 +182,7 @@ def shared(mine: str) -> str:
 
 
 def settle() -> None:
-    """What is in flight to the disk is there, on all ranks, and memory that was freed is the kernel's again."""
+    """Wait until all writes have reached the disk, on all ranks, and give freed memory back to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from _run import average, in_python, markdown, on_gloo, options_of, save
-from compile_clock import Compiling, clocks
+from compile_clock import CompileClock, clocks
 from parity import TrainGraph
 from systems import BASE, SYSTEMS, chosen, mean
-from workloads import JOBS
+from workloads import WORKLOADS
 
 SHOWN = ["graphzero", "DDP", BASE]
 KINDS = ("cold", "again")
@@ -52,7 +52,7 @@ Starts = dict[str, list[Start]]  # by kind
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", default=SHOWN, help=f"by default {', '.join(SHOWN)}")
     parser.add_argument("--starts", type=int, default=3, help="of every system, cold and again")
     parser.add_argument("--ranks", type=int, default=2)
@@ -68,7 +68,7 @@ def main() -> None:
                     starts[kind].append(on_gloo(options.ranks, start, name, options.model))
             print(".", end="", file=sys.stderr, flush=True)
     parts = {name: on_gloo(options.ranks, dissect, name, options.model) for name in names if "graphzero" in name}
-    about = f"{JOBS[options.model].describe(options.ranks)}; medians of {options.starts} starts"
+    about = f"{WORKLOADS[options.model].describe(options.ranks)}; medians of {options.starts} starts"
     text = f"{about}:\n\n{table(found)}\n\n{dissected(parts)}\n\n{loading(options.starts)}"
     print(f"\n{text}")
     if options.save:
@@ -111,12 +111,12 @@ def loading(repeat: int) -> str:
 def start(rank: int, name: str, model: str) -> Start:
     """The first step of a system, from the model to the loss."""
     (system,) = (s for s in SYSTEMS if s.name == name)
-    job = JOBS[model]
-    batch = job.part(0, rank, dist.get_world_size())
+    workload = WORKLOADS[model]
+    batch = workload.part(0, rank, dist.get_world_size())
     with clocks() as clock:
         dist.barrier()
         wall, user = clock.wall(), clock.user()
-        mean(system.begin(job)(*batch))
+        mean(system.begin(workload)(*batch))
         dist.barrier()
         return Start(clock.wall() - wall, average([clock.user() - user])[0])
 
@@ -124,11 +124,11 @@ def start(rank: int, name: str, model: str) -> Start:
 def dissect(rank: int, name: str, model: str) -> dict[str, float]:
     """The same of a Graph, compiled apart from its first call: user seconds of rank 0 by part."""
     (system,) = (s for s in SYSTEMS if s.name == name)
-    job = JOBS[model]
-    batch = job.part(0, rank, dist.get_world_size())
+    workload = WORKLOADS[model]
+    batch = workload.part(0, rank, dist.get_world_size())
     with clocks() as clock:
-        compiling, marks = Compiling(clock.user), [clock.user()]
-        step = system.begin(job)
+        compiling, marks = CompileClock(clock.user), [clock.user()]
+        step = system.begin(workload)
         assert isinstance(step, TrainGraph)
         marks.append(clock.user())
         step.compile(*batch)

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in different ways, with marks around them."""
+"""Tensors of several memory layouts, with marks in the memory around them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 3e-2, t
 COARSE = 1e-4  # of other dtypes
 MARK = 3  # what lies around a tensor
 
-Lies = tuple[tuple[int, ...], int]  # strides and offset
+StridesAndOffset = tuple[tuple[int, ...], int]  # strides and offset
 
 
-class Room:
+class MarkedTensor:
     """A tensor in a layout, in memory full of marks."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, lies: Lies) -> None:
-        strides, offset = lies
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, strides_and_offset: StridesAndOffset) -> None:
+        strides, offset = strides_and_offset
         size = offset + sum(max(n - 1, 0) * s for n, s in zip(shape, strides, strict=True)) + 8
         self.whole = torch.full((5 * size,), MARK, dtype=dtype)  # as wide as kernels may go astray
         self.view = self.whole.as_strided(tuple(shape), strides, 2 * size + offset)
         self.strides = self.view.stride()
 
     def problem(self, wanted: Tensor, scale: float) -> str:
-        """What is wrong with the result that was put here, or nothing.  What is here is lost."""
+        """The error of the result that was written here, or an empty string.  Overwrites it."""
         if self.view.shape != wanted.shape or self.view.stride() != self.strides:
             return "resized"
         if not same(self.view, wanted, scale):
@@ -36,15 +36,15 @@ class Room:
         return "" if bool((self.whole == self.whole.new_full((), MARK)).all()) else "beside"
 
 
-def layouts_of(shape: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, Lies]]:
+def layouts_of(shape: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, StridesAndOffset]]:
     """The layouts of these that a shape has."""
     for name in names:
-        found = lies(shape, name)
+        found = strides_and_offset(shape, name)
         if found is not None:
             yield name, found
 
 
-def lies(shape: Sequence[int], layout: str) -> Lies | None:
+def strides_and_offset(shape: Sequence[int], layout: str) -> StridesAndOffset | None:
     """Strides and offset of a tensor in a layout; None where it has none of its own for this shape."""
     dims = range(len(shape))
     if layout in DENSE_ROWS:
@@ -74,8 +74,8 @@ def _strides(lengths: Sequence[int], order: Sequence[int], step: int = 1) -> tup
 
 def turned(x: Tensor) -> Tensor:
     """The same values, the last dim outermost in memory."""
-    found = lies(x.shape, "turned")
-    return x.clone() if found is None else Room(x.shape, x.dtype, found).view.copy_(x)
+    found = strides_and_offset(x.shape, "turned")
+    return x.clone() if found is None else MarkedTensor(x.shape, x.dtype, found).view.copy_(x)
 
 
 def largest(tensors: Sequence[Tensor]) -> float:

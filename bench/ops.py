@@ -61,7 +61,7 @@ class AtenCall(Call):
         return self.op, str(_metas((self.args, self.kwargs)))
 
     def signatures(self) -> Sequence[Any]:
-        """What the rule allows, taking sizes to divide by the ranks."""
+        """Signatures that the rule allows, taking sizes to divide by the ranks."""
         args, kwargs = _metas((self.args, self.kwargs))
         return signatures(self.op, args, kwargs, _metas(self.results()))
 
@@ -77,7 +77,7 @@ def _metas(values: Any) -> Any:
 
 @dataclass
 class Tally:
-    """What came of the samples of one dtype."""
+    """Counts of the samples of one dtype."""
 
     operators: set[str] = field(default_factory=set)
     samples: int = 0

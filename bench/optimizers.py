@@ -1,4 +1,4 @@
-"""Optimizers as people publish them, five steps each at stages 0 and 3 on two virtual ranks, against plain PyTorch.
+"""Published optimizers, five steps each at stages 0 and 3 on two virtual ranks, against plain PyTorch.
 
     pip install --no-deps pytorch_optimizer==4.1.0 schedulefree prodigyopt timm torchvision torchao transformers
     python bench/optimizers.py                         # all of them, kept in optimizers.jsonl
@@ -279,7 +279,7 @@ def main() -> int:
 
 
 def summary(results: list[Result]) -> str:
-    """How many of each package had which outcome."""
+    """Numbers of outcomes by package."""
     rows = [("package", *OUTCOMES)]
     for package in PACKAGES:
         counts = Counter(one.outcome for one in results if one.name.split(".")[0] == package)

@@ -1,4 +1,4 @@
-"""Kernels that are told where to write: ``python bench/out_forms.py``.
+"""Kernels that write into a given tensor: ``python bench/out_forms.py``.
 
 An op may be given the storage of another value (``out=``), room in the arena, or an operand to write over.  Whether its
 kernel then computes the same is not said by torch: some ignore strides, some write beside, some find memory of their
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from _run import markdown, options_of
-from memory_layouts import DENSE_ROWS, LAYOUTS, Lies, Room, largest, layouts_of, same, turned
+from memory_layouts import DENSE_ROWS, LAYOUTS, MarkedTensor, StridesAndOffset, largest, layouts_of, same, turned
 from op_calls import FAILURES, LARGEST, Call, calls, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -46,7 +46,7 @@ FORMS = ("out", "over first", "out is an operand", "rows of rows", "rows of the 
 
 @dataclass
 class Facts:
-    """What was tried of an op: (form, layout) -> tries, and those that were wrong, of which one is shown."""
+    """Tries of an op: (form, layout) -> tries, and those that were wrong, of which one is shown."""
 
     tried: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -80,14 +80,14 @@ def try_call(call: Call, facts: Facts, layouts: Sequence[str] = LAYOUTS) -> None
         made = call.run(lambda x: turned(x) if any(x is one for one in behind) else x)
         _note_rows(call, facts, "rows of the first", [made])
     if kernel_forms.out_form(call.op) is not None:
-        for name, lies in layouts_of(wanted.result.shape, layouts):
+        for name, place in layouts_of(wanted.result.shape, layouts):
             for change in (torch.clone, turned):
-                facts.note("out", name, _try_out(call, wanted, lies, change), call)
+                facts.note("out", name, _try_out(call, wanted, place, change), call)
     _try_operands(call, wanted, facts, layouts)
 
 
 class Wanted(NamedTuple):
-    """What a form is to give, and the largest number among that and the operands, by which rounding is judged."""
+    """The expected result of a form, and the largest number in it and the operands, by which rounding is judged."""
 
     result: Tensor
     scale: float
@@ -137,11 +137,11 @@ def _is_like(x: Tensor, other: Tensor) -> bool:
 
 def _over_one(call: Call, wanted: Wanted, at: int, facts: Facts, layouts: Sequence[str]) -> None:
     """Over argument ``at``, by each form that the op has for that."""
-    for name, lies in layouts_of(wanted.result.shape, layouts):
+    for name, place in layouts_of(wanted.result.shape, layouts):
         if kernel_forms.out_form(call.op) is not None:
-            facts.note(f"out is {at}", name, _try_over(call, wanted, lies, at, _into), call)
+            facts.note(f"out is {at}", name, _try_over(call, wanted, place, at, _into), call)
         if at == 0 and kernel_forms.in_place_form(call.op) is not None:
-            facts.note("over first", name, _try_over(call, wanted, lies, at, _over), call)
+            facts.note("over first", name, _try_over(call, wanted, place, at, _over), call)
 
 
 def _into(call: Call, args: Any, kwargs: Any, room: Tensor) -> None:
@@ -153,21 +153,25 @@ def _over(call: Call, args: Any, kwargs: Any, room: Tensor) -> None:
     kernel_forms.in_place_form(call.op)(*args, **kwargs)  # type: ignore[misc]
 
 
-def _try_out(call: Call, wanted: Wanted, lies: Lies, change: Callable[[Tensor], Tensor]) -> str:
+def _try_out(
+    call: Call, wanted: Wanted, strides_and_offset: StridesAndOffset, change: Callable[[Tensor], Tensor]
+) -> str:
     """Into a room beside the operands."""
-    room, given = Room(wanted.result.shape, wanted.result.dtype, lies), call.with_tensors(change)
+    room, given = MarkedTensor(wanted.result.shape, wanted.result.dtype, strides_and_offset), call.with_tensors(change)
     return _outcome(room, wanted, lambda: _into(call, *given, room.view))
 
 
-def _try_over(call: Call, wanted: Wanted, lies: Lies, at: int, form: Callable[..., None]) -> str:
+def _try_over(
+    call: Call, wanted: Wanted, strides_and_offset: StridesAndOffset, at: int, form: Callable[..., None]
+) -> str:
     """Over an operand; operands that are one tensor stay one."""
-    room, original = Room(wanted.result.shape, wanted.result.dtype, lies), call.args[at]
+    room, original = MarkedTensor(wanted.result.shape, wanted.result.dtype, strides_and_offset), call.args[at]
     room.view.copy_(original)
     given = call.with_tensors(lambda x: room.view if x is original else x.clone())
     return _outcome(room, wanted, lambda: form(call, *given, room.view))
 
 
-def _outcome(room: Room, wanted: Wanted, run: Callable[[], None]) -> str:
+def _outcome(room: MarkedTensor, wanted: Wanted, run: Callable[[], None]) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -202,7 +206,7 @@ def _is_told(op: Any) -> bool:
 
 
 def in_child(given: Sequence[Call], layouts: Sequence[str] = LAYOUTS) -> Facts | None:
-    """What another process finds of calls, for some kernels destroy what is around; None if it dies of them."""
+    """Facts of calls from another process, since some kernels overwrite other memory; None if it dies."""
     found = _in_child(lambda: _facts(given, layouts))
     if found is not None:
         for layout in set(LAYOUTS) - set(layouts):
@@ -218,7 +222,7 @@ def _facts(given: Sequence[Call], layouts: Sequence[str]) -> Facts:
 
 
 def _in_child(find: Callable[[], Found]) -> Found | None:
-    """What ``find`` returns in a process of its own; None if that dies."""
+    """Result of ``find`` in a process of its own; None if that dies."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -247,7 +251,7 @@ def _in_child(find: Callable[[], Found]) -> Found | None:
 
 @dataclass(frozen=True)
 class Tables:
-    """What ``kernel_forms`` says, by its names."""
+    """The tables of ``kernel_forms``, by name."""
 
     ANY_STRIDES: frozenset[str]
     ROWS_ONLY: frozenset[str]
@@ -262,7 +266,7 @@ class Tables:
 
     @classmethod
     def of(cls, found: Mapping[Any, Facts | None]) -> Tables:
-        """What was measured."""
+        """The tables as measured."""
         known = {op: facts for op, facts in found.items() if facts is not None}
         strided = {op for op, facts in known.items() if facts.right("out")}
         rows = {op for op, facts in known.items() if facts.right("out", DENSE_ROWS)} - strided
@@ -313,7 +317,7 @@ def _allowed(op: Any) -> dict[str, Sequence[str]]:
 
 
 def problems(found: Mapping[Any, Facts | None]) -> list[str]:
-    """What the tables allow and what was seen to go wrong."""
+    """Forms that the tables allow and that gave a wrong result."""
     lines = []
     for op, facts in found.items():
         name, allowed = kernel_forms.name_of(op), _allowed(op)
@@ -329,7 +333,7 @@ def problems(found: Mapping[Any, Facts | None]) -> list[str]:
 
 
 def report(found: Mapping[Any, Facts | None]) -> str:
-    """How often what was tried, and the sizes of the tables."""
+    """Numbers of tries, and the sizes of the tables."""
     tried: Counter[tuple[str, str]] = Counter()
     wrong: Counter[tuple[str, str]] = Counter()
     for facts in filter(None, found.values()):

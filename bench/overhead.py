@@ -1,4 +1,4 @@
-"""Where the time of a call goes that is not the program's own: microseconds a call, by part.
+"""Overhead of a call beside its program: microseconds a call, by part.
 
     python bench/overhead.py                     every row of the table
     python bench/overhead.py --parameters 500    one size

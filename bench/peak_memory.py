@@ -30,7 +30,7 @@ import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
 from parity import TrainGraph
 from systems import BASE, SYSTEMS, chosen, mean
-from workloads import JOBS, PLAIN, THIN, How
+from workloads import PLAIN, THIN_WORKLOADS, WORKLOADS, Variant
 
 STEPS = 6
 CLEAR = Path("/proc/self/clear_refs")
@@ -56,14 +56,14 @@ class Peak:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
     parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--ranks", type=int, default=2)
-    How.add_options(parser)
+    Variant.add_options(parser)
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
     options = options_of(parser)
-    how = How.of(options)
+    variant = Variant.from_options(options)
     if not CLEAR.exists():
         sys.exit("bench/peak_memory.py resets the high-water mark that Linux keeps in /proc/self; this system has none")
     os.environ.update(MALLOC)
@@ -72,16 +72,16 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
             continue
-        one = on_gloo(options.ranks, measure, system.name, options.model, how)
+        one = on_gloo(options.ranks, measure, system.name, options.model, variant)
         if one.planned is not None:
-            thin = on_gloo(options.ranks, measure, system.name, options.model, how, True)
+            thin = on_gloo(options.ranks, measure, system.name, options.model, variant, True)
             one = replace(one, fixed=thin.later - thin.planned)
         found[system.name] = one
         print(".", end="", file=sys.stderr, flush=True)
     if options.save:
         peaks = {name: asdict(one) for name, one in found.items()}
-        save(options.save, f"{options.model}, {options.ranks} ranks{how.title}", "peaks", peaks)
-    print(f"{how.do(JOBS[options.model]).describe(options.ranks)}\n\n{table(found)}")
+        save(options.save, f"{options.model}, {options.ranks} ranks{variant.title}", "peaks", peaks)
+    print(f"{variant.apply(WORKLOADS[options.model]).describe(options.ranks)}\n\n{table(found)}")
 
 
 def table(found: Mapping[str, Peak]) -> str:
@@ -105,21 +105,21 @@ def mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
-def measure(rank: int, name: str, model: str, how: How = PLAIN, thin: bool = False) -> Peak:
+def measure(rank: int, name: str, model: str, variant: Variant = PLAIN, thin: bool = False) -> Peak:
     """Every rank: train a toy, then the model, or its thin form."""
     (system,) = (s for s in SYSTEMS if s.name == name)
     ranks = dist.get_world_size()
-    toy = JOBS["toy conv" if "conv" in model else "toy"]
-    toy = how.do(replace(toy, share=toy.share * how.micro_batches))
+    toy = WORKLOADS["toy conv" if "conv" in model else "toy"]
+    toy = variant.apply(replace(toy, share=toy.share * variant.micro_batches))
     step = system.begin(toy)
     for i in range(3):
         mean(step(*toy.part(i, rank, ranks)))
     del step
-    job = how.do((THIN if thin else JOBS)[model])
-    batches = [job.part(i, rank, ranks) for i in range(STEPS)]
+    workload = variant.apply((THIN_WORKLOADS if thin else WORKLOADS)[model])
+    batches = [workload.part(i, rank, ranks) for i in range(STEPS)]
     dist.barrier()
     before = reset()
-    step = system.begin(job)
+    step = system.begin(workload)
     mean(step(*batches[0]))
     first = high_water() - before
     reset()

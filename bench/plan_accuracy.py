@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
 from parity import TrainGraph
-from workloads import JOBS, Batch
+from workloads import WORKLOADS, Batch
 
 import graphzero as gz
 from graphzero.cli.calibrate import SIZES, calibrate, in_groups
@@ -100,7 +100,7 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a step of one stage did.  sent: (kind, axis, bytes) of each call.  seconds: of each step."""
+    """A measured step of one stage.  sent: (kind, axis, bytes) of each call.  seconds: of each step."""
 
     sent: list[tuple[str, str, float]]
     peak: int
@@ -156,7 +156,7 @@ def clear_order(seconds: dict[int, list[float]], tolerance: float) -> list[tuple
 
 
 def _chance(some: list[float], others: list[float]) -> float:
-    """How likely it is that of two equals one is below the other in so many rounds: the sign test."""
+    """The chance that of two equals one is below the other in so many rounds: the sign test."""
     rounds, below = len(some), sum(a < b for a, b in zip(some, others, strict=True))
     return sum(comb(rounds, i) for i in range(below, rounds + 1)) / 2**rounds
 
@@ -193,7 +193,7 @@ STEPS = 4  # of a round, the first of which does not count
 
 def train(name: str, where: Any, splits: dict[str, dict[str, Sbp]] | None = None) -> TrainGraph:
     """A workload on ranks."""
-    model = JOBS[name].model()
+    model = WORKLOADS[name].model()
     for pattern_of in (splits or {}).values():
         model = gz.to_global(model, where, {p: (gz.sbp.B, sbp) for p, sbp in pattern_of.items()})
     return TrainGraph(model, torch.optim.AdamW(model.parameters(), lr=1e-4), None, 0, where)
@@ -226,15 +226,15 @@ def about(device: Device, model: str, ranks: int) -> str:
     rates = (
         f"{device.flops_of('f32') / 1e9:.1f} GFLOP/s, memory {mega(device.memory)}/s, a call {device.call * 1e6:.1f} us"
     )
-    return f"{JOBS[model].describe(ranks)}\n{device.name}: {rates}; links {links}\n"
+    return f"{WORKLOADS[model].describe(ranks)}\n{device.name}: {rates}; links {links}\n"
 
 
 def ranked_layouts(name: str, ranks: int, device: Device) -> tuple[Found, Any]:
     """All layouts by the model, and the names of parameters."""
-    job = JOBS[name]
+    workload = WORKLOADS[name]
     with fake_world(ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = captured_step(train(name, placement("cpu", range(ranks))), job.part(0, 0, ranks))
+        step = captured_step(train(name, placement("cpu", range(ranks))), workload.part(0, 0, ranks))
         tensor = tuple(n for n in (1, 2, 4, 8) if ranks % n == 0)
         search = Search(step, device, int(device.capacity), top=10**6, seconds=10**6)
         return search.run(axes_of(ranks, step.rows, tensor)), step.names
@@ -267,7 +267,7 @@ def layout_table(chosen: list[Price], seconds: list[list[float]]) -> str:
 
 
 def measured_on_rank(rank: int, name: str) -> Device:
-    """What this machine can do with all ranks at work: links as among all ranks, and the ops of a step at stage 0."""
+    """The device with all ranks at work: links as among all ranks, and the ops of a step at stage 0."""
     where = placement("cpu", range(dist.get_world_size()))
     graph, batch = train(name, where), share(name, rank, where.size, where.size)
     for _ in range(3):
@@ -289,7 +289,7 @@ def time_layouts(rank: int, name: str, cases: list[Case], rounds: int) -> list[l
 
 
 def runner(name: str, case: Case) -> Callable[[], Any]:
-    """What makes a step of a case, compiled and run once."""
+    """A function that takes a step of a case, compiled and run once."""
     axes = case.layout.axes
     shape = [n for _, n in axes]
     ranks = dist.get_world_size()
@@ -305,8 +305,8 @@ def runner(name: str, case: Case) -> Callable[[], Any]:
 
 def share(name: str, place: int, parts: int, ranks: int) -> Batch:
     """One of ``parts`` of the batch that all ``ranks`` have together."""
-    job = JOBS[name]
-    return tuple(x.chunk(parts)[place] for x in job.batch(0, job.share * ranks))
+    workload = WORKLOADS[name]
+    return tuple(x.chunk(parts)[place] for x in workload.batch(0, workload.share * ranks))
 
 
 SUBJECTS = {"stages": measure_stages, "layouts": measure_layouts}
@@ -319,7 +319,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="stages: timed steps of each, 15 by default; layouts: 8")
     parser.add_argument("--models", nargs="+", choices=FACTORIES, default=list(FACTORIES), help="stages")
     parser.add_argument("--clear", type=float, default=0.03, help="stages: how far apart they have an order at least")
-    parser.add_argument("--model", choices=JOBS, default="A", help="layouts")
+    parser.add_argument("--model", choices=WORKLOADS, default="A", help="layouts")
     parser.add_argument("--layouts", type=int, default=10, help="layouts: how many")
     parser.add_argument("--device", metavar="FILE", help="layouts: what `graphzero calibrate` wrote")
     options = options_of(parser)

@@ -1,4 +1,4 @@
-"""Whether a change of graphzero's own structure has changed what users get: programs, plans and losses, to the bit.
+"""Programs, plans and losses of the benchmark models, saved and compared to the bit with those of an earlier tree.
 
     python bench/programs.py KEPT             # with the old tree: writes one text a cell into the folder KEPT
     python bench/programs.py KEPT --compare   # with the new one: the same again, and what differs from KEPT

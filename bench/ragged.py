@@ -1,4 +1,4 @@
-"""A run over text of all lengths: how many programs, how much padding, and is it that of plain PyTorch without padding?
+"""A run over text of all lengths: programs, padding, and the difference from plain PyTorch without padding.
 
 ``python bench/ragged.py --steps 200 --ranks 2``: a small GPT-2 learns the sources of Python's standard library.  A
 batch is some lines of a file, as long as its longest; one in eight has fewer lines.  Plain PyTorch steps on the batches

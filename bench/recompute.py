@@ -1,4 +1,4 @@
-"""What computing values of forward again in backward costs, and what it saves, by ``config.set_activation_memory``.
+"""Time and memory of activations that are recomputed in backward, by ``config.set_activation_memory``.
 
     python bench/recompute.py                       # GPT-2 and Llama, small
     python bench/recompute.py --torch               # beside it torch.compile with its own activation memory budget

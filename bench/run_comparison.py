@@ -19,7 +19,7 @@ from pathlib import Path
 
 from _run import HERE, command, options_of, saved
 from systems import BASE, EARLY, ROOMY, ROUNDED, SYSTEMS
-from workloads import JOBS, How
+from workloads import WORKLOADS, Variant
 
 ROOT = HERE.parent
 TOYS = ("toy", "toy conv")
@@ -45,7 +45,7 @@ class Part:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=JOBS, default=["A", "B", "conv"], metavar="MODEL")
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["A", "B", "conv"], metavar="MODEL")
     parser.add_argument("--ranks", type=int, default=2)
     options = options_of(parser)
     is_toy = set(options.models) <= set(TOYS)
@@ -86,10 +86,10 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
                 yield Part(f"{model}, {ranks} ranks, {what}", "times", 60, words)
     for model, parts in (("A", 4), ("B", 2)):
         if model in models:
-            yield from _in_another_way(model, ranks, How(precision="bfloat16"), "--precision", "bfloat16", ROUNDED)
-            yield from _in_another_way(model, ranks, How(micro_batches=parts), "--micro-batches", str(parts), ROOMY)
+            yield from _in_another_way(model, ranks, Variant(precision="bfloat16"), "--precision", "bfloat16", ROUNDED)
+            yield from _in_another_way(model, ranks, Variant(micro_batches=parts), "--micro-batches", str(parts), ROOMY)
     for count in sorted({ranks, 4}):
-        yield Part(f"{count} ranks", "ways", 20, ("collectives.py", "--ranks", str(count)))
+        yield Part(f"{count} ranks", "collectives", 20, ("collectives.py", "--ranks", str(count)))
     yield Part("overhead", "overhead", 60, ("overhead.py",))
     yield _part("first_step.py", "first step", 200, models[0], ranks, "--systems", *FEW)
     yield Part(f"{models[0]}, scaling", "scaling", 400, ("scaling.py", "--model", models[0], "--rounds", "3"))
@@ -101,7 +101,7 @@ def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
         yield _part("step_profile.py", "profile", 10, model, ranks, "--rounds", "1", "--steps", "2")
         yield _part("peak_memory.py", "peaks", 30, model, ranks, *SHORT)
         yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
-    yield Part(f"{ranks} ranks", "ways", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))
+    yield Part(f"{ranks} ranks", "collectives", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))
     yield Part("overhead", "overhead", 5, ("overhead.py", "--parameters", "10", "--calls", "20"))
     quick = ("--rounds", "1", "--steps", "2", "--ranks", "2", "--modelled", "8", "--layers", "1", *SHORT)
     yield Part(f"{models[0]}, scaling", "scaling", 40, ("scaling.py", "--model", models[0], *quick))
@@ -111,10 +111,10 @@ def _part(script: str, part: str, seconds: int, model: str, ranks: int, *more: s
     return Part(f"{model}, {ranks} ranks", part, seconds, (script, "--model", model, "--ranks", str(ranks), *more))
 
 
-def _in_another_way(model: str, ranks: int, how: How, option: str, value: str, also: str) -> Iterator[Part]:
+def _in_another_way(model: str, ranks: int, variant: Variant, option: str, value: str, also: str) -> Iterator[Part]:
     words = ("--model", model, "--ranks", str(ranks), option, value)
     systems = ("--systems", "graphzero", also, "DDP", BASE, "FSDP2", "DeepSpeed")
-    run = f"{model}, {ranks} ranks{how.title}"
+    run = f"{model}, {ranks} ranks{variant.title}"
     yield Part(run, "times", 120, ("step_time.py", *words, "--rounds", "4", *systems))
     yield Part(run, "peaks", 150, ("peak_memory.py", *words, *systems))
 

@@ -29,7 +29,7 @@ from step_model import UPDATE_BYTES, Bounds, Cluster, Compute, bounds, hierarchi
 from step_time import Timed, ms, work
 from systems import BASE, chosen, graph
 from torch import Tensor, nn
-from workloads import JOBS
+from workloads import WORKLOADS
 
 import graphzero as gz
 from graphzero.cli.calibrate import calibrate
@@ -55,7 +55,7 @@ memory of a host, ranks that wait for the slowest, networks that others use, alg
 
 @dataclass(frozen=True)
 class Subject:
-    """What is modelled.  model, share: on the meta device.  itemsize: bytes of an element of its optimizer states."""
+    """A model on a cluster.  model, share: on the meta device.  states: bytes of its optimizer states."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -73,7 +73,7 @@ class Subject:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", default=SHOWN, help=f"by default {', '.join(SHOWN)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="to measure, beside one")
     parser.add_argument("--rounds", type=int, default=5)
@@ -92,8 +92,8 @@ def main() -> None:
         print(text, end="\n\n", flush=True)
 
     weak = {n: on_gloo(n, work, options.model, names, options.rounds, options.steps) for n in options.ranks}
-    share = JOBS[options.model].share
-    say(f"{JOBS[options.model].describe(max(weak))}, {CORES} cores; {share} samples a rank:")
+    share = WORKLOADS[options.model].share
+    say(f"{WORKLOADS[options.model].describe(max(weak))}, {CORES} cores; {share} samples a rank:")
     say(measured(weak, lambda n: share * n))
     if options.strong:
         total = share * max(weak)
@@ -179,15 +179,15 @@ def predicted(subject: Subject, ranks: Iterable[int]) -> str:
 
 
 def small(model: str, compute: Compute, link: gz.Link | None) -> Subject:
-    """One of ``jobs``, on hosts like this machine."""
-    job = JOBS[model]
+    """One of ``workloads``, on hosts like this machine."""
+    workload = WORKLOADS[model]
     with torch.device("meta"):
-        made = job.model()
+        model_on_meta = workload.model()
     between = gz.Link(ETHERNET_LATENCY, ETHERNET / CORES)
     cluster = Cluster(CORES, link or between, between)
-    share = tuple(x.to("meta") for x in job.part(0, 0, 1))
-    return Subject(f"{job.what}, on hosts like this machine", _meta(job.model), share, job.share, compute,
-                   2 * _nbytes(made), cluster)  # fmt: skip
+    share = tuple(x.to("meta") for x in workload.part(0, 0, 1))
+    name, states = f"{workload.what}, on hosts like this machine", 2 * _nbytes(model_on_meta)
+    return Subject(name, _meta(workload.model), share, workload.share, compute, states, cluster)
 
 
 def llama(layers: int) -> Subject:
@@ -255,8 +255,8 @@ def link_of(rank: int) -> gz.Link:
 
 def compute_of(rank: int, model: str, rounds: int) -> Compute:
     """Of a world of one: the median step, divided as the phases' seconds are in a profile."""
-    job, times, seconds = JOBS[model], StepTimes(), []
-    step, batch = graph(0, job), job.part(0, 0, 1)
+    workload, times, seconds = WORKLOADS[model], StepTimes(), []
+    step, batch = graph(0, workload), workload.part(0, 0, 1)
     for i in range(3 * rounds + 2):
         began = time.perf_counter()
         step(*batch)

@@ -1,4 +1,4 @@
-"""The page of ``graphzero show`` for GPT-2 124M: how long it takes to write, its size, and pictures of it.
+"""The page of ``graphzero show`` for GPT-2 124M: seconds to write it, its size, and pictures of it.
 
     PYTHONPATH=. python bench/show_page.py                   # writes /tmp/graphzero_page.html, and says what it took
     PYTHONPATH=. python bench/show_page.py --pictures docs   # and docs/page_light.png, page_dark.png and page_phone.png

@@ -1,4 +1,4 @@
-"""Where a step's time goes at each stage of ZeRO: compute, communication by kind, waiting, copies, overhead.
+"""Profile of a step at each stage of ZeRO: compute, communication by kind, waiting, copies, overhead.
 
     python bench/step_profile.py            # a GPT of 7.4 M parameters on two gloo ranks of one thread each
     python bench/step_profile.py --model B  # one of 24 M; conv is a convolutional network
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from _run import markdown, on_gloo, options_of, save
 from systems import graph
-from workloads import JOBS, PLAIN, How
+from workloads import PLAIN, WORKLOADS, Variant
 
 import graphzero as gz
 from graphzero.testing.timer import StepTimes
@@ -25,18 +25,20 @@ KINDS = ("compute", "communication", "copies", "overhead")  # in the order of th
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
-    How.add_options(parser)
+    Variant.add_options(parser)
     parser.add_argument("--save", metavar="FILE", help="also keep the table there, for bench/tables.py")
     options = options_of(parser)
-    how = How.of(options)
-    found = on_gloo(options.ranks, work, options.model, options.rounds, options.steps, how)
-    print(f"{how.do(JOBS[options.model]).describe(options.ranks)}; milliseconds of a step\n\n{table(found)}")
+    variant = Variant.from_options(options)
+    found = on_gloo(options.ranks, work, options.model, options.rounds, options.steps, variant)
+    print(
+        f"{variant.apply(WORKLOADS[options.model]).describe(options.ranks)}; milliseconds of a step\n\n{table(found)}"
+    )
     if options.save:
-        save(options.save, f"{options.model}, {options.ranks} ranks{how.title}", "profile", table(found))
+        save(options.save, f"{options.model}, {options.ranks} ranks{variant.title}", "profile", table(found))
 
 
 def table(found: Mapping[str, StepTimes]) -> str:
@@ -58,11 +60,11 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds else "-"
 
 
-def work(rank: int, model: str, rounds: int, steps: int, how: How = PLAIN) -> dict[str, StepTimes]:
+def work(rank: int, model: str, rounds: int, steps: int, variant: Variant = PLAIN) -> dict[str, StepTimes]:
     """Every rank: profile the stages in turns."""
-    job = how.do(JOBS[model])
-    batches = [job.part(step, rank, dist.get_world_size()) for step in range(steps)]
-    graphs = {f"stage {stage}": graph(stage, job) for stage in range(4)}
+    workload = variant.apply(WORKLOADS[model])
+    batches = [workload.part(step, rank, dist.get_world_size()) for step in range(steps)]
+    graphs = {f"stage {stage}": graph(stage, workload) for stage in range(4)}
     found = {name: StepTimes() for name in graphs}
     for turn in range(rounds + 1):
         for name, step in graphs.items():

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
 from systems import BASE, SYSTEMS, chosen, mean
-from workloads import JOBS, PLAIN, How
+from workloads import PLAIN, WORKLOADS, Variant
 
 import graphzero as gz
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
@@ -76,13 +76,13 @@ def _ratios(mine: list[list[float]], its: list[list[float]]) -> list[float]:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="more rounds")
-    parser.add_argument("--model", choices=JOBS, default="A")
+    parser.add_argument("--model", choices=WORKLOADS, default="A")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SYSTEMS)}")
     parser.add_argument("--also", nargs="+", metavar="NAME", default=[], help="systems that are measured where named")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
-    How.add_options(parser)
+    Variant.add_options(parser)
     parser.add_argument("--gloo", action="store_true", help="graphzero sends through gloo, as between hosts")
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
@@ -99,7 +99,7 @@ def main() -> None:
         if system.missing:
             print(system.missing, file=sys.stderr)
     systems = [s for s in systems if not s.missing]
-    how = How.of(options)
+    variant = Variant.from_options(options)
     found = on_gloo(
         options.ranks,
         work,
@@ -109,16 +109,20 @@ def main() -> None:
         options.steps,
         0,
         options.keep_memory,
-        how,
+        variant,
     )
-    about = how.do(JOBS[options.model]).describe(options.ranks) + SENT * options.gloo + KEPT * options.keep_memory
+    about = (
+        variant.apply(WORKLOADS[options.model]).describe(options.ranks)
+        + SENT * options.gloo
+        + KEPT * options.keep_memory
+    )
     about += f"; {rounds} rounds of {options.steps - 1} counted steps"
     print(f"{about}\n\n{table(found)}")
     if options.save:
         times = {"about": about, **{name: asdict(one) for name, one in found.items()}}
         run = (
             f"{options.model}, {options.ranks} ranks"
-            + how.title
+            + variant.title
             + ", through gloo" * options.gloo
             + ", memory kept" * options.keep_memory
         )
@@ -151,20 +155,20 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
 
 def work(
     rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False,
-    how: How = PLAIN,
+    variant: Variant = PLAIN,
 ) -> dict[str, Timed]:  # fmt: skip
     """Every rank: alternate rounds of all systems.
 
-    share: samples a rank, where not as many as the job says.  keep: the process keeps memory that is freed.
+    share: samples a rank, where not as many as the workload says.  keep: the process keeps memory that is freed.
     """
     if keep:
         gz.keep_freed_memory()
     ranks = dist.get_world_size()
-    job = how.do(JOBS[model])
-    job = replace(job, share=share or job.share)
-    batches = [job.part(step, rank, ranks) for step in range(BATCHES)]
+    workload = variant.apply(WORKLOADS[model])
+    workload = replace(workload, share=share or workload.share)
+    batches = [workload.part(step, rank, ranks) for step in range(BATCHES)]
     systems = {s.name: s for s in chosen(names)}
-    running = {name: s.begin(job) for name, s in systems.items()}
+    running = {name: s.begin(workload) for name, s in systems.items()}
     losses = {}
     for name, step in running.items():
         losses[name] = [mean(step(*batches[0]))]  # compiles

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from parity import TrainGraph
 from torch import Tensor, nn
 from torch.optim import AdamW
-from workloads import Job
+from workloads import Workload
 
 Step = Callable[..., Tensor]  # this rank's part of a batch -> the loss: of this part, or of the whole batch
 
@@ -37,14 +37,14 @@ RATE = 1e-4  # small, so that rounding, which compilers change, does not grow wi
 
 @dataclass(frozen=True)
 class System:
-    """stage: what is split between ranks, in ZeRO's numbers.  begin: a job -> its training step, on every rank.
+    """stage: what is split between ranks, in ZeRO's numbers.  begin: a workload -> its training step, on every rank.
 
     special: it is measured only where it is named.
     """
 
     name: str
     stage: int
-    begin: Callable[[Job], Step]
+    begin: Callable[[Workload], Step]
     needs: str = "torch"
     special: bool = False
 
@@ -58,22 +58,22 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=RATE, fused=True)
 
 
-def graph(stage: int, job: Job, **settings: Any) -> TrainGraph:
+def graph(stage: int, workload: Workload, **settings: Any) -> TrainGraph:
     """settings: what the methods ``set_...`` of its configuration are given, by their names."""
-    model = job.model()
+    model = workload.model()
     made = TrainGraph(model, adamw(model), None, stage)
-    made.config.set_gradient_accumulation_steps(job.micro_batches)
-    if job.precision is not None:
-        made.config.enable_amp(dtype=job.precision)
+    made.config.set_gradient_accumulation_steps(workload.micro_batches)
+    if workload.precision is not None:
+        made.config.enable_amp(dtype=workload.precision)
     for name, value in settings.items():
         getattr(made.config, f"set_{name}")(value)
     return made
 
 
-def rounded(stage: int, job: Job) -> TrainGraph:
-    model = job.model().to(torch.bfloat16)
+def rounded(stage: int, workload: Workload) -> TrainGraph:
+    model = workload.model().to(torch.bfloat16)
     made = TrainGraph(model, adamw(model), None, stage)
-    made.config.set_gradient_accumulation_steps(job.micro_batches)
+    made.config.set_gradient_accumulation_steps(workload.micro_batches)
     made.config.enable_amp(stochastic_rounding=True)
     return made
 
@@ -85,13 +85,16 @@ def graphs(name: str, stages: Iterable[int], special: bool = False, **settings: 
 
 
 def hand_written(
-    wrap: Callable[[nn.Module], Any], job: Job, optimizer_of: Callable[[nn.Module], Any] = adamw, casts: bool = True
+    wrap: Callable[[nn.Module], Any],
+    workload: Workload,
+    optimizer_of: Callable[[nn.Module], Any] = adamw,
+    casts: bool = True,
 ) -> Step:
     """The loop that one writes around a wrapped model; ranks meet for the last micro-batch's gradients.
 
     casts: mixed precision is ``torch.autocast``'s, not what ``wrap`` does.
     """
-    model, count = job.model(), job.micro_batches
+    model, count = workload.model(), workload.micro_batches
     wrapped = wrap(model)
     optimizer = optimizer_of(model)
 
@@ -100,7 +103,7 @@ def hand_written(
         total = torch.zeros(())
         for i, part in enumerate(zip(*(x.chunk(count) for x in batch), strict=True)):
             with apart(wrapped, i < count - 1):
-                with torch.autocast("cpu", job.precision, enabled=casts and job.precision is not None):
+                with torch.autocast("cpu", workload.precision, enabled=casts and workload.precision is not None):
                     loss: Tensor = wrapped(*part) / count
                 loss.backward()
             total += loss.detach()
@@ -136,14 +139,17 @@ def redundancy(model: nn.Module) -> Any:
     )
 
 
-def fsdp2(job: Job, compiled: bool = False) -> Step:
+def fsdp2(workload: Workload, compiled: bool = False) -> Step:
     """Split block by block, resharded after forward; each block is compiled by itself before it is split."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh, policy = init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy(param_dtype=job.precision)
+    mesh, policy = (
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        MixedPrecisionPolicy(param_dtype=workload.precision),
+    )
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    return hand_written(partial(_by_block, shard, compiled), job, casts=False)
+    return hand_written(partial(_by_block, shard, compiled), workload, casts=False)
 
 
 def _by_block(shard: Callable[[nn.Module], Any], compiled: bool, model: nn.Module) -> Any:
@@ -153,7 +159,7 @@ def _by_block(shard: Callable[[nn.Module], Any], compiled: bool, model: nn.Modul
     return shard(model)
 
 
-def deepspeed(stage: int, job: Job) -> Step:
+def deepspeed(stage: int, workload: Workload) -> Step:
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
     logging.disable(logging.WARNING)
     import deepspeed as package
@@ -163,14 +169,14 @@ def deepspeed(stage: int, job: Job) -> Step:
     if stage == 3:  # gathered weights go after their last use, as they do in FSDP2 and here
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
         zero |= {"stage3_prefetch_bucket_size": elements}
-    model = job.model()
-    count = job.micro_batches
+    model = workload.model()
+    count = workload.micro_batches
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.share // count,
+        "train_micro_batch_size_per_gpu": workload.share // count,
         "gradient_accumulation_steps": count,
     }
     config |= {"gradient_clipping": 0.0, "zero_optimization": zero}
-    config |= {KINDS[job.precision]: {"enabled": True}} if job.precision else {}
+    config |= {KINDS[workload.precision]: {"enabled": True}} if workload.precision else {}
     engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
 
     def step(*batch: Tensor) -> Tensor:

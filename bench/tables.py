@@ -35,7 +35,7 @@ PAGES = {
     "bench/results/first_step.md": ("machine", "first step"),
     "bench/results/overhead.md": ("machine", "overhead"),
     "bench/results/scaling.md": ("machine", "scaling"),
-    "docs/performance.md": ("profile", "ways"),
+    "docs/performance.md": ("profile", "collectives"),
 }
 PLOT = "docs/time_against_memory.svg"
 BY_HAND = "Look at what is written by hand: docs/benchmarks.md, README.md, and the prose of docs/performance.md."
@@ -83,7 +83,7 @@ def filled(page: str, what: str, text: str) -> str:
 
 
 def machine() -> str:
-    """What figures of this machine belong to."""
+    """Description of this machine and of versions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -144,7 +144,7 @@ def panel(name: str, run: Mapping[str, Any]) -> Panel:
 
 
 def short(system: str) -> str:
-    """What stands beside a point."""
+    """Label of a point."""
     return system.replace(", stage", "").replace("ZeroRedundancyOptimizer", "ZeRO-1 optimizer")
 
 
@@ -177,7 +177,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Box:
-    """Where a label or a mark is."""
+    """Rectangle of a label or a mark."""
 
     left: float
     top: float
@@ -191,7 +191,7 @@ class Box:
 
     @property
     def outside(self) -> float:
-        """How far it leaves the panel."""
+        """Pixels by which it leaves the panel."""
         return max(LEFT - self.left, 0.0) + max(self.left + self.width - WIDTH, 0.0) + max(TOP - self.top, 0.0)
 
 

@@ -20,7 +20,7 @@ from graphzero.sbp.types import Sbp
 
 @dataclass(frozen=True)
 class Split:
-    """How parameters and buffers whose names match ``pattern`` are split over the tensor axis.
+    """The split over the tensor axis of parameters and buffers whose names match ``pattern``.
 
     units: a dotted name, seen from the model, of how many units (heads) must each stay whole; where the ranks do not
         divide them, nothing is split.  Empty: any cut will do.

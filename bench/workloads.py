@@ -1,7 +1,7 @@
-"""What the comparison with other systems trains: two GPTs and a convolutional network, each with its data.
+"""Workloads of the comparison with other systems: two GPTs and a convolutional network, each with its data.
 
-A job's loss is a mean over equal shares of the batch and no layer looks across samples, so that systems which train
-every rank's share by itself compute what a Graph computes on the whole batch.
+The loss is a mean over equal shares of the batch and no layer looks across samples, so that systems which train every
+rank's share by itself compute what a Graph computes on the whole batch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class GPT(nn.Module):
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """A model whose ``blocks`` are what FSDP2 splits one by one, and its data.
 
     make: a fresh model; its parameters depend on torch's seed alone.
@@ -110,8 +110,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class How:
-    """In which way a job is done: as the two fields of ``Job`` say; precision: the dtype's name."""
+class Variant:
+    """Micro-batches and mixed precision of a workload; precision: the dtype's name."""
 
     micro_batches: int = 1
     precision: str | None = None
@@ -122,21 +122,21 @@ class How:
         parser.add_argument("--precision", choices=("bfloat16", "float16"), help="mixed precision, in all systems")
 
     @classmethod
-    def of(cls, options: Namespace) -> How:
+    def from_options(cls, options: Namespace) -> Variant:
         return cls(options.micro_batches, options.precision)
 
-    def do(self, job: Job) -> Job:
+    def apply(self, workload: Workload) -> Workload:
         dtype = getattr(torch, self.precision) if self.precision else None
-        return replace(job, micro_batches=self.micro_batches, precision=dtype)
+        return replace(workload, micro_batches=self.micro_batches, precision=dtype)
 
     @property
     def title(self) -> str:
-        """What stands behind the name of a run."""
+        """Suffix of the name of a run."""
         parts = f", {self.micro_batches} micro-batches" * (self.micro_batches > 1)
         return parts + f", {self.precision}" * bool(self.precision)
 
 
-PLAIN = How()
+PLAIN = Variant()
 
 
 class Residual(nn.Module):
@@ -178,7 +178,7 @@ def images(step: int, size: int, side: int) -> Batch:
     return x, torch.randint(100, (size,), generator=generator)
 
 
-def gpt(shape: Shape) -> Job:
+def gpt(shape: Shape) -> Workload:
     what = (
         f"GPT, {shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, "
         f"{shape.batch} sequences of {shape.context} a rank"
@@ -187,13 +187,13 @@ def gpt(shape: Shape) -> Job:
     def batch(step: int, size: int) -> Batch:
         return tokens(step, size, torch.float32, shape.vocabulary, shape.context)
 
-    return Job(what, partial(GPT, shape), batch, shape.batch)
+    return Workload(what, partial(GPT, shape), batch, shape.batch)
 
 
-def convnet(widths: tuple[int, ...], share: int, side: int) -> Job:
+def convnet(widths: tuple[int, ...], share: int, side: int) -> Workload:
     sizes = f"widths {', '.join(map(str, widths))}, {share} images of {side} x {side} a rank"
     what = f"residual convolutional network, {sizes}"
-    return Job(what, partial(ConvNet, widths), partial(images, side=side), share)
+    return Workload(what, partial(ConvNet, widths), partial(images, side=side), share)
 
 
 def thin(shape: Shape) -> Shape:
@@ -201,12 +201,12 @@ def thin(shape: Shape) -> Shape:
     return replace(shape, vocabulary=64, width=8 * shape.heads, context=16)
 
 
-JOBS = {
+WORKLOADS = {
     **{name: gpt(shape) for name, shape in SHAPES.items()},
     "toy conv": convnet((8, 16), share=2, side=8),
     "conv": convnet((64, 128, 256, 384), share=8, side=24),
 }
-THIN = {  # the same operators on small tensors: what a step costs whatever the sizes
+THIN_WORKLOADS = {  # the same operators on small tensors: what a step costs whatever the sizes
     **{name: gpt(thin(shape)) for name, shape in SHAPES.items()},
     "toy conv": convnet((8, 16), share=2, side=8),
     "conv": convnet((8, 16, 24, 32), share=8, side=8),

@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen instructions of what a Graph does: afterwards all must work, or be refused with the reason.
+"""Ctrl-C at chosen instructions of a Graph's calls: afterwards all must work, or be refused with the reason.
 
     python bench/stress/interrupts.py                        # 300 of the places of each kind of call
     python bench/stress/interrupts.py --places 0 --only step # every place of a later step
@@ -98,7 +98,7 @@ class Places:
         self._last[frame] = self.count
 
     def _trip(self) -> Any:
-        """What raises the signal when it is called for the first time, without an instruction of Python's."""
+        """A trace function that raises the signal in its first call, without an instruction of Python's."""
 
         class Held: ...
 
@@ -121,7 +121,7 @@ def places_of(work: Callable[[], Any], places: Places | None = None) -> list[int
 
 
 def interrupted(work: Callable[[], Any], at: int) -> tuple[BaseException | None, str]:
-    """What ``work`` has raised with a signal at that place, and where that is."""
+    """The error that ``work`` raises with a signal at that place, and where that is."""
     places = Places(at)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -223,7 +223,7 @@ def know_undisturbed() -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """What an interrupt must leave as it was."""
+    """State of torch and Python that an interrupt must leave as it was."""
     return {
         "gradients": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled(),
         "function modes": torch._C._len_torch_function_stack(), "modes": torch._C._len_torch_dispatch_stack(),
@@ -240,7 +240,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def trial(name: str, at: int) -> tuple[str, str]:
-    """How an interrupt at a place ended: "worked", "refused", "unnoticed" or what is wrong; and the place."""
+    """Outcome of an interrupt at a place: "worked", "refused", "unnoticed" or what is wrong; and the place."""
     work, steps = WORKS[name]
     subject = USED.pop(name, None) or Subject(steps)
     if steps:

@@ -1,4 +1,4 @@
-"""Changes that one rank makes alone, drawn from a table, and what becomes of the step that all make then.
+"""Changes that one rank makes alone, drawn from a table, and the outcome of the next step of all ranks.
 
 Each is either refused on all ranks, by an error that says what differs, or makes no difference: then all hold what one
 device would.  Nobody hangs, and nothing mixes.  A change is a function in ``BEFORE``, ``INPUTS`` or ``INSTEAD``.

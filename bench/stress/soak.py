@@ -1,4 +1,6 @@
-"""Does anything grow?  ``python bench/stress/soak.py --steps 5000 --shapes 100 --graphs 300``.
+"""Growth of memory, threads and files over many steps, shapes and Graphs.
+
+    python bench/stress/soak.py --steps 5000 --shapes 100 --graphs 300
 
 One Graph is called with many shapes, over and over, and many Graphs are made one after another, on virtual ranks and on
 two gloo processes, on placements of one and of two axes.  Memory, threads, open files and programs are read on the way;

@@ -1,4 +1,4 @@
-"""Texts as an attacker, or an accident, would write them: mutated programs, and every name of torch where an op stands.
+"""Fuzzing of the text format: mutated programs, and every name of torch in the place of an op.
 
     python bench/stress/text_fuzz.py                 20,000 mutated texts, and all names
     python bench/stress/text_fuzz.py --texts 500     a short form
@@ -208,7 +208,7 @@ CHANGES = (
 
 
 def outcome(text: str) -> str:
-    """What happened: the class of the error, how far the text came, or what must not be."""
+    """Outcome of a text: the class of the error, how far it came, or the violation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -239,7 +239,7 @@ def _bytes(graph: StepGraph) -> int:
 
 
 def attack(texts: Iterator[str]) -> tuple[Counter[str], list[str], float, int]:
-    """What became of the texts: counts, what must not be, the longest in seconds, the growth of memory in bytes."""
+    """Outcomes of the texts: counts, violations, the longest in seconds, the growth of memory in bytes."""
     counts: Counter[str] = Counter()
     bad: list[str] = []
     longest, before = 0.0, _peak()
@@ -334,7 +334,7 @@ EFFECTS = (
 
 
 class Watch:
-    """What Python does while it is on: events of its audit hook that name effects beyond memory."""
+    """Recorder of Python's actions while it is on: events of its audit hook that name effects beyond memory."""
 
     def __init__(self) -> None:
         self.on, self.seen = False, Counter[str]()

@@ -71,7 +71,7 @@ def cells_of(program: str, seed: int) -> Iterator[Cell]:
 
 @dataclass
 class Run:
-    """What a program gave: outputs of each step, then everything that the user can see."""
+    """Results of a program: outputs of each step, then everything that the user can see."""
 
     outputs: list[list[Any]]
     seen: dict[str, Any]
@@ -232,7 +232,7 @@ def is_plain(value: Any) -> bool:
 
 
 def differences(ours: Run, theirs: Run, cell: Cell, rank: int = 0) -> list[str]:
-    """What is not as in plain PyTorch."""
+    """Differences from plain PyTorch."""
     found = []
     for number, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
         found += compared(f"outputs of step {number}", a, b, cell, rank)

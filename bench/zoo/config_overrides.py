@@ -1,4 +1,4 @@
-"""What single architectures of transformers need beside the general rules, by a pattern of the model type."""
+"""Configurations of single architectures of transformers beside the general rules, by a pattern of the model type."""
 
 from __future__ import annotations
 

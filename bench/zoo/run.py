@@ -108,7 +108,7 @@ def tried(name: str, phases: list[str], before: dict[str, Any]) -> dict[str, Any
 
 
 def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` returns in a process of its own, with how much it used; or how it ended."""
+    """Result of ``work`` in a process of its own, with the resources used; or how the process ended."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

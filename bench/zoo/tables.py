@@ -62,7 +62,7 @@ def shares(records: Sequence[Record]) -> str:
 
 
 def causes(records: Sequence[Record]) -> str:
-    """What was refused, crashed or came out wrong, by cause, with what the peers say to the same models."""
+    """Models refused, crashed or wrong, by cause, with the peers' outcomes for the same models."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record["outcome"] in ("refused", "crashed", "wrong"):

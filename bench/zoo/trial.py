@@ -1,4 +1,4 @@
-"""What one model of the zoo is, and what is tried on it: the same three steps in plain PyTorch and as a Graph.
+"""A trial of one model of the zoo: the same three steps in plain PyTorch and as a Graph.
 
 The Graph is at stage 3 on four virtual ranks.  Both train a model of equal start, in float64, on batches drawn anew for
 every step.  Where a model's own code computes in float32 within (``x.float()``), the mode ``Wide`` has it compute in
@@ -86,7 +86,7 @@ def _wide(x: Any) -> Any:
 
 @contextmanager
 def measured() -> Iterator[None]:
-    """What all of a trial runs under: float64, no warnings, code that computes in float32 widened."""
+    """Context of a trial: float64, no warnings, code that computes in float32 widened."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def made(make: Callable[[], Trial]) -> Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """What three steps gave: losses (trees, flat) and the module's state."""
+    """Results of three steps: losses (trees, flat) and the module's state."""
 
     losses: list[float]
     state: dict[str, Tensor]

@@ -13,7 +13,7 @@ import tables
 import torch
 from _run import on_gloo
 from systems import BASE, EARLY, SYSTEMS, System, chosen
-from workloads import JOBS, THIN
+from workloads import THIN_WORKLOADS, WORKLOADS
 
 COMPILED = (BASE, "graphzero + inductor, stage 2")  # other stages: tests/runtime; what else compiles costs a minute
 PLAIN = [
@@ -65,7 +65,9 @@ def test_a_ratio_is_taken_round_by_round_so_that_a_slow_round_does_not_count():
 
 
 def test_a_system_that_is_not_installed_is_left_out_with_a_word():
-    assert "no module no_such_module" in (System("Other", 0, lambda job: torch.clone, "no_such_module").missing or "")
+    assert "no module no_such_module" in (
+        System("Other", 0, lambda workload: torch.clone, "no_such_module").missing or ""
+    )
     assert SYSTEMS[0].missing is None
 
 
@@ -77,10 +79,15 @@ def test_a_name_without_a_stage_means_all_its_stages_and_nothing_else():
 
 @pytest.mark.parametrize("model", ["toy", "toy conv"])
 def test_ranks_share_one_batch_and_one_model(model):
-    job = JOBS[model]
-    parts = [job.part(3, rank, ranks=2) for rank in range(2)]
-    assert all(torch.equal(torch.cat(x), whole) for *x, whole in zip(*parts, job.batch(3, 2 * job.share), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(job.model().parameters(), job.model().parameters(), strict=True))
+    workload = WORKLOADS[model]
+    parts = [workload.part(3, rank, ranks=2) for rank in range(2)]
+    assert all(
+        torch.equal(torch.cat(x), whole)
+        for *x, whole in zip(*parts, workload.batch(3, 2 * workload.share), strict=True)
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(workload.model().parameters(), workload.model().parameters(), strict=True)
+    )
 
 
 @pytest.mark.skipif(not peak_memory.CLEAR.exists(), reason="only Linux resets the high-water mark")
@@ -94,8 +101,8 @@ def test_the_high_water_mark_holds_what_was_freed_since_and_begins_anew():
 
 
 def test_a_thin_model_runs_the_same_operators_on_hardly_any_numbers():
-    for name, job in THIN.items():
-        real, thin = JOBS[name].model(), job.model()
+    for name, workload in THIN_WORKLOADS.items():
+        real, thin = WORKLOADS[name].model(), workload.model()
         assert [type(m) for m in thin.modules()] == [type(m) for m in real.modules()]
         assert sum(p.nbytes for p in thin.parameters()) < 10**6
 

@@ -13,7 +13,7 @@ import torch
 from compile_clock import clocks
 from step_model import Cluster, Compute, bounds, hierarchies, planned
 from step_time import Timed
-from workloads import JOBS
+from workloads import WORKLOADS
 
 import graphzero as gz
 from graphzero.plan import Collective
@@ -52,10 +52,10 @@ def test_an_axis_that_leaves_a_host_is_as_slow_as_the_way_between_hosts():
 
 
 def test_a_plan_of_ranks_that_are_not_there_is_that_of_so_many_virtual_ones():
-    job = JOBS["toy"]
+    workload = WORKLOADS["toy"]
     with torch.device("meta"):
-        model = job.model()
-    share = tuple(x.to("meta") for x in job.part(0, 0, 1))
+        model = workload.model()
+    share = tuple(x.to("meta") for x in workload.part(0, 0, 1))
     found = planned(model, share, (3,), CLUSTER, (2, 4))[3]
     sent = sum(one.bytes for one in found.collectives if one.axis == "dp_replicate" and one.what_for == "gradients")
     assert sent == pytest.approx(4 * found.parameters / 4, rel=0.05)  # an all_reduce of 1/4 of them over 2 ranks
