@@ -62,7 +62,7 @@ class PackedHistory:
         self._kept, numbers = _Kept(), dict[int, int]()
         self._numbers = numbers  # of nodes, by id, all of which are in the next
         self._rows: dict[fx.Node, _Row] = {}  # the last of each node
-        self._heads, self._bodies = _Writer(numbers, self._kept.objects), _Writer(numbers, self._kept.objects)
+        self._heads, self._bodies = _NodePickler(numbers, self._kept.objects), _NodePickler(numbers, self._kept.objects)
         self._last: _Last | None = None
         self._may_change = False  # something that rows were written of
 
@@ -146,11 +146,11 @@ class PackedGraph:
     def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
         """The bytes of all rows written so far, also of those that are not in this graph."""
         pieces = [zlib.decompress(piece[part]) for piece in self._kept.pieces[: self._pieces]]
-        reader = _Reader(io.BytesIO(b"".join(pieces)), nodes, self._kept.objects)
+        reader = _NodeUnpickler(io.BytesIO(b"".join(pieces)), nodes, self._kept.objects)
         return [row for _ in pieces for row in reader.load()]
 
 
-class _Writer(pickle.Pickler):
+class _NodePickler(pickle.Pickler):
     """A node is written by its number, anything else that is not plain by one below zero, of where it is kept.
 
     That is asked once for each object: the pickler knows by itself what is plain, and what it has met before.
@@ -184,7 +184,7 @@ def _numbered(number: int) -> Any:
     raise NotImplementedError
 
 
-class _Reader(pickle.Unpickler):
+class _NodeUnpickler(pickle.Unpickler):
     """nodes: by their numbers; of one that is not in the graph there is None, and no row in it that reads that."""
 
     def __init__(self, file: io.BytesIO, nodes: Mapping[int, fx.Node], kept: list[Any]) -> None:

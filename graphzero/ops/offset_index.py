@@ -76,10 +76,10 @@ def _nll_loss(forward: Any, backward: Any) -> tuple[Callable[..., Any], Callable
     ) -> tuple[Tensor, Tensor]:
         """The count of an unweighted sum is of all targets, of a weighted one of those in this rank's piece."""
         here = target_here(x, target, ignore_index, start, total)
-        found, count = forward(x, here, weight, reduction, NOWHERE)
+        loss_value, count = forward(x, here, weight, reduction, NOWHERE)
         if weight is None and reduction == SUM:
             count = (target != ignore_index).sum(dtype=count.dtype)
-        return found, count
+        return loss_value, count
 
     def gradient(
         grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,

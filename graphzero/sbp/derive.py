@@ -151,16 +151,16 @@ def _sizes(
         if len(sizes) > 1:
             name = "the rest" if label.startswith(".") else repr(label)
             raise _disagree(factors, given, made, f"{name} has sizes {sorted(sizes)}", "a letter has one size")
-    found = {label: next(iter(sizes)) for label, sizes in seen.items()}
-    _divide(found, merged)
+    size_of = {label: next(iter(sizes)) for label, sizes in seen.items()}
+    _divide(size_of, merged)
     for labels, size in merged:
-        known = prod(found.get(label, 1) for label in labels)
+        known = prod(size_of.get(label, 1) for label in labels)
         if (size % known if known else size) or ("_" not in labels and size != known):
             text = (
-                f"({''.join(labels)}) has size {size}, its letters {', '.join(f'{x}={found.get(x)}' for x in labels)}"
+                f"({''.join(labels)}) has size {size}, its letters {', '.join(f'{x}={size_of.get(x)}' for x in labels)}"
             )
             raise _disagree(factors, given, made, text, "a merged dim is the product of its letters")
-    return found
+    return size_of
 
 
 def _divide(found: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) -> None:

@@ -17,7 +17,7 @@ from graphzero.ir.value import Role
 _PLAIN = (float, int, bool, str, type(None))
 
 
-class _Group:
+class _GroupRecord:
     """One parameter group as it was: its entries, the role and value of its numbers, and what is held fixed."""
 
     def __init__(self, optimizer: int, spec: OptimizerSpec, index: int) -> None:
@@ -57,7 +57,7 @@ class ParameterGroups:
     def __init__(self, specs: Sequence[OptimizerSpec] = ()) -> None:
         self.numbers: dict[Role, float] = {}
         self.baked: tuple[Any, ...] = ()
-        self._known: list[tuple[OptimizerSpec, list[_Group]]] = []
+        self._known: list[tuple[OptimizerSpec, list[_GroupRecord]]] = []
         self.read_groups(specs)
 
     def read_groups(self, specs: Sequence[OptimizerSpec]) -> None:
@@ -72,7 +72,7 @@ class ParameterGroups:
                 record = known[g] if g < len(known) else None
                 before = record and record.entries
                 if record is None or not record.follows(group):
-                    record, is_new = _Group(i, spec, g), True
+                    record, is_new = _GroupRecord(i, spec, g), True
                 has_changed |= record.entries is not before
                 groups.append(record)
             groups_by_spec.append((spec, groups))

@@ -32,13 +32,13 @@ _WRITING = (ops.assign, ops.launch, ops.wait)  # and what is told where: a progr
 def check_storage(graph: StepGraph, where: str) -> None:
     """Raise VerifyError where a storage is read after it is written over, or a slot taken while it is in use."""
     if any(node.target in _WRITING or value.OUT in node.kwargs for node in graph.nodes):
-        walk = _Walk(graph, where)
+        walk = _StorageWalk(graph, where)
         for node in graph.nodes:
             walk.pass_by(node)
         walk.end()
 
 
-class _Walk:
+class _StorageWalk:
     """State of storages on the way down a program: which have been written over."""
 
     def __init__(self, graph: StepGraph, where: str) -> None:

@@ -126,7 +126,7 @@ class _Load:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _JoinedUpdates:
     """Updates to be joined, by their positions in a stretch.  after, before: between which the call may stand."""
 
     members: tuple[int, ...]
@@ -138,9 +138,9 @@ class _Group:
         """The call stands behind what is there."""
         return max(self.after, self.members[0])
 
-    def joined(self, other: _Group) -> _Group:
+    def joined(self, other: _JoinedUpdates) -> _JoinedUpdates:
         after, before = max(self.after, other.after), min(self.before, other.before)
-        return _Group(self.members + other.members, after, before)
+        return _JoinedUpdates(self.members + other.members, after, before)
 
     def waiting(self, nodes: list[fx.Node], load: _Load) -> dict[fx.Node, int]:
         """Bytes that its members hold longer than by themselves, while each node runs."""
@@ -159,17 +159,17 @@ class _Group:
         return self.place < self.before and all(load.over[x] + more <= load.most for x, more in extra.items() if more)
 
 
-def _first_group(nodes: list[fx.Node], load: _Load) -> _Group | None:
+def _first_group(nodes: list[fx.Node], load: _Load) -> _JoinedUpdates | None:
     """The first updates of a stretch that may be joined."""
     order = _Order(nodes, load.roots)
-    open_: dict[Any, _Group] = {}
+    open_: dict[Any, _JoinedUpdates] = {}
     for i, node in enumerate(nodes):
         key = _key(node)
         if key is None:
             continue
         around, open_group = order.around(i), open_.get(key)
         after = max((j for j in around if j < i), default=-1)
-        alone = _Group((i,), after, min((j for j in around if j > i), default=len(nodes)))
+        alone = _JoinedUpdates((i,), after, min((j for j in around if j > i), default=len(nodes)))
         if open_group is not None and around.isdisjoint(open_group.members):
             group = open_group.joined(alone)
             if group.fits(nodes, load):
@@ -229,7 +229,7 @@ def _is_pick(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.target in LISTS
 
 
-def _join(graph: StepGraph, nodes: list[fx.Node], group: _Group, load: _Load) -> list[fx.Node]:
+def _join(graph: StepGraph, nodes: list[fx.Node], group: _JoinedUpdates, load: _Load) -> list[fx.Node]:
     """Make the first update the call of all; returns what the stretch consists of by then."""
     members = [nodes[i] for i in group.members]
     first, results, lists = members[0], _results(members), LISTS[members[0].target]

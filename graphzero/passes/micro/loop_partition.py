@@ -98,8 +98,8 @@ class LoopPartition:
     def _completes(self, node: fx.Node) -> bool:
         if node.target is not ops.box:
             return False
-        have, made = self.cut(value.operand(node)), self.cut(node)
-        return not have[0].is_broadcast and made != have
+        have, want = self.cut(value.operand(node)), self.cut(node)
+        return not have[0].is_broadcast and want != have
 
     def _depend_on_none_of(self, placeholders: Iterable[fx.Node]) -> set[fx.Node]:
         excluded = set(placeholders)

@@ -35,9 +35,9 @@ class MicroBatchErrors:
         )
 
     def mismatch(self, source: fx.Node, box: fx.Node) -> str:
-        have, made = self.partition.sbp(source), self.partition.sbp(box)
-        if have is not made:
-            return f"is {have} over the micro-batches, and is to be {made}"
+        have, want = self.partition.sbp(source), self.partition.sbp(box)
+        if have is not want:
+            return f"is {have} over the micro-batches, and is to be {want}"
         nds = self.types.others(source), self.types.others(box)
         names = [name for name in self.axes if name != MICRO_BATCHES]
         axes = [name for name, a, b in zip(names, *nds, strict=True) if a is not b]

@@ -93,13 +93,13 @@ def _largest(graph: StepGraph) -> list[fx.Node]:
         is_batch = node.op == "placeholder" and role is not None and role.kind == "batch"
         if is_batch or any(operand in of_batch for operand in node.all_input_nodes):
             of_batch.add(node)
-    made = [
+    candidates = [
         node
         for node in graph.nodes
         if node in of_batch and node.op == "call_function" and value.phase_of(node) == "forward" and _has_rows(node)
     ]
-    made.sort(key=lambda node: -_bytes_of(graph, node))
-    return [node for node in made if 2 * _bytes_of(graph, node) >= _bytes_of(graph, made[0])]
+    candidates.sort(key=lambda node: -_bytes_of(graph, node))
+    return [node for node in candidates if 2 * _bytes_of(graph, node) >= _bytes_of(graph, candidates[0])]
 
 
 def _has_rows(node: fx.Node) -> bool:
@@ -180,9 +180,9 @@ class _Growing:
             raise NoRegion(f"more than {LONGEST} ops hang together with it")
         self.inside.add(node)
         if node.target is operator.getitem:
-            made = value.operand(node)
-            if made not in self.inside:
-                self._add(made)
+            source = value.operand(node)
+            if source not in self.inside:
+                self._add(source)
             return
         signature = self.region.runs[node] = self._signature(node)
         for result, sbp in zip(_results(node), signature.outputs, strict=True):
@@ -198,8 +198,8 @@ class _Growing:
         for one in self._allowed(node):
             pairs = zip(value.own_operands(node), one.inputs, strict=True)
             reads = all(self.cut[x] is s if x in self.cut else not s.is_partial for x, s in pairs)
-            made = zip(_results(node), one.outputs, strict=True)
-            makes = all(self.cut.get(x, s) is s for some, s in made for x in some)
+            results = zip(_results(node), one.outputs, strict=True)
+            makes = all(self.cut.get(x, s) is s for some, s in results for x in some)
             is_cut = not all(s.is_broadcast for s in one.outputs)
             if reads and makes and is_cut and sized(node, node.args, node.kwargs, one, self.region.count):
                 return one
@@ -217,13 +217,13 @@ class _Growing:
 
     def _weights(self) -> set[frozenset[fx.Node]]:
         """The parameters, vectors aside, of which each of the values is made that every tile reads whole."""
-        found: dict[fx.Node, frozenset[fx.Node]] = {}
+        weights_of: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.nodes:
             role = value.role_of(node)
             is_weight = node.op == "placeholder" and role is not None and role.kind == "param" and _has_rows(node)
             read = () if node.target in SHAPED else node.all_input_nodes
-            found[node] = frozenset([node] if is_weight else ()).union(*(found[x] for x in read))
-        whole = (found[x] for x in self.region.inputs if not self.cut.get(x, B).is_split)
+            weights_of[node] = frozenset([node] if is_weight else ()).union(*(weights_of[x] for x in read))
+        whole = (weights_of[x] for x in self.region.inputs if not self.cut.get(x, B).is_split)
         return {weights for weights in whole if weights}
 
     def _check_sections(self, node: fx.Node) -> None:

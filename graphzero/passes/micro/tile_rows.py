@@ -120,11 +120,11 @@ class TileRows(BuiltinPass):
             region = row_region(graph, self.tiles)
         except NoRegion:
             return graph
-        _Writer(graph, region).write()
+        _TileWriter(graph, region).write_tiles()
         return graph
 
 
-class _Writer:
+class _TileWriter:
     """Puts the tiles in the place of the ops that they are of."""
 
     def __init__(self, graph: StepGraph, region: RowRegion) -> None:
@@ -133,9 +133,9 @@ class _Writer:
         self.phase = max((value.phase_of(node) for node in region.nodes), key=value.PHASES.index)
         self.place = next(node for node in region.nodes if value.phase_of(node) == self.phase)
         self.given = {node: self._again(node) for node in region.inputs}
-        self.rooms: dict[fx.Node, fx.Node] = {}  # what tiles have made so far of each result
+        self.accumulators: dict[fx.Node, fx.Node] = {}  # what tiles have made so far of each result
 
-    def write(self) -> None:
+    def write_tiles(self) -> None:
         inputs = set(self.region.inputs)
         self._fill_shaped()
         late = self._late()
@@ -147,8 +147,8 @@ class _Writer:
                 self._write_tile(number)
             instead = {result: self._ended(result) for result in self.region.results}
         self._move(late)
-        for result, made in instead.items():
-            result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in self.inside)
+        for result, replacement in instead.items():
+            result.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in self.inside)
         for node in reversed(self.region.nodes):
             self.graph.graph.erase_node(node)
         self._drop_unread(inputs)
@@ -165,20 +165,20 @@ class _Writer:
         role = value.role_of(chain[-1])
         if role is None or role.kind != "param":
             return node
-        made = found = chain.pop()
+        copy = param = chain.pop()
         for link in reversed(chain):
-            args, kwargs = fx.map_arg((link.args, link.kwargs), lambda _, made=made: made)  # type: ignore[misc]
+            args, kwargs = fx.map_arg((link.args, link.kwargs), lambda _, copy=copy: copy)  # type: ignore[misc]
             like = next(
-                (x for x in made.users if value.phase_of(x) == "backward" and _alike(x, link, args, kwargs)), None
+                (x for x in copy.users if value.phase_of(x) == "backward" and _alike(x, link, args, kwargs)), None
             )
-            if like is None and made is found:
+            if like is None and copy is param:
                 return node  # backward has no use of it
             if like is None:
-                with self.graph.graph.inserting_after(made):
+                with self.graph.graph.inserting_after(copy):
                     like = self.graph.graph.create_node("call_function", link.target, args, kwargs, name=link.name)
                 like.meta = {**link.meta, "phase": "backward"}
-            made = like
-        return made
+            copy = like
+        return copy
 
     def _fill_shaped(self) -> None:
         """Write ops that read only the shape of a tile's value as ``full``."""
@@ -191,13 +191,13 @@ class _Writer:
 
     def _behind(self, through_shapes: bool = False) -> list[fx.Node]:
         """Ops outside that depend on values of tiles, in order."""
-        found: dict[fx.Node, None] = {}
+        dependent: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if node in self.inside or (node.target in SHAPED and not through_shapes):
                 continue
-            if any(x in self.inside or x in found for x in node.all_input_nodes):
-                found[node] = None
-        return list(found)
+            if any(x in self.inside or x in dependent for x in node.all_input_nodes):
+                dependent[node] = None
+        return list(dependent)
 
     def _late(self) -> list[fx.Node]:
         """Ops above the place of the tiles that depend on their results."""
@@ -206,7 +206,7 @@ class _Writer:
 
     def _early(self) -> list[fx.Node]:
         """Ops below the place of the tiles on which they depend."""
-        below, rest, found = set[fx.Node](), list(self.given.values()), set[fx.Node]()
+        below, rest, early = set[fx.Node](), list(self.given.values()), set[fx.Node]()
         is_below = False
         for node in self.graph.nodes:
             is_below = is_below or node is self.place
@@ -214,10 +214,10 @@ class _Writer:
                 below.add(node)
         while rest:
             node = rest.pop()
-            if node in below and node not in found:
-                found.add(node)
+            if node in below and node not in early:
+                early.add(node)
                 rest += node.all_input_nodes
-        return [node for node in self.graph.nodes if node in found]
+        return [node for node in self.graph.nodes if node in early]
 
     def _move(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
@@ -240,7 +240,7 @@ class _Writer:
         if is_sum and type_.dtype in HALF:
             type_ = TensorType(torch.float32, type_.shape)
         args = (list(type_.shape), type_.dtype)
-        self.rooms[result] = self._call(
+        self.accumulators[result] = self._call(
             ops.accumulator, args, type_, result, f"{result.name}_sum" if is_sum else f"{result.name}_rows"
         )
 
@@ -254,16 +254,16 @@ class _Writer:
 
         for node in self.region.nodes:
             done[node] = self._copied(node, read)
-            if node in self.rooms:
+            if node in self.accumulators:
                 self._join(node, done[node], number)
 
     def _rows_of(self, operand: fx.Node, number: int) -> fx.Node:
         """The rows of an outside value that a tile reads."""
-        held, cut = self.given[operand], self.region.cut.get(operand, B)
+        whole, cut = self.given[operand], self.region.cut.get(operand, B)
         if not cut.is_split:
-            return held
-        args = (held, cut.dim, number, self.region.count)
-        return self._call(ops.take, args, self.sizes.micro_batch_type(value.type_of(held), (cut,)), operand)
+            return whole
+        args = (whole, cut.dim, number, self.region.count)
+        return self._call(ops.take, args, self.sizes.micro_batch_type(value.type_of(whole), (cut,)), operand)
 
     def _copied(self, node: fx.Node, read: Any) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), read)
@@ -273,29 +273,29 @@ class _Writer:
             run = self.region.runs[node]
             args, kwargs = sized(node, args, kwargs, run, self.region.count)  # type: ignore[misc]
             type_ = _part_of(self.sizes, value.type_of(node), run.outputs)
-        made = self._call(node.target, args, type_, node, f"{node.name}_tile")
-        made.kwargs = kwargs
-        return made
+        copy = self._call(node.target, args, type_, node, f"{node.name}_tile")
+        copy.kwargs = kwargs
+        return copy
 
     def _join(self, result: fx.Node, x: fx.Node, number: int) -> None:
         """Add a tile's share to a sum, or put its rows where they belong."""
-        cut, room, count = self.region.cut[result], self.rooms[result], self.region.count
-        type_ = value.type_of(room)
+        cut, accumulator, count = self.region.cut[result], self.accumulators[result], self.region.count
+        type_ = value.type_of(accumulator)
         if cut.is_split:
-            made = self._call(ops.put, (room, x, cut.dim, number, count), type_, result)
+            total = self._call(ops.put, (accumulator, x, cut.dim, number, count), type_, result)
         else:
-            made = self._call(ops.accumulate, (room, x, number, count, cut.reduction), type_, result)
-        self.rooms[result] = made
+            total = self._call(ops.accumulate, (accumulator, x, number, count, cut.reduction), type_, result)
+        self.accumulators[result] = total
 
     def _ended(self, result: fx.Node) -> fx.Node:
-        made, type_ = self.rooms[result], value.tensor_type(result)
-        if value.type_of(made) != type_:
-            made = self._call(aten._to_copy.default, (made,), type_, result)
-            made.kwargs = {"dtype": type_.dtype}
+        total, type_ = self.accumulators[result], value.tensor_type(result)
+        if value.type_of(total) != type_:
+            total = self._call(aten._to_copy.default, (total,), type_, result)
+            total.kwargs = {"dtype": type_.dtype}
         role = value.role_of(result)
         if role is not None:
-            self.graph.set_role(made, role)
-        return made
+            self.graph.set_role(total, role)
+        return total
 
     def _call(self, target: Any, args: Any, type_: Any, like: fx.Node, name: str | None = None) -> fx.Node:
         return self.graph.call(target, args, type_, sbp=value.sbp_of(like), phase=self.phase, like=like, name=name)

@@ -194,7 +194,7 @@ class Expand(BuiltinPass):
 
 def _splits(node: fx.Node, axes: Sequence[Found]) -> tuple[Sbp | None, ...]:
     """The split that each axis makes of the rows of an op that has a definition."""
-    return tuple(_split(node, found) for found in axes) if node.target in TABLE else ()
+    return tuple(_split(node, sbps) for sbps in axes) if node.target in TABLE else ()
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def _expand(graph: StepGraph, node: fx.Node, axes: Sequence[Found], splits: tupl
     """The node itself becomes the last op of its definition, so that it keeps its name, its role and its readers."""
     entry = TABLE[node.target]
     for operand in dict.fromkeys(_arguments(node)[: entry.operands]):
-        if any(want is not None and found[operand][0] is not want for found, want in zip(axes, splits, strict=True)):
+        if any(want is not None and sbps[operand][0] is not want for sbps, want in zip(axes, splits, strict=True)):
             node.replace_input_with(operand, _pinned(graph, node, operand, splits))
     last = entry.write(DefinitionWriter(graph, node), *node.args, **node.kwargs)
     node.target, node.args, node.kwargs = last.target, last.args, last.kwargs

@@ -379,8 +379,8 @@ def test_laws_of_storage_look_at_a_result_of_several_once(monkeypatch: pytest.Mo
         f"  a = split.Tensor(x, 1) : ({', '.join(['f32[1, 4]  B'] * count)})\n{picks}"
         f"  return {', '.join(f'r{i}' for i in range(count))}; update(w=v)\n"
     )
-    check = storage._Walk._check_read
-    monkeypatch.setattr(storage._Walk, "_check_read", lambda *args: (looked.append(args), check(*args)))
+    check = storage._StorageWalk._check_read
+    monkeypatch.setattr(storage._StorageWalk, "_check_read", lambda *args: (looked.append(args), check(*args)))
     storage.check_storage(graph, "")
     # the op's operand, its results as they are picked and returned, and the new w
     assert len(looked) == 1 + 2 * count + 1
