@@ -37,14 +37,14 @@ from graphzero.step.build_inputs import BuildInputReader
 from graphzero.step.parameter_groups import ParameterGroups
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import ProgramCache
-from graphzero.step.program_key import Keys
+from graphzero.step.program_key import ProgramKeyBuilder
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "inputs": [(BuildInputReader, "read_inputs"), (StepProgram, "arguments")],
     "modules": [(State, "tensors"), (GuardedAttributes, "read_values")],
     "optimizer states": [(StatesWatch, "is_unchanged"), (State, "write_back")],
     "groups": [(ParameterGroups, "read_groups")],
-    "key": [(Keys, "of"), (ProgramCache, "find")],
+    "key": [(ProgramKeyBuilder, "build_key"), (ProgramCache, "find")],
     "agreement": [(Ranks, "agree")],
     "executor": [(Executor, "run")],
     "outputs": [(StepProgram, "outputs")],

@@ -151,9 +151,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"graphzero.{name}")
     if name in _HOMES:
-        found = getattr(importlib.import_module(f"graphzero.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
+        public = getattr(importlib.import_module(f"graphzero.{_HOMES[name]}"), name)
+        globals()[name] = public
+        return public
     import torch
 
     torchs = f"; it runs torch's own modules, optimizers and tensors: torch.{name}" if hasattr(torch, name) else ""

@@ -288,6 +288,6 @@ def _by_name(
 def _facts(held: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
     """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
     return {
-        found.path: f"{describe_distribution(found.tensor, placement)} to {_text(nd)}"
-        for found, nd in zip(held, nds, strict=True)
+        entry.path: f"{describe_distribution(entry.tensor, placement)} to {_text(nd)}"
+        for entry, nd in zip(held, nds, strict=True)
     }

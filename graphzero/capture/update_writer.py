@@ -55,14 +55,14 @@ class UpdateWriter:
                 continue
             if path in wide and origin(new) is origin(wide[path]):  # as build left it: the update does it once more
                 self.narrow.add(path)
-                grads[path] = self._kept(path, copies[old])
+                grads[path] = self._keep_gradient(path, copies[old])
                 continue
             grads[path] = copies[new]
             if origin(old) is origin(new):  # a node of its own, which finish() takes away where it is not needed
-                grads[path] = self._kept(path, copies[old])
+                grads[path] = self._keep_gradient(path, copies[old])
         return grads
 
-    def _kept(self, path: str, grad: fx.Node) -> fx.Node:
+    def _keep_gradient(self, path: str, grad: fx.Node) -> fx.Node:
         type_ = grad.meta["type"]
         alias = self.builder.emit(aten.alias.default, (grad,), type_, phase="backward", fake=grad.meta["val"])
         alias.meta["keep"] = True
@@ -172,7 +172,7 @@ class UpdateWriter:
             return grads[path]
         if kind == "state":
             return by_name[places[path, key].placeholder]
-        return self._held(self.builder.placeholders[Role("param", path)])
+        return self._read_rounded(self.builder.placeholders[Role("param", path)])
 
     def _add_result(
         self,
@@ -189,7 +189,9 @@ class UpdateWriter:
             node = by_name[name] if node is self._cast(by_name[name], tensor_type(node).dtype) else self._rounded(node)
         if node is not by_name[name]:
             if self.scale is not None:
-                node = self.scale.kept(self.overflow, by_name[name] if key else self._held(param), node)
+                node = self.scale.keep_on_overflow(
+                    self.overflow, by_name[name] if key else self._read_rounded(param), node
+                )
             before = self.updates.setdefault(name, node)
             if not key:
                 self.updates[name] = node
@@ -206,7 +208,7 @@ class UpdateWriter:
         roles |= {id(x): Role("buffer", path) for path, x in self.root.named_buffers()}
         params, buffers = tensors_of(spec.averaged.module)
         ours = [nodes[roles[id(x)]] for x in (spec.averaged.n_averaged, *params, *buffers)]
-        model = [self._held(nodes[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
+        model = [self._read_rounded(nodes[roles[id(x)]]) for some in tensors_of(spec.of) for x in some]
         entering = [
             self._cast(node, input_.meta["val"].dtype)
             for input_, node in zip(traced.inputs, (*ours, *model), strict=True)
@@ -217,7 +219,7 @@ class UpdateWriter:
                 is_wider = tensor_type(copies[new]).dtype != tensor_type(placeholder).dtype
                 self.updates[placeholder.name] = self._rounded(copies[new]) if is_wider else copies[new]
 
-    def _held(self, param: fx.Node) -> fx.Node:
+    def _read_rounded(self, param: fx.Node) -> fx.Node:
         """A parameter as it enters the update."""
         return self.updates.get(param.name, param)
 

@@ -89,7 +89,7 @@ class _Check:
     ) -> None:
         self.start, self.names, self.history, self.device = start, names, program.history, device
         self.padded = program.captured.padded
-        self.captured = self._run(self.history[0].before)
+        self.captured = self._run_stages(self.history[0].before)
         self.rtol = tolerance(self.captured.program, start.is_wide) if rtol is None else rtol
         self.kinds = {name: "states" for name in names.values() if "/" in name}
         self.notes: list[str] = []
@@ -104,7 +104,7 @@ class _Check:
             if str(record.before) == str(record.after):
                 stages.append(Stage(record.name, same=True))
                 continue
-            after = self._run(record.after)
+            after = self._run_stages(record.after)
             stages.append(self._compared(record.name, after))
             if not where and not stages[-1].agrees:
                 where = record.name
@@ -115,7 +115,7 @@ class _Check:
             self.start.step.name, numbers, self.rtol, tuple(stages), where, changed_by, nonfinite, tuple(self.notes)
         )
 
-    def _run(self, graph: Any, watch: bool = False) -> StageRun:
+    def _run_stages(self, graph: Any, watch: bool = False) -> StageRun:
         graph = widen_program(graph) if self.start.is_wide else graph
         default = torch.get_default_dtype()
         try:
@@ -173,7 +173,7 @@ class _Check:
 
     def _note_pass(self, index: int, stage: Stage) -> str:
         record = self.history[index]
-        before, after = self._run(record.before, watch=True), self._run(record.after, watch=True)
+        before, after = self._run_stages(record.before, watch=True), self._run_stages(record.after, watch=True)
         name, text = first_difference(before, after, self.rtol)
         head = [f"After pass {record.name} these differ from the captured step:", *beyond_lines(stage.beyond)]
         self.notes.append("\n".join([*head, "", text]))

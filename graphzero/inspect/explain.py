@@ -46,7 +46,7 @@ class SbpChoice:
     why: str = ""
     options: list[Option] = field(default_factory=list)
     first: Signature | None = None
-    made: Signature | None = None
+    producer: Signature | None = None
     later: str = ""
     lost: list[str] = field(default_factory=list)
     boxes: list[tuple[str, Sbp, str, float]] = field(default_factory=list)
@@ -64,8 +64,8 @@ class SbpChoice:
             shown_lines.append(f"  {mark} {cost:>12}  {option.signature!s:<24}  {note}")
         if len(shown) > _MOST:
             shown_lines.append(f"    and {len(shown) - _MOST} more signatures, none of them cheaper")
-        if self.made is not None and self.made != self.first:
-            shown_lines.append(f"  then {self.made}: {self.later}")
+        if self.producer is not None and self.producer != self.first:
+            shown_lines.append(f"  then {self.producer}: {self.later}")
         shown_lines += [f"  {line}" for line in self.lost]
         shown_lines += [
             f"  {reader} reads it as {want}: {kind}, {size:,.0f} B" for reader, want, kind, size in self.boxes
@@ -155,11 +155,11 @@ def _choice(axis: AxisPropagation, node: fx.Node) -> SbpChoice:
         choice.why = "as what it reads"
     else:
         choice.options, choice.first = axis.seen[node]
-        choice.made = axis.chosen[node]
+        choice.producer = axis.chosen[node]
         is_end = node.target in (AS_LOCAL, AS_GLOBAL)
         choice.why = "as local_region says" if is_end else "the cheapest of what its op allows"
-        choice.later = _later(axis, node, choice.first, choice.made)
-        choice.lost = [] if is_end else list(_lost(axis, node, choice.made))
+        choice.later = _later(axis, node, choice.first, choice.producer)
+        choice.lost = [] if is_end else list(_lost(axis, node, choice.producer))
     choice.boxes = list(_boxes(axis, node, sbp))
     return choice
 

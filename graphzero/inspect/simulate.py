@@ -98,10 +98,10 @@ def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Rank
     results_of |= {name: (node, results.aux[name]) for name, node in program.aux.items()}
     placeholders = {node.name: node for node in program.placeholders()}
     results_of |= {f"new {name}": (placeholders[name], values[name]) for name in program.updates}
-    return {name: _held(node, parts, place.hierarchy) for name, (node, parts) in results_of.items()}
+    return {name: _rank_values(node, parts, place.hierarchy) for name, (node, parts) in results_of.items()}
 
 
-def _held(node: Any, held: Any, hierarchy: tuple[int, ...]) -> RankValues:
+def _rank_values(node: Any, held: Any, hierarchy: tuple[int, ...]) -> RankValues:
     if not isinstance(node, fx.Node):
         return RankValues([node], (), hierarchy)
     return RankValues(held, value.nd_of(node) if value.is_tensor(node) else (), hierarchy)

@@ -19,7 +19,7 @@ CAPTURED = "captured"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProgramSnapshot:
     """The program at one moment.
 
     name: of the pass that made it, "captured" for none; record: of that pass.  lines: its text, as diffs have it.
@@ -31,13 +31,13 @@ class Snapshot:
     record: Record | None = field(default=None, repr=False)
 
 
-def snapshots(history: Sequence[Record]) -> list[Snapshot]:
+def snapshots(history: Sequence[Record]) -> list[ProgramSnapshot]:
     """The program as captured, then behind each pass."""
     first = history[0].before
-    taken = [Snapshot(CAPTURED, first, _text(first))]
+    taken = [ProgramSnapshot(CAPTURED, first, _text(first))]
     for record in history:
         graph = record.after
-        taken.append(Snapshot(record.name, graph, _text(graph), record))
+        taken.append(ProgramSnapshot(record.name, graph, _text(graph), record))
     return taken
 
 
@@ -45,7 +45,7 @@ def _text(graph: StepGraph) -> list[str]:
     return print_graph(graph, align=False).splitlines()
 
 
-def find(found: Sequence[Snapshot], name: str) -> int:
+def find(found: Sequence[ProgramSnapshot], name: str) -> int:
     """The number of the snapshot behind a pass.
 
     name: of the pass, "captured", or a number: 3 is the third pass.  Of several by one name it is the first.
@@ -110,20 +110,20 @@ def listing(graph: StepGraph, which: SnapshotFilter) -> str:
     return print_graph(graph, keep=None if which.is_all else which)
 
 
-def diff(before: Snapshot, after: Snapshot, which: SnapshotFilter) -> Iterator[str]:
+def diff(before: ProgramSnapshot, after: ProgramSnapshot, which: SnapshotFilter) -> Iterator[str]:
     """What changed between two snapshots among the values that are asked for: a unified diff, no line for nothing.
 
     Of all values it is what ``Record.diff`` gives.
     """
-    old, new = (one.lines if which.is_all else _kept(one, which) for one in (before, after))
+    old, new = (one.lines if which.is_all else _shown_lines(one, which) for one in (before, after))
     return difflib.unified_diff(old, new, f"before {after.name}", f"after {after.name}", lineterm="", n=1)
 
 
-def _kept(one: Snapshot, which: SnapshotFilter) -> list[str]:
+def _shown_lines(one: ProgramSnapshot, which: SnapshotFilter) -> list[str]:
     return print_graph(one.graph, align=False, keep=which).splitlines()
 
 
-def made_and_changed(found: Sequence[Snapshot]) -> dict[str, tuple[int, int]]:
+def made_and_changed(found: Sequence[ProgramSnapshot]) -> dict[str, tuple[int, int]]:
     """Value of the last program -> the snapshots that it is first in, and that its line is as it is since.
 
     A name that went away and came back counts from when it came back.

@@ -17,7 +17,7 @@ from graphzero.runtime.state.state import State
 from graphzero.step.build_inputs import BuildInputReader
 from graphzero.step.input_transform import TransformedInputs, active_transform
 from graphzero.step.parameter_groups import ParameterGroups
-from graphzero.step.program_key import Key, Keys
+from graphzero.step.program_key import ProgramKey, ProgramKeyBuilder
 from graphzero.step.user_graph import UserGraph
 
 
@@ -34,7 +34,7 @@ class BuildCall:
     inputs: Inputs
     state: State
     settings: Settings
-    key: Key
+    key: ProgramKey
     numbers: Mapping[Role, float]
     is_global: bool
     transformed: TransformedInputs | None = None
@@ -45,7 +45,7 @@ class BuildCallReader:
 
     def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self._source, self._attributes = source, attributes
-        self._keys, self._groups = Keys(), ParameterGroups()
+        self._keys, self._groups = ProgramKeyBuilder(), ParameterGroups()
         self._reader: BuildInputReader | None = None
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State, running: bool) -> BuildCall:
@@ -66,11 +66,11 @@ class BuildCallReader:
             inputs, transformed = transform.read_inputs(self._reader, ranks, settings, args, kwargs, running)
         tensors, is_bound = state.check_binding()
         if not is_bound:
-            self._keys.count(state, tensors)
+            self._keys.read_counters(state, tensors)
         self._attributes.read_values(state.modules, tensors)
         self._groups.read_groups(self._source.optimizers)
         baked = (*self._groups.baked, *map(constants_of_average, self._source.averages))
-        key = self._keys.of(inputs, state, tensors, settings, baked)
+        key = self._keys.build_key(inputs, state, tensors, settings, baked)
         if running and state.program is None:
             state.check_real()
         is_global = any(leaf.is_global for leaf in inputs.leaves)

@@ -33,13 +33,13 @@ class Progress:
     repeats: bool = False
 
 
-class Facts:
+class CallFacts:
     """Of the calls of one Graph."""
 
     def __init__(self, source: UserGraph, attributes: GuardedAttributes, progress: Progress) -> None:
         self._source, self._attributes, self._progress = source, attributes, progress
 
-    def of(self, call: BuildCall, known: CachedKey, running: bool) -> tuple[int, Parts]:
+    def hash_call(self, call: BuildCall, known: CachedKey, running: bool) -> tuple[int, Parts]:
         """The hash and the parts.  known: of the call's key; what is found out is added to it."""
         settings, state, progress, inputs = call.settings, call.state, self._progress, call.inputs
         numbers, stateless, draws = call.numbers, "", "not begun"

@@ -13,7 +13,7 @@ from graphzero.capture import Captured, GuardedAttributes, describe_path
 from graphzero.ir.value import Role
 from graphzero.step.build_call import BuildCall
 from graphzero.step.program import StepProgram
-from graphzero.step.program_key import Key
+from graphzero.step.program_key import ProgramKey
 from graphzero.step.replicated_inputs import ReplicatedInputs
 from graphzero.step.user_graph import UserGraph
 
@@ -39,7 +39,7 @@ class ProgramCache:
     def __init__(self, source: UserGraph, attributes: GuardedAttributes) -> None:
         self.source, self.attributes = source, attributes
         self.captures: dict[Any, list[Captured]] = {}
-        self._known: dict[Key, CachedKey] = {}
+        self._known: dict[ProgramKey, CachedKey] = {}
         self._used: dict[int, StepProgram] = {}  # id -> itself, the one used last at the end
         self._made = 0
         self._seen: dict[str, set[Any]] = {}  # what the first programs were made for, until the warning
@@ -57,7 +57,7 @@ class ProgramCache:
         """The one used last at the end."""
         return list(self._used.values())
 
-    def known(self, key: Key) -> CachedKey:
+    def known(self, key: ProgramKey) -> CachedKey:
         """Filled by whoever finds something out."""
         cached = self._known.get(key)
         if cached is None:
@@ -85,7 +85,7 @@ class ProgramCache:
         known, has_state = self.captures.get(call.key.captured, ()), call.state.has_state
         return next((x for x in known if x.guards.check(call.numbers, has_state, self.attributes)), None)
 
-    def add(self, key: Key, program: StepProgram, numbers: Mapping[Role, float]) -> None:
+    def add(self, key: ProgramKey, program: StepProgram, numbers: Mapping[Role, float]) -> None:
         """``program`` has been made for ``key``, with these hyperparameters and float inputs."""
         known = self.captures.setdefault(key.captured, [])
         if program.captured not in known:
@@ -96,7 +96,7 @@ class ProgramCache:
         self._let_go()
         self._warn(key, program, numbers)
 
-    def alias(self, key: Key, program: StepProgram) -> None:
+    def alias(self, key: ProgramKey, program: StepProgram) -> None:
         """``program`` serves ``key`` too: binding it has split the parameters that it found whole."""
         known = self.known(key).programs
         if not any(program is other for other in known):
@@ -120,7 +120,7 @@ class ProgramCache:
         _compat.forget_fakes()  # who has had so many shapes will have more
         gc.collect()  # graphs are cycles, and hold constants
 
-    def _warn(self, key: Key, program: StepProgram, numbers: Mapping[Role, float]) -> None:
+    def _warn(self, key: ProgramKey, program: StepProgram, numbers: Mapping[Role, float]) -> None:
         self._made += 1
         if self._made > _MANY + 1:
             return

@@ -1,8 +1,8 @@
-"""What decides that a program is compiled anew: the key of a call.
+"""The key of a call, which guards what is known before build runs: shapes, dtypes, modules, optimizers, settings.
 
 A call whose key is known runs the program that was made for it, if what that program's capture has read still holds:
 guarded hyperparameters, attributes, and which optimizer states there are.  These are not in the key, because which
-of them count is known only when build has run once; ``Programs.find`` looks at them.
+of them count is known only when build has run once; ``ProgramCache.find`` checks them (``capture/guards``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from graphzero.step.input_transform import active_transform
 
 
 @dataclass(frozen=True)
-class Key:
+class ProgramKey:
     """What selects a program.  ``captured`` selects the capture; ``placed`` and ``config`` what passes make of it.
 
     captured: (what it is, value): structure, shapes and dtypes of inputs, torch's settings, modules with their mode and
@@ -53,7 +53,7 @@ class Key:
         return hash((self.captured, self.placed, self.config))
 
 
-class Keys:
+class ProgramKeyBuilder:
     """The keys of one Graph's calls; what follows from modules and parameter groups is kept while those stay."""
 
     def __init__(self) -> None:
@@ -64,21 +64,21 @@ class Keys:
         self._paths: dict[int, str] = {}
         self._parts: tuple[tuple[str, Any], ...] = ()
         self._facts: tuple[Any, ...] = ()
-        self._last: Key | None = None
+        self._last: ProgramKey | None = None
 
-    def count(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
+    def read_counters(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
         """Look at the step counters of optimizers, which somebody may have changed."""
         self._counters = state.counter_layout(tree.paths_by_id(found))
 
-    def of(
+    def build_key(
         self,
         inputs: Inputs,
         state: State,
         found: Mapping[str, ModuleTensor],
         settings: Settings,
         groups: tuple[Any, ...],
-    ) -> Key:
-        """See ``Key``; the same object for the same call again.  groups: what captures hold fixed of parameter groups.
+    ) -> ProgramKey:
+        """See ``ProgramKey``; the same object for the same call again.  groups: constants of parameter groups.
 
         Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
         self._look(state, found)
@@ -92,7 +92,7 @@ class Keys:
             parts.append(("mixed precision", settings.amp))
             if (transform := active_transform(settings)) is not None:
                 parts.append(transform.capture_key(settings))
-            self._last = Key((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)
+            self._last = ProgramKey((*parts, *fixed), placed_of(inputs, nds), settings.fingerprint)
             self._facts = facts
         return self._last
 
@@ -132,7 +132,7 @@ class Keys:
                 )
 
 
-def differing(one: Key, other: Key) -> list[str]:
+def differing(one: ProgramKey, other: ProgramKey) -> list[str]:
     """What two keys differ in, by the names of their parts."""
     mine, its = dict(one.captured), dict(other.captured)
     names = [name for name in dict.fromkeys((*mine, *its)) if mine.get(name) != its.get(name)]
@@ -145,7 +145,7 @@ def placed_of(inputs: Inputs, nds: Sequence[Nd]) -> tuple[Any, ...]:
     return tuple(leaf.nd for leaf in inputs.leaves), _Hashed(nds)
 
 
-def describe(key: Key, inputs: Inputs, state: State) -> dict[str, str]:
+def describe(key: ProgramKey, inputs: Inputs, state: State) -> dict[str, str]:
     """The key's parts, but for the settings, as text that is the same in every process."""
     parts = {f"input {leaf.name}": text_of(leaf) for leaf in inputs.leaves}
     for name, part in key.captured:

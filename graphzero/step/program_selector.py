@@ -21,10 +21,10 @@ from graphzero.runtime.world.consensus import CALL, COMPILE, PROGRAM
 from graphzero.step.build_call import BuildCall, BuildCallReader
 from graphzero.step.build_inputs import text_of
 from graphzero.step.compile_step import compile_step
-from graphzero.step.facts import Facts, Parts, Progress, compares_inputs
+from graphzero.step.facts import CallFacts, Parts, Progress, compares_inputs
 from graphzero.step.program import StepProgram
 from graphzero.step.program_cache import CachedKey, ProgramCache
-from graphzero.step.program_key import Key, differing, placed_of
+from graphzero.step.program_key import ProgramKey, differing, placed_of
 from graphzero.step.user_graph import UserGraph
 
 
@@ -52,11 +52,11 @@ class ProgramSelector:
         self.source, self.progress = source, Progress()
         self.last: StepProgram | None = None
         self.is_settled = True
-        self._last_key: Key | None = None
+        self._last_key: ProgramKey | None = None
         attributes = GuardedAttributes(source.owner)
         self.programs = ProgramCache(source, attributes)
         self._calls = BuildCallReader(source, attributes)
-        self._facts = Facts(source, attributes, self.progress)
+        self._facts = CallFacts(source, attributes, self.progress)
 
     def settle(self) -> None:
         """Read all anew, if the last call may have been interrupted as it wrote down what it had read."""
@@ -64,7 +64,7 @@ class ProgramSelector:
             attributes = GuardedAttributes(self.source.owner)
             self.programs.settle(attributes)
             self._calls = BuildCallReader(self.source, attributes)
-            self._facts = Facts(self.source, attributes, self.progress)
+            self._facts = CallFacts(self.source, attributes, self.progress)
             self.source.state().forget()
         self.is_settled = False
 
@@ -89,7 +89,7 @@ class ProgramSelector:
             call = self._calls.read_call(args, kwargs, state, running)
             known = self.programs.known(call.key)
             if talks:
-                hash_, parts = self._facts.of(call, known, running)
+                hash_, parts = self._facts.hash_call(call, known, running)
             restart = state.random.is_outdated
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error

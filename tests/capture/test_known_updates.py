@@ -232,5 +232,5 @@ def test_what_is_kept_holds_on_to_no_parameter_and_has_a_bound() -> None:
     gc.collect()
     assert known_updates._known and [ref() for ref in held] == [None, None]
     for i in range(known_updates.MOST + 9):
-        known_updates.known(i, lambda: None)
+        known_updates.cached_update(i, lambda: None)
     assert len(known_updates._known) == known_updates.MOST

@@ -121,11 +121,11 @@ class ReferencedNames:
     def _follow(self, function: FunctionType) -> None:
         if is_project(function.__globals__.get("__name__")):
             for code in codes(function.__code__):
-                self._read(function, dis.get_instructions(code))
+                self._follow_instructions(function, dis.get_instructions(code))
         else:  # a library's decorator
             self._todo.append(getattr(function, "__wrapped__", None))
 
-    def _read(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
+    def _follow_instructions(self, function: FunctionType, steps: Iterable[dis.Instruction]) -> None:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         space, value, name = function.__globals__, None, ""  # value: what the instruction before has loaded
         for step in steps:

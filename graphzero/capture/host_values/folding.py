@@ -28,14 +28,14 @@ def folded_call(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
     if func is aten.index.Tensor and all(map(_known, filter(_is_mask, args[1]))):
         return lambda: func(args[0], _places(args[1]))
     tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
-    return (lambda: _made(func, args, kwargs)) if tensors and all(map(_known, tensors)) else None
+    return (lambda: _fold(func, args, kwargs)) if tensors and all(map(_known, tensors)) else None
 
 
 def _known(x: Tensor) -> bool:
     return _compat.constant_of(x) is not None
 
 
-def _made(func: Any, args: Any, kwargs: Any) -> Any:
+def _fold(func: Any, args: Any, kwargs: Any) -> Any:
     known_args, known_kwargs = pytree.tree_map_only(Tensor, _compat.constant_of, (args, kwargs))
     with _compat.no_modes():
         result = func(*known_args, **known_kwargs)

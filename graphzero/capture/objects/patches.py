@@ -14,13 +14,13 @@ _MISSING: Any = object()
 
 
 @_compat.contextmanager
-def patched(holder: Any, name: str, made: Any, everywhere: bool = False) -> Iterator[None]:
-    """``holder.name`` is ``made``; if that is a function, then for this thread alone, unless it is for all."""
+def patched(holder: Any, name: str, replacement: Any, everywhere: bool = False) -> Iterator[None]:
+    """``holder.name`` is ``replacement``; if that is a function, then for this thread alone, unless it is for all."""
     before = vars(holder).get(name, _MISSING)
-    if isinstance(made, FunctionType) and not everywhere:
-        made = _here(made, getattr(holder, name, _MISSING))
+    if isinstance(replacement, FunctionType) and not everywhere:
+        replacement = _here(replacement, getattr(holder, name, _MISSING))
     try:
-        setattr(holder, name, made)
+        setattr(holder, name, replacement)
         yield
     finally:
         if before is not _MISSING:
@@ -29,14 +29,14 @@ def patched(holder: Any, name: str, made: Any, everywhere: bool = False) -> Iter
             delattr(holder, name)
 
 
-def _here(made: Any, before: Any) -> Any:
-    """``made`` in this thread, ``before`` in others, which go on with their own work meanwhile."""
+def _here(replacement: Any, before: Any) -> Any:
+    """``replacement`` in this thread, ``before`` in others, which go on with their own work meanwhile."""
     if before is _MISSING:
-        return made
+        return replacement
     own = threading.get_ident()
 
-    @wraps(made)
+    @wraps(replacement)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (made if threading.get_ident() == own else before)(*args, **kwargs)
+        return (replacement if threading.get_ident() == own else before)(*args, **kwargs)
 
     return chosen

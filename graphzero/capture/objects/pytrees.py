@@ -33,7 +33,7 @@ def _children_with_keys(node: _Fields) -> tuple[list[tuple[Any, Any]], tuple[typ
     return [(pytree.GetAttrKey(name), child) for name, child in zip(context[1], children, strict=True)], context
 
 
-def _made(children: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+def _unflatten_record(children: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     kind, names = context
     record: Any = object.__new__(kind)  # a frozen one too; what __init__ and __post_init__ do has been done
     for name, child in zip(names, children, strict=True):
@@ -41,7 +41,7 @@ def _made(children: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any
     return record
 
 
-pytree.register_pytree_node(_Fields, _children, _made, flatten_with_keys_fn=_children_with_keys)
+pytree.register_pytree_node(_Fields, _children, _unflatten_record, flatten_with_keys_fn=_children_with_keys)
 
 
 def _is_record(leaf: Any) -> bool:

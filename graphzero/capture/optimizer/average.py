@@ -89,10 +89,10 @@ class _TracedAverage:
 class _NamedFunction:
     """A function, by itself where two are compared, and by its name in a text."""
 
-    held: Any
+    function: Any
 
     def __str__(self) -> str:
-        return str(getattr(self.held, "__qualname__", type(self.held).__qualname__))
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     __repr__ = __str__
 

@@ -63,7 +63,7 @@ class BranchOutcomes(TorchFunctionMode):
     def __init__(self, way: Way | None, owner_of: Callable[[Tensor], str]) -> None:
         super().__init__()
         self.way, self.owner_of, self.taker = way, owner_of, ""
-        self.asked: dict[str, list[Tensor]] = {}
+        self.conditions: dict[str, list[Tensor]] = {}
         self.known: dict[Any, bool] = {}  # by what was asked: an equal condition turns out alike
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class BranchOutcomes(TorchFunctionMode):
             raise BranchMetError
         owner, condition = self.owner_of(x), _compat.traced_call(_compat.functional_value(x))
         if condition not in self.known:
-            conditions = self.asked.setdefault(owner, [])
+            conditions = self.conditions.setdefault(owner, [])
             conditions.append(x.reshape(()) != 0)
             self.known[condition] = self.way[len(conditions) - 1] if len(conditions) <= len(self.way) else True
         return self.known[condition]
@@ -145,11 +145,11 @@ def trace_branches(
 
 
 @dataclass
-class _Run:
+class _BranchRun:
     """What came of a step on one way: by label, and the conditions that it met."""
 
     results: dict[Label, Any]
-    asked: Mapping[str, list[Tensor]]
+    conditions: Mapping[str, list[Tensor]]
 
 
 def merge_branches(
@@ -159,7 +159,7 @@ def merge_branches(
 
     step: from the same beginning each time; its results by label, of which the second entry is the parameter.
     """
-    runs: dict[Way, _Run] = {}
+    runs: dict[Way, _BranchRun] = {}
 
     def explore(way: Way) -> None:
         if len(runs) == MOST:
@@ -168,8 +168,8 @@ def merge_branches(
                 "choose with torch.where, or clamp, where it decides element by element or parameter by parameter",
             )
         outcomes = BranchOutcomes(way, owner_of)
-        runs[way] = _Run(step(outcomes), outcomes.asked)
-        depth = max(map(len, outcomes.asked.values()), default=0)
+        runs[way] = _BranchRun(step(outcomes), outcomes.conditions)
+        depth = max(map(len, outcomes.conditions.values()), default=0)
         for i in range(len(way), depth):
             explore((*way, *[True] * (i - len(way)), False))
 
@@ -195,13 +195,13 @@ def _equal(a: Any, b: Any) -> bool:
     return str(a.node.expr if isinstance(a, kinds) else a) == str(b.node.expr if isinstance(b, kinds) else b)
 
 
-def _chosen(label: Label, runs: Mapping[Way, _Run], way: Way) -> Tensor:
+def _chosen(label: Label, runs: Mapping[Way, _BranchRun], way: Way) -> Tensor:
     """The result ``label`` where the first conditions turn out as ``way`` says."""
     key = way
     while key and key[-1]:
         key = key[:-1]
     run = runs[key]
-    conditions = [*run.asked.get(ALL, ()), *run.asked.get(label[1], ())]
+    conditions = [*run.conditions.get(ALL, ()), *run.conditions.get(label[1], ())]
     result: Tensor = run.results[label]
     if len(conditions) == len(way):
         return result

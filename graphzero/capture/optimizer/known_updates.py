@@ -29,13 +29,13 @@ from graphzero.capture.optimizer.stepped_numbers import constants_of_group, hype
 from graphzero.capture.optimizer.stepped_parameter import SteppedParameter
 from graphzero.capture.optimizer.stepping import is_of_torch
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 MOST = 64  # kept, each of some hundred nodes
 
 _known: OrderedDict[Hashable, Any] = OrderedDict()
 
 
-def known(key: Hashable | None, make: Callable[[], Made]) -> Made:
+def cached_update(key: Hashable | None, make: Callable[[], Result]) -> Result:
     """What ``make`` gave for an equal key, or gives now; whoever asks does not change it.  None: nothing is kept."""
     if key is None:
         return make()
@@ -44,7 +44,7 @@ def known(key: Hashable | None, make: Callable[[], Made]) -> Made:
     _known.move_to_end(key)
     if len(_known) > MOST:
         _known.popitem(last=False)
-    update: Made = _known[key]
+    update: Result = _known[key]
     return update
 
 

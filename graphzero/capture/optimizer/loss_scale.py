@@ -82,7 +82,7 @@ class LossScaleUpdate:
     def overflow(self, count: fx.Node) -> fx.Node:
         return self.emit(aten.gt.Scalar, (count, 0), _BOOL)
 
-    def kept(self, overflow: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
+    def keep_on_overflow(self, overflow: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
         """``new``, or ``old`` where there was an overflow."""
         return self.emit(aten.where.self, (overflow, old, new), tensor_type(new))
 

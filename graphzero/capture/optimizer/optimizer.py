@@ -22,7 +22,7 @@ from graphzero.capture.optimizer.branches import ALL, BranchOutcomes, Ways, trac
 from graphzero.capture.optimizer.fused_steps import is_fused
 from graphzero.capture.optimizer.hyperparameters import OF_STATE, Carry, Hyperparameter, is_number, with_numbers
 from graphzero.capture.optimizer.initial_state import cannot_step
-from graphzero.capture.optimizer.known_updates import key_of, known
+from graphzero.capture.optimizer.known_updates import cached_update, key_of
 from graphzero.capture.optimizer.pure_ops import pure_module
 from graphzero.capture.optimizer.stepped_numbers import (
     carried,
@@ -117,11 +117,11 @@ def fill_state_kinds(stepping: OptimizerTracer, members: list[SteppedParameter])
     created = _states_by_step(stepping, members if stepping.mixes else two)
     for member in members:
         real = optimizer.state.get(member.param, {})
-        known = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
+        existing = {key: _described(optimizer, member.group, key, entry) for key, entry in real.items()}
         by_step = created.get(member.kind)
-        if by_step is None and not known:
+        if by_step is None and not existing:
             raise cannot_step(optimizer, KeyError("it reads state that no first step makes"))
-        states = {**known, **(by_step or {})}
+        states = {**existing, **(by_step or {})}
         member.numbers = frozenset(key for key, entry in states.items() if entry == _NUMBER)
         member.states = {key: entry for key, entry in states.items() if entry != _NUMBER}
         like = member.states if member.param.dim() else _states_of_a_vector(stepping, member, members)
@@ -162,7 +162,7 @@ def _states_by_step(
 ) -> dict[Any, dict[str, Any]]:  # fmt: skip
     """Kind of a member -> what a step on fakes makes of its state.  of: id of a member's parameter -> the real one."""
     key = key_of("states", 0, stepping.optimizer, members)
-    return known(key, lambda: _stepped_states(stepping, members, of))
+    return cached_update(key, lambda: _stepped_states(stepping, members, of))
 
 
 def _stepped_states(
@@ -230,7 +230,7 @@ def _groups(
 
 def trace_update(index: int, stepping: OptimizerTracer, members: list[SteppedParameter]) -> TracedUpdate:
     """Trace one step of the optimizer on ``members`` alone, unless that one is known."""
-    update = known(
+    update = cached_update(
         key_of("update", index, stepping.optimizer, members),
         lambda: replace(_traced(index, stepping, members), members=[]),  # a kept one holds on to nobody's parameters
     )

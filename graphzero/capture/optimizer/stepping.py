@@ -72,11 +72,11 @@ class OptimizerTracer:
         self.inner: list[Optimizer] = []
         self.free: list[CapturedConstants] = []
         if is_of_torch(optimizer):
-            self.kept: list[ObjectSnapshot] = [DictSnapshot(vars(optimizer), (optimizer, ""))]
+            self.snapshots: list[ObjectSnapshot] = [DictSnapshot(vars(optimizer), (optimizer, ""))]
             self.mixes = False
             return
-        self.kept = self._reached()
-        self.mixes = any(map(self._holds_params, self.kept))
+        self.snapshots = self._reached()
+        self.mixes = any(map(self._holds_params, self.snapshots))
         self._check_inner()
         self.guards = self._attribute_guards()
 
@@ -146,8 +146,8 @@ class OptimizerTracer:
         put |= {id(old["params"]): new["params"] for old, new in zip(self.groups, groups, strict=True)}
         put |= stand_ins
         inner_states = [(inner, inner.state) for inner in self.inner if inner.state is not self.state]
-        with _compat.undoing(lambda: restore_all(self.kept)):
-            started = [self._put(snapshot, put) for snapshot in self.kept]
+        with _compat.undoing(lambda: restore_all(self.snapshots)):
+            started = [self._put(snapshot, put) for snapshot in self.snapshots]
             for key, x in stand_ins.items():
                 _compat.take_class(x, self.owned[key])
             self._check_held(groups, state)
@@ -252,7 +252,7 @@ class OptimizerTracer:
 
     @cached_property
     def _storages(self) -> set[int]:
-        reached = [snapshot.holder for snapshot in self.kept if isinstance(snapshot, TensorSnapshot)]
+        reached = [snapshot.holder for snapshot in self.snapshots if isinstance(snapshot, TensorSnapshot)]
         return {_compat.storage_id(_compat.local_tensor(x)) for x in reached if x.layout is torch.strided}
 
     def past_stand_in(self, x: Tensor) -> CaptureError:

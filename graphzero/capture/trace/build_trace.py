@@ -148,7 +148,7 @@ class BuildTrace:
         place = self.step.placement
         around, inside = tracing_context(place), regions(TracedRegions(place, draws, self.code))
         snapshots = restoring_side_effects(self.step, self.root, self.bindings.line)
-        with snapshots as self.kept, draws.as_generator(), around, inside, collecting_pins(place) as pins:
+        with snapshots as self.snapshots, draws.as_generator(), around, inside, collecting_pins(place) as pins:
             try:
                 with (
                     forbidding_optimizer_steps(self.step.optimizers, self.code),
@@ -213,7 +213,7 @@ class BuildTrace:
             ):
                 result = self.step.build(*args, **kwargs)
             now = self.bindings.buffers()
-            self.bindings.refuse_state(self.kept, self.free, self.guards)
+            self.bindings.refuse_state(self.snapshots, self.free, self.guards)
         warn_of_new_attributes(state, attributes)
         self._warn_of_written([fake._version != seen for fake, seen in zip(batch, versions, strict=True)])
         with self.watch, torch.no_grad():

@@ -91,12 +91,12 @@ class CapturedConstants:
             how = func._schema.name.split("::")[1]
             for x in written_by(func, args, kwargs):
                 if not isinstance(x, _compat.FakeTensor) or _compat.storage_id(x) in self._storages:
-                    raise self._write(x, how)
+                    raise self._write_problem(x, how)
                 if x.layout is torch.strided and shares_elements(x):
                     what = f"{self.words.who} writes in place to elements of {list(x.shape)} that share memory: {how}"
                     raise problem_here(what, _SHARED_ELEMENTS_HINT, self.build)
 
-    def made(self, func: Any, args: Any, result: Any) -> None:
+    def note_result(self, func: Any, args: Any, result: Any) -> None:
         """Look at what an op has made: torch.from_numpy gives a tensor over memory that is somebody else's."""
         if func is _LIFT and not args[0].untyped_storage().resizable():
             self._storages[_compat.storage_id(result)] = result
@@ -115,7 +115,7 @@ class CapturedConstants:
             fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, x)
         self._known[id(x)], self._storages[_compat.storage_id(fake)] = x, fake
 
-    def _write(self, x: Tensor, how: str) -> CaptureError:
+    def _write_problem(self, x: Tensor, how: str) -> CaptureError:
         what = f"{self.words.who} writes to a tensor of shape {list(x.shape)} that is {self.words.written}: {how}"
         return problem_here(what, self.words.write_hint, self.build)
 
@@ -125,9 +125,9 @@ class CapturedConstants:
         """A call of a function of torch on a free tensor, which is not always an op."""
         x = args[0]
         if func == _SET_DATA:
-            raise self._write(x, ".data = ...")
+            raise self._write_problem(x, ".data = ...")
         if func == _SET_GRAD and args[1] is not x.grad:
-            raise self._write(x, ".grad = ...")
+            raise self._write_problem(x, ".grad = ...")
         if func in _FLAGS and x.is_leaf:
             self.flags.setdefault(id(x), TensorSnapshot(x))
         result = func(*args, **kwargs)

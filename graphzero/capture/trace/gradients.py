@@ -24,7 +24,7 @@ _CLEARED = "build calls zero_grad() after backward(), which clears the gradients
 _CLEARED_HINT = "leave out zero_grad(): the graph clears gradients after its step, so every call begins without any"
 _LOCAL_LOSS = "Return the ranks' losses, out_sbp P adds them up, and call backward() on that sum"
 _NO_OPTIMIZER = "call self.add_optimizer(optimizer) in __init__ to train, or leave out {} to evaluate"
-_ASKED = "gradients asked for"  # the phase of what follows torch.autograd.grad of parameters, until it is known
+_GRAD_CALLS = "gradients asked for"  # the phase of what follows torch.autograd.grad of parameters, until it is known
 
 
 class GradientRecorder:
@@ -92,7 +92,7 @@ class GradientRecorder:
         phase = "backward" if self.losses and self.losses is self._asked else "forward"
         for node in graph.nodes:
             custom = node.meta.get("custom", {})
-            if custom.get("phase") == _ASKED:
+            if custom.get("phase") == _GRAD_CALLS:
                 node.meta["custom"] = {**custom, "phase": phase}
 
     # ---- backward()
@@ -212,7 +212,7 @@ class GradientRecorder:
             if self.watch.running or self._asking or self.losses or not of_params:
                 return grad(outputs, inputs, *args, **kwargs)
             self._asked += _listed(outputs)
-            self.watch.phase, self._asking = _ASKED, True
+            self.watch.phase, self._asking = _GRAD_CALLS, True
             try:
                 with self.watch.following(_listed(outputs)):
                     return grad(outputs, inputs, *args, **kwargs)

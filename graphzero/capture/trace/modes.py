@@ -214,7 +214,7 @@ class OpMode(TorchDispatchMode):
         if func not in (aten.detach.default, *UNMARKED) and is_view(func):  # what autograd takes for a view
             for x in result if isinstance(result, (list, tuple)) else [result]:
                 self.views.setdefault(_compat.storage_id(x), []).append(x)
-        self.free.made(func, args, result)
+        self.free.note_result(func, args, result)
         if func in FACTORIES:
             self.value_reads.know(result, func, args, kwargs or {})
         return result

@@ -15,7 +15,7 @@ from graphzero.cli.output import check_output, write_output
 from graphzero.errors import ConfigError
 from graphzero.inspect.snapshots import (
     CAPTURED,
-    Snapshot,
+    ProgramSnapshot,
     SnapshotFilter,
     diff,
     find,
@@ -119,7 +119,7 @@ def _device_type(options: argparse.Namespace) -> str:
 # ---- text
 
 
-def lines(options: argparse.Namespace, found: list[Snapshot], which: SnapshotFilter) -> Iterator[str]:
+def lines(options: argparse.Namespace, found: list[ProgramSnapshot], which: SnapshotFilter) -> Iterator[str]:
     """What is printed."""
     chosen = find(
         found, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
@@ -140,7 +140,7 @@ def lines(options: argparse.Namespace, found: list[Snapshot], which: SnapshotFil
         yield from _program(found, number, which)
 
 
-def _program(found: list[Snapshot], number: int, which: SnapshotFilter) -> Iterator[str]:
+def _program(found: list[ProgramSnapshot], number: int, which: SnapshotFilter) -> Iterator[str]:
     graph = found[number].graph
     yield from listing(graph, which).splitlines()
     one = [node for node in graph.nodes if node.op != "output" and which(node)] if which.name else []
@@ -148,7 +148,7 @@ def _program(found: list[Snapshot], number: int, which: SnapshotFilter) -> Itera
         yield from _about(found[: number + 1], one[0])
 
 
-def _about(found: list[Snapshot], node: Any) -> Iterator[str]:
+def _about(found: list[ProgramSnapshot], node: Any) -> Iterator[str]:
     made, changed = made_and_changed(found)[node.name]
     yield ""
     yield f"  source    {value.source_of(node) or '-'}"
@@ -160,7 +160,7 @@ def _about(found: list[Snapshot], node: Any) -> Iterator[str]:
             yield f"  {title:<9} {print_line(other)}"
 
 
-def _passes(found: list[Snapshot]) -> Iterator[str]:
+def _passes(found: list[ProgramSnapshot]) -> Iterator[str]:
     yield f"{'':>4} {'pass':<20}{'seconds':>9}{'lines out':>11}{'in':>7}   level behind it"
     for number, (before, after) in enumerate(zip(found, found[1:], strict=False), 1):
         assert after.record is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphzero.inspect.snapshots import Snapshot, made_and_changed
+from graphzero.inspect.snapshots import ProgramSnapshot, made_and_changed
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 
@@ -29,7 +29,7 @@ class Pool:
         return number
 
 
-def passes_data(found: Sequence[Snapshot], pool: Pool) -> dict[str, Any]:
+def passes_data(found: Sequence[ProgramSnapshot], pool: Pool) -> dict[str, Any]:
     """The captured text, and per pass what it does to the text before it.
 
     captured: numbers of lines.  passes: name, options, seconds, level behind it, and edits ``[at, removed, lines]``,
@@ -59,7 +59,7 @@ def _edits(before: list[str], after: list[str], pool: Pool) -> list[list[Any]]:
     return [[i, j - i, [pool(x) for x in after[k:n]]] for tag, i, j, k, n in codes if tag != "equal"]
 
 
-def values_data(found: Sequence[Snapshot], graph: StepGraph, pool: Pool) -> list[list[Any]]:
+def values_data(found: Sequence[ProgramSnapshot], graph: StepGraph, pool: Pool) -> list[list[Any]]:
     """Of each value of the final program, in order, and of its end.
 
     ``[name, phase, SBP, type, source, module, made, changed, operands]``: texts by number of the pool; made and changed
