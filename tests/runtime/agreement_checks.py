@@ -442,7 +442,7 @@ def _ranks_load_one_checkpoint_or_none_does(stage):
     graph(*share(1))
     second = graph.full_state_dict()
     mine = (first, second)[rank]
-    text = r"modules.model.first.weight: rank 0: float64\[5, 6\] , hash"
+    text = r"modules.model.first.weight: rank 0: float64\[5, 6\] plain, hash"
     raises(gz.CaptureError, text, lambda: graph.load_state_dict(mine))
     other_draws = {**first, "random": {"seed": 3 + rank, "step": 1}}
     raises(gz.CaptureError, "random.0: rank 0: 3; rank 1: 4", lambda: graph.load_state_dict(other_draws))
