@@ -47,7 +47,7 @@ def table(found: Mapping[str, StepTimes]) -> str:
         [f"{what}: {detail}", *(_ms(times.seconds.get((what, detail), 0.0) / times.calls) for times in found.values())]
         for what, detail in kinds
     ]
-    rows += [[f"all {what}", *(_ms(times.of(what)) for times in found.values())] for what in KINDS]
+    rows += [[f"all {what}", *(_ms(times.seconds_for(what)) for times in found.values())] for what in KINDS]
     rows.append(["all", *(_ms(times.total) for times in found.values())])
     return markdown(["", *found], rows)
 

@@ -15,7 +15,7 @@ from graphs import TrainGraph, mean_square
 
 import graphzero as gz
 from graphzero.cli import main
-from graphzero.cli.calibrate import Measured, Sample, calibrate, fit, on_any_axes, table
+from graphzero.cli.calibrate import MeasuredLink, Sample, calibrate, fit, on_any_axes, table
 from graphzero.cli.calibrate_compute import measured_device, shares
 from graphzero.config import GraphConfig
 from graphzero.plan.device import Device
@@ -62,7 +62,7 @@ def test_the_fit_weighs_short_and_long_messages_alike_under_noise():
     found = fit(samples(link, noise=0.2))
     assert found.latency == pytest.approx(link.latency, rel=0.1)
     assert found.bandwidth == pytest.approx(link.bandwidth, rel=0.1)
-    assert 0.05 < Measured("dp", 4, found, samples(link, noise=0.2)).error < 0.2
+    assert 0.05 < MeasuredLink("dp", 4, found, samples(link, noise=0.2)).error < 0.2
 
 
 def test_times_below_the_line_through_zero_give_no_negative_latency():
@@ -78,7 +78,7 @@ def test_times_that_do_not_grow_are_refused():
 
 def test_the_table_has_a_line_for_each_axis():
     link = gz.Link(5e-6, 5e10)
-    lines = table([Measured("dp", 4, link, samples(link))]).splitlines()
+    lines = table([MeasuredLink("dp", 4, link, samples(link))]).splitlines()
     assert lines[1].split() == ["dp", "4", "5.0", "us", "50.000", "GB/s", "0%"]
 
 
@@ -86,7 +86,7 @@ def test_what_was_measured_along_an_axis_serves_axes_that_other_placements_have(
     fast, slow, few = gz.Link(1e-6, 1e11), gz.Link(1e-5, 1e10), gz.Link(1e-7, 1e12)
     place = gz.placement("cpu", torch.arange(16).reshape(2, 4, 2).tolist(), ("dp", "tp", "cp"), virtual=True)
     device = Device("two hosts", "cpu", {"f32": 1e12}, 1e11, 1 << 34, 1e-6, host=8)
-    measured = [Measured("dp", 2, slow, []), Measured("tp", 4, fast, []), Measured("cp", 2, few, [])]
+    measured = [MeasuredLink("dp", 2, slow, []), MeasuredLink("tp", 4, fast, []), MeasuredLink("cp", 2, few, [])]
     links = on_any_axes(measured, device, place)
     assert links == {"dp": slow, "tp": fast, "cp": few, "inside 2": few, "inside": fast, "between": slow}
     both = replace(device, links=links)

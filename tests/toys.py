@@ -88,7 +88,7 @@ def pieces(whole: torch.Tensor, nd: Nd, count: int) -> list[torch.Tensor]:
 def run(graph: StepGraph, seed: int = 0) -> dict[str, list[torch.Tensor]]:
     """Outputs and new states of a lowered graph, by name, one piece per rank."""
     executor, inputs = _bound(graph, seed)
-    results = executor.run(inputs)
+    results = executor.run_step(inputs)
     found = {f"output {i}": out for i, out in enumerate(results.outputs)}
     return found | {name: executor.bound[name] for name in graph.updates}
 

@@ -32,7 +32,7 @@ from torch import Tensor, fx
 
 import graphzero as gz
 from graphzero.ir import value
-from graphzero.ir.storage.liveness import Life, Liveness, liveness
+from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 
 
 @cache
@@ -79,14 +79,14 @@ class Offload:
 
     def __call__(self, graph: gz.StepGraph) -> gz.StepGraph:
         at = liveness(graph)
-        for life in at.lives():
-            if life.category == "activations" and life.nbytes >= self.least_bytes:
-                self.move(graph, at, life)
+        for span in at.spans():
+            if span.category == "activations" and span.nbytes >= self.least_bytes:
+                self.move(graph, at, span)
         return graph
 
-    def move(self, graph: gz.StepGraph, at: Liveness, life: Life) -> None:
+    def move(self, graph: gz.StepGraph, at: Liveness, span: StorageSpan) -> None:
         """Offload a storage of forward, and let backward read what comes back."""
-        held = [x for x in at.nodes if value.phase_of(x) == "forward" and life.storage in at.roots.get(x, ())]
+        held = [x for x in at.nodes if value.phase_of(x) == "forward" and span.storage in at.roots.get(x, ())]
         x, *views = [one for one in held if value.is_tensor(one)]
         readers = sorted({user for one in held for user in one.users}, key=at.position.__getitem__)
         late = [user for user in readers if user.op == "output" or value.phase_of(user) != "forward"]

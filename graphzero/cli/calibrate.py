@@ -53,7 +53,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     """An axis, how many ranks meet along it, what was timed, and what was fitted to it."""
 
     axis: str
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def on_any_axes(found: Sequence[Measured], device: Device, placement: Placement) -> dict[str, Link]:
+def on_any_axes(found: Sequence[MeasuredLink], device: Device, placement: Placement) -> dict[str, Link]:
     """The links by axis, and "inside" and "between" hosts, for axes that other placements have: those along which most
     ranks meet there, and "inside 2" for axes of fewer.
     """
@@ -126,7 +126,9 @@ def on_any_axes(found: Sequence[Measured], device: Device, placement: Placement)
     return {one.axis: one.link for one in found} | sized | {way: one.link for way, one in ways.items()}
 
 
-def in_groups(device: Device, placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:
+def in_groups(
+    device: Device, placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7
+) -> list[MeasuredLink]:
     """The links of axes along which fewer ranks meet than on ``placement``, which has one axis: ``inside 2``.
 
     Every rank calls it.  Fewer ranks wait for each other with less delay, and are often nearer to each other.
@@ -141,7 +143,7 @@ def in_groups(device: Device, placement: Placement, sizes: Sequence[int] = SIZES
     return found
 
 
-def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[Measured]:
+def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[MeasuredLink]:
     """The links of every axis of several ranks; every rank calls it, and every rank gets the same numbers.
 
     sizes: bytes of the whole tensors that travel.  repeat: how often each is timed.
@@ -179,7 +181,7 @@ def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
     return Link(alpha, 1 / beta)
 
 
-def table(found: Sequence[Measured]) -> str:
+def table(found: Sequence[MeasuredLink]) -> str:
     """As text, one axis a line."""
     lines = [f"{'axis':<14}{'ranks':>6}{'latency':>14}{'bandwidth':>16}{'fit off by':>12}"]
     for one in found:
@@ -195,7 +197,7 @@ def described(device: Device) -> str:
     return f"{flops}\n{memory}, {call}, shares of {len(device.reached)} ops"
 
 
-def _measure(world: World, axis: str, sizes: Sequence[int], repeat: int) -> Measured:
+def _measure(world: World, axis: str, sizes: Sequence[int], repeat: int) -> MeasuredLink:
     ranks = world.placement.hierarchy[world.placement.axis(axis)]
     counts = [max(nbytes // (ITEM * ranks * ranks), 1) * ranks * ranks for nbytes in sizes]
     cases = [(kind, count) for kind in COLLECTIVES for count in counts]
@@ -207,7 +209,7 @@ def _measure(world: World, axis: str, sizes: Sequence[int], repeat: int) -> Meas
         Sample(kind, messages(kind, ranks), wire_bytes(kind, count * ITEM, ranks), seconds)
         for (kind, count), seconds in zip(cases, times.tolist(), strict=True)
     ]
-    return Measured(axis, ranks, fit(samples, axis), samples)
+    return MeasuredLink(axis, ranks, fit(samples, axis), samples)
 
 
 def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> float:

@@ -91,7 +91,7 @@ def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Rank
             values[node.name] = [own.clone() for own in cut]
     persistent = {node.name for node in program.placeholders(*PERSISTENT)}
     executor.bind({name: x for name, x in values.items() if name in persistent})
-    results = executor.run({name: x for name, x in values.items() if name not in persistent})
+    results = executor.run_step({name: x for name, x in values.items() if name not in persistent})
     results_of: dict[str, tuple[Any, Any]] = {
         f"output {i}": (out, results.outputs[i]) for i, out in enumerate(program.outputs)
     }

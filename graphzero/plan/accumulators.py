@@ -20,28 +20,29 @@ from graphzero.plan.variants import Candidate
 def with_accumulators(best: Callable[[Options], Candidate], options: Options, budget: Budget | None) -> Candidate:
     """The best program of a stage, its gradients added up in the one way or the other.  best: finds one."""
     parts = best(options)
-    if options.micro_batches == 1 or options.stage < 2 or not _held(parts):
+    if options.micro_batches == 1 or options.stage < 2 or not _accumulator_bytes(parts):
         return parts
-    held, sent = _held(parts), _sent(parts)
+    in_parts, sent = mega(_accumulator_bytes(parts)), _sent(parts)
     if budget is None:
         return parts.decided(
-            f"gradients of {options.micro_batches} micro-batches are added up in parts, {mega(held)}, and reduced once "
+            f"gradients of {options.micro_batches} micro-batches are added up in parts, {in_parts}, and reduced once "
             f"each, {mega(sent)} sent; a memory budget (config.set_memory_budget) may have them added up whole, "
             f"{mega(_whole(parts))}, and reduced once a step, {mega(sent / options.micro_batches)}"
         )
     whole = best(replace(options, whole_accumulators=True))
-    found = min((one for one in (parts, whole) if one.peak <= budget.nbytes), key=lambda one: one.cost, default=parts)
-    how = "whole, and reduced once a step" if found is whole else "in parts, and reduced once a micro-batch"
-    return found.decided(
-        f"gradients of {options.micro_batches} micro-batches are added up {how}: whole they are {mega(_held(whole))} "
-        f"for {mega(_sent(whole))} sent, a peak of {mega(whole.peak)}; in parts {mega(held)} for {mega(sent)}, a peak "
-        f"of {mega(parts.peak)}, within {mega(budget.nbytes)} per rank"
+    fitting = (program for program in (parts, whole) if program.peak <= budget.nbytes)
+    chosen = min(fitting, key=lambda program: program.cost, default=parts)
+    how = "whole, and reduced once a step" if chosen is whole else "in parts, and reduced once a micro-batch"
+    return chosen.decided(
+        f"gradients of {options.micro_batches} micro-batches are added up {how}: whole they are "
+        f"{mega(_accumulator_bytes(whole))} for {mega(_sent(whole))} sent, a peak of {mega(whole.peak)}; in parts "
+        f"{in_parts} for {mega(sent)}, a peak of {mega(parts.peak)}, within {mega(budget.nbytes)} per rank"
     )
 
 
-def _held(one: Candidate) -> int:
+def _accumulator_bytes(one: Candidate) -> int:
     """Bytes of the accumulators."""
-    return sum(life.nbytes for life in liveness(one.graph).lives() if life.category == "accumulators")
+    return sum(span.nbytes for span in liveness(one.graph).spans() if span.category == "accumulators")
 
 
 def _sent(one: Candidate) -> float:

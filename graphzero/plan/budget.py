@@ -26,10 +26,10 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
     """The error for a budget that none of these programs fits."""
     least = min(tried, key=lambda one: one.peak).plan
     at_peak = sorted(least.memory.at_peak.items(), key=lambda item: -item[1])
-    held = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes)
+    at_peak_text = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes)
     others = "".join(f", stage {one.plan.stage} at {one.peak:,}" for one in tried if one.plan is not least)
     if least.recomputed:
-        held += f"; {len(least.recomputed)} values of forward are computed again in backward"
+        at_peak_text += f"; {len(least.recomputed)} values of forward are computed again in backward"
     advice = ["leave keep_gathered out, and the budget decides what stays gathered"] if least.kept else []
     heavy = [name for name, nbytes in at_peak if nbytes * 8 > least.memory.peak]
     if "gradients" in heavy and not options.optimizer_in_backward:
@@ -38,7 +38,7 @@ def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -
     return ConfigError(
         f"the memory budget is {budget.nbytes:,} bytes per rank{budget.origin}, and the plan of {least.name} on "
         f"{least.placement} at stage {least.stage} peaks at {least.memory.peak:,} bytes{others}\n"
-        f"  its peak is at {least.memory.peak_at}: {held}\n"
+        f"  its peak is at {least.memory.peak_at}: {at_peak_text}\n"
         f"  What it needs is config.set_memory_budget({least.memory.peak}); to need less: {'; '.join(advice)}"
     )
 

@@ -89,22 +89,22 @@ class Device:
         """The device of a name in ``names()``, or of a file's path.  Raises ConfigError for neither."""
         known = FOLDER / f"{name}.json"
         if name in names():
-            return cls.read(known)
+            return cls.from_file(known)
         if Path(name).is_file():
-            return cls.read(name)
+            return cls.from_file(name)
         raise ConfigError(
             f"there is no device {name!r} and no such file; known are {', '.join(names())}, and `graphzero calibrate "
             "FILE:FACTORY --output device.json` measures this machine"
         )
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Device:
+    def from_file(cls, path: str | os.PathLike[str]) -> Device:
         """The device in a file of JSON, as ``to_json`` writes it.  Raises ConfigError for what is none."""
         what = f"device {os.fspath(path)}"
-        return cls.of(read_json(path, what, "`graphzero calibrate` writes such a file"), what)
+        return cls.from_dict(read_json(path, what, "`graphzero calibrate` writes such a file"), what)
 
     @classmethod
-    def of(cls, found: Any, what: str = "device") -> Device:
+    def from_dict(cls, found: Any, what: str = "device") -> Device:
         """Of plain dicts and numbers.  Raises ConfigError for what is missing or unknown, and says it."""
         if not isinstance(found, Mapping):
             raise ConfigError(f"{what}: it holds {type(found).__name__}, not a device; see graphzero/plan/devices")
@@ -131,7 +131,7 @@ class Device:
             raise ConfigError(f"{what}: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain dicts and numbers, for ``json.dumps``; ``of`` reads them."""
+        """As plain dicts and numbers, for ``json.dumps``; ``from_dict`` reads them."""
         return asdict(self)
 
     # ---- prices
@@ -154,19 +154,19 @@ class Device:
         """
         way, ranks = self.way(placement, axis), placement.hierarchy[placement.axis(axis)]
         narrow = {n: link for name, link in self.links.items() if (n := meeting(name, way)) >= ranks}
-        found = (
+        price = (
             self.links.get(axis)
             or (narrow[min(narrow)] if narrow else None)
             or self.links.get(way)
             or self.links.get(BETWEEN)
             or self.links.get(INSIDE)
         )
-        if found is None:
+        if price is None:
             raise ConfigError(
                 f"device {self.name} says nothing of the links along {axis!r}, of {', '.join(self.links) or 'none'} "
                 f'alone; add "{axis}", or "{INSIDE}" and "{BETWEEN}" hosts, to its "links"'
             )
-        return found
+        return price
 
     def way(self, placement: Placement, axis: str) -> str:
         """Whether ranks that meet along an axis are "inside" one host, or "between" several; they fill host by host."""

@@ -19,7 +19,7 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.storage.liveness import Bytes, Life, Liveness, liveness
+from graphzero.ir.storage.liveness import Bytes, Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage
 from graphzero.plan.plan import Plan
 
@@ -157,11 +157,11 @@ def _costs(graph: StepGraph, plan: Plan) -> dict[str, float]:
 def _candidates(graph: StepGraph, pairs: Pairs, costs: Mapping[str, float]) -> list[GatherCandidate]:
     at = liveness(graph)
     nodes = {node.name: node for node in at.nodes}
-    lives = {life.storage: life for life in at.lives()}
+    spans = {span.storage: span for span in at.spans()}
     candidates = []
     for path, names in pairs.items():
         present = [(nodes[a], nodes[b]) for a, b in names if a in nodes and b in nodes]
-        changes = _changes(present, at, lives)
+        changes = _changes(present, at, spans)
         longer = [change for change in changes if change[2] > 0]
         begin = min((start for start, _, _ in longer), default=0)
         end = min([stop for _, stop, _ in longer] + [start for start, _, less in changes if less < 0], default=0)
@@ -171,24 +171,24 @@ def _candidates(graph: StepGraph, pairs: Pairs, costs: Mapping[str, float]) -> l
 
 
 def _changes(
-    pairs: Sequence[tuple[fx.Node, fx.Node]], at: Liveness, lives: Mapping[Storage, Life]
+    pairs: Sequence[tuple[fx.Node, fx.Node]], at: Liveness, spans: Mapping[Storage, StorageSpan]
 ) -> list[tuple[int, int, int]]:
     """What keeping changes: the storages of backward are not made, those of forward serve their readers.
 
     A storage of forward lives on only for readers that are not themselves made again."""
     made_again = {again for _, again in pairs}
-    dropped: dict[Storage, Life] = {}
+    dropped: dict[Storage, StorageSpan] = {}
     last_reader: dict[Storage, int] = {}
     for first, again in pairs:
-        for kept, gone in zip(at.roots[first], at.roots[again], strict=True):
-            if kept is None or gone is None or kept == gone:
+        for first_storage, again_storage in zip(at.roots[first], at.roots[again], strict=True):
+            if first_storage is None or again_storage is None or first_storage == again_storage:
                 continue
-            dropped[gone] = lives[gone]
+            dropped[again_storage] = spans[again_storage]
             readers = [at.position[user] for user in again.users if user not in made_again]
-            last_reader[kept] = max(last_reader.get(kept, -1), *readers, -1)
-    changes = [(life.begin, life.end + 1, -life.nbytes) for life in dropped.values()]
+            last_reader[first_storage] = max(last_reader.get(first_storage, -1), *readers, -1)
+    changes = [(span.begin, span.end + 1, -span.nbytes) for span in dropped.values()]
     for storage, last in last_reader.items():
-        life = lives[storage]
-        if last > life.end:
-            changes.append((life.end + 1, last + 1, life.nbytes))
+        span = spans[storage]
+        if last > span.end:
+            changes.append((span.end + 1, last + 1, span.nbytes))
     return changes

@@ -31,5 +31,5 @@ def in_best_order(variants: Variants, options: Options) -> Candidate:
     if variants.has_own(moved, since="delay_gradients"):
         lower = memory_of(variants.draft(moved, own_until="delay_gradients")).peak
         return variants.candidate(moved if lower <= enough else options, given=given)
-    found = variants.candidate(moved, given=given)  # most often it is taken, and then need not be made once more
-    return found if found.peak <= enough else variants.candidate(options)
+    program = variants.candidate(moved, given=given)  # most often it is taken, and then need not be made once more
+    return program if program.peak <= enough else variants.candidate(options)

@@ -18,7 +18,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Bytes, Liveness, bytes_held, liveness
 from graphzero.ir.storage.storage_spans import Positions, StorageSpans, int_array
-from graphzero.passes.memory.recompute import Forward
+from graphzero.passes.memory.recompute import ForwardOps
 from graphzero.plan.seconds import plain, seconds_of
 
 Ops = frozenset[int]  # positions of ops of forward
@@ -57,7 +57,7 @@ class MemoryEstimate:
     """
 
     def __init__(self, graph: StepGraph):
-        at, forward = liveness(graph), Forward(graph)
+        at, forward = liveness(graph), ForwardOps(graph)
         position = at.position
         self.spans = StorageSpans(graph)
         self.names = {position[maker]: maker.name for maker in forward.free}
@@ -73,7 +73,7 @@ class MemoryEstimate:
             [*operands, *(position[user] for user in node.users if value.is_multi(node))]
             for node, operands in zip(at.nodes, self.reads, strict=True)
         ]
-        self.is_activation = np.array([life.category == "activations" for life in self.spans.lives], dtype=bool)
+        self.is_activation = np.array([span.category == "activations" for span in self.spans.storages], dtype=bool)
         self.is_parameter = np.array([int(i) in self.gathers for i in self.spans.begin], dtype=bool)
         index = self.spans.index
         roots = [[s for s in at.roots.get(node, ()) if s is not None] for node in at.nodes]
@@ -87,10 +87,10 @@ class MemoryEstimate:
         """What forward, and what backward, reads of each storage."""
         phases = [value.phase_of(node) if node.op == "call_function" else "" for node in at.nodes]
         self.is_forward = np.array([phases[i] == "forward" for i in self.spans.begin], dtype=bool)
-        readers = [at.readers[life.storage] for life in self.spans.lives]
+        readers = [at.readers[span.storage] for span in self.spans.storages]
         self.end_forward = int_array(
-            max([life.begin, *(i for i in positions if phases[i] == "forward")])
-            for life, positions in zip(self.spans.lives, readers, strict=True)
+            max([span.begin, *(i for i in positions if phases[i] == "forward")])
+            for span, positions in zip(self.spans.storages, readers, strict=True)
         )
         late_readers = [[i for i in positions if phases[i] != "forward"] for positions in readers]
         self.first_late = int_array(min(positions, default=len(at.nodes)) for positions in late_readers)

@@ -16,7 +16,7 @@ from torch import fx
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
-from graphzero.ir.storage.liveness import Bytes, Life, liveness
+from graphzero.ir.storage.liveness import Bytes, StorageSpan, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.verify import examine
@@ -234,19 +234,19 @@ def _in_turn(graph: StepGraph, entries: list[Entry]) -> list[Entry]:
 def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
     """Each call, with its padding."""
     at = liveness(graph)
-    for node, found in at.layouts.items():
-        moves, results = found.moves, found.moves.results
+    for node, layout in at.layouts.items():
+        moves, results = layout.moves, layout.moves.results
         kinds = [role.kind if (role := value.role_of(r)) is not None else "" for r in results]
         whats = {"param": "parameters", "gradient": "gradients"}
         what = whats.get(kinds[0], "other") if len(set(kinds)) == 1 else "other"
-        exact = [wire_bytes(moves.kind, _exact_elements(graph, m, moves), found.ranks) for m in moves.members]
-        padding = found.wire_bytes - sum(exact) * found.itemsize
+        exact = [wire_bytes(moves.kind, _exact_elements(graph, m, moves), layout.ranks) for m in moves.members]
+        padding = layout.wire_bytes - sum(exact) * layout.itemsize
         counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
         names = tuple(_label(result) for result in results)
         link = links[graph.placement.axis(moves.axis)] if links else None
-        seconds = link.seconds(moves.kind, found.wire_bytes, found.ranks) if link else None
+        seconds = link.seconds(moves.kind, layout.wire_bytes, layout.ranks) if link else None
         yield (
-            Collective(moves.kind, moves.axis, found.wire_bytes, value.phase_of(node), names, what, seconds, counted),
+            Collective(moves.kind, moves.axis, layout.wire_bytes, value.phase_of(node), names, what, seconds, counted),
             max(padding, 0.0),
         )
 
@@ -278,8 +278,8 @@ def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = N
     at_peak = {name: int(nbytes[worst]) for name, nbytes in over.items()}
     resident = dict.fromkeys(RESIDENT, 0) | at.resident(rank) | {"arena": arena.nbytes if arena is not None else 0}
     backward_end = at.phase_end.get("backward", -1)
-    grads = (life for life in at.lives(rank) if life.category in ("gradients", "accumulators"))
-    gradients = sum(life.nbytes for life in grads if life.begin <= backward_end < life.end)
+    grads = (span for span in at.spans(rank) if span.category in ("gradients", "accumulators"))
+    gradients = sum(span.nbytes for span in grads if span.begin <= backward_end < span.end)
     state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
     where = f"'{at.nodes[worst].name}' in {value.phase_of(at.nodes[worst])}"
     host = int(at.over_time(at.on_host(rank)).max())
@@ -297,28 +297,28 @@ class AtPeak(NamedTuple):
 
 def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> list[AtPeak]:
     """The values that a call makes and that weigh most when it peaks, largest first."""
-    there = [life for life in _at_peak(graph, arena) if life.begin >= 0]
-    there.sort(key=lambda life: (-life.nbytes, life.begin))
+    spans = [span for span in _at_peak(graph, arena) if span.begin >= 0]
+    spans.sort(key=lambda span: (-span.nbytes, span.begin))
     return [
-        AtPeak(_label(life.storage[0]), life.category, life.nbytes, value.source_of(life.storage[0]))
-        for life in there[:most]
+        AtPeak(_label(span.storage[0]), span.category, span.nbytes, value.source_of(span.storage[0]))
+        for span in spans[:most]
     ]
 
 
 def pieces_at_peak(graph: StepGraph, axis: str, arena: Arena | None = None) -> int:
     """Bytes, when a call peaks, of what ranks share along an axis whatever the batch: model states and gradients."""
-    number, found = graph.placement.axis(axis), 0
-    for life in _at_peak(graph, arena):
-        node = life.storage[0]
-        if life.category in SHARED and not value.is_multi(node) and value.nd_of(node)[number].is_split:
-            found += life.nbytes
-    return found
+    axis_index, nbytes = graph.placement.axis(axis), 0
+    for span in _at_peak(graph, arena):
+        node = span.storage[0]
+        if span.category in SHARED and not value.is_multi(node) and value.nd_of(node)[axis_index].is_split:
+            nbytes += span.nbytes
+    return nbytes
 
 
-def _at_peak(graph: StepGraph, arena: Arena | None) -> list[Life]:
+def _at_peak(graph: StepGraph, arena: Arena | None) -> list[StorageSpan]:
     """What is there when a call peaks."""
     worst = int(np.sum([*memory_over_time(graph, None, arena).values()], axis=0).argmax())
-    return [life for life in liveness(graph).lives() if life.begin <= worst <= life.end]
+    return [span for span in liveness(graph).spans() if span.begin <= worst <= span.end]
 
 
 def memory_over_time(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> dict[str, Bytes]:
@@ -327,9 +327,9 @@ def memory_over_time(graph: StepGraph, rank: int | None = None, arena: Arena | N
     Of the arena, what of it holds nothing.
     """
     at = liveness(graph)
-    lives, resident = at.lives(rank), at.resident(rank)
-    over = {name: at.over_time(x for x in lives if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
+    spans, resident = at.spans(rank), at.resident(rank)
+    over = {name: at.over_time(x for x in spans if x.category == name) + resident.get(name, 0) for name in CATEGORIES}
     over["communication"] += at.transient
     if arena is not None:
-        over["arena"] += arena.nbytes - at.over_time(x for x in lives if x.storage in arena.offsets)
+        over["arena"] += arena.nbytes - at.over_time(x for x in spans if x.storage in arena.offsets)
     return over

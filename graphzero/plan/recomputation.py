@@ -101,13 +101,13 @@ class Recomputation:
 def activations_error(activations: int, smallest: Candidate, plain: Candidate) -> ConfigError:
     """The error for bytes of activations that no program fits."""
     at = liveness(smallest.graph)
-    lives = [life for life in at.lives() if life.category == "activations"]
-    worst = int(at.over_time(lives).argmax())
-    largest = sorted((x for x in lives if x.begin <= worst <= x.end), key=lambda x: (-x.nbytes, x.begin))
+    spans = [span for span in at.spans() if span.category == "activations"]
+    worst = int(at.over_time(spans).argmax())
+    largest = sorted((x for x in spans if x.begin <= worst <= x.end), key=lambda x: (-x.nbytes, x.begin))
     shown = ", ".join(
-        f"{life.storage[0].name} {mega(life.nbytes)}"
-        + (f" ({source})" if (source := value.source_of(life.storage[0])) else "")
-        for life in largest[:3]
+        f"{span.storage[0].name} {mega(span.nbytes)}"
+        + (f" ({source})" if (source := value.source_of(span.storage[0])) else "")
+        for span in largest[:3]
     )
     where = at.nodes[worst]
     least, before = smallest.plan.memory.activations, plain.plan.memory.activations

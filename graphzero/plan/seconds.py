@@ -47,7 +47,7 @@ class Dropping(NamedTuple):
 DROPPING = {ATTENTION: Dropping(6, 1, 29), ATTENTION_BACKWARD: Dropping(9, 2, 43)}
 
 
-class Work(NamedTuple):
+class OpWork(NamedTuple):
     """What one op does on one rank.  op: its name.  dtype: of the arithmetic.  nbytes: read and written."""
 
     op: str
@@ -78,7 +78,7 @@ def seconds_of(at: Liveness, node: fx.Node, device: Device) -> float:
     return device.call + device.seconds(*work) if work is not None else 0.0
 
 
-def work_of(at: Liveness, node: fx.Node) -> Work | None:
+def work_of(at: Liveness, node: fx.Node) -> OpWork | None:
     """What an op of a local graph does on the fullest rank; None for what does nothing: views, names, numbers.
 
     Transfers are not asked for: see ``packing``.
@@ -94,15 +94,15 @@ def work_of(at: Liveness, node: fx.Node) -> Work | None:
     written = _nbytes(graph, node)
     if target in READS_PLACES:
         read[0] = min(read[0], written)
-    name, dtype, more = op_name(target), _dtype(node), 0.0
+    name, dtype, score_bytes = op_name(target), _dtype(node), 0.0
     if target in DROPPING and len(node.args) > DROPPING[target].draws:  # by definition, out of products and passes
         (draws, keys, passes), is_causal = DROPPING[target], node.args[DROPPING[target].draws - 2]
         scores = prod(_size(graph, node.args[draws])) * _size(graph, node.args[keys])[2]
-        name, dtype, more = "mm", "f32", 4.0 * passes * scores / (2.0 if is_causal else 1.0)
-    return Work(name, dtype, _flops(graph, node), sum(read) + written + more)
+        name, dtype, score_bytes = "mm", "f32", 4.0 * passes * scores / (2.0 if is_causal else 1.0)
+    return OpWork(name, dtype, _flops(graph, node), sum(read) + written + score_bytes)
 
 
-def packing(layout: TransferLayout) -> tuple[Work, Work] | None:
+def packing(layout: TransferLayout) -> tuple[OpWork, OpWork] | None:
     """What it takes to lay values into the buffer of a transfer, and out of it; None where it has no buffer.
 
     Where values are cast on their way, a rank's own piece is laid down even without one.
@@ -113,7 +113,7 @@ def packing(layout: TransferLayout) -> tuple[Work, Work] | None:
     dtype, read = _dtype(moves.members[0]), max(value.tensor_type(x).dtype.itemsize for x in moves.members)
     into = float((sent.stop - sent.start) * (read + layout.itemsize))
     out = 0.0 if moves.is_direct else 2.0 * (received.stop - received.start) * layout.itemsize
-    return Work(COPY, dtype, 0.0, into), Work(COPY, dtype, 0.0, out)
+    return OpWork(COPY, dtype, 0.0, into), OpWork(COPY, dtype, 0.0, out)
 
 
 def op_name(target: Any) -> str:
@@ -122,7 +122,7 @@ def op_name(target: Any) -> str:
     return str(getattr(packet or target, "__name__", target))
 
 
-def _writing(at: Liveness, node: fx.Node) -> Work | None:
+def _writing(at: Liveness, node: fx.Node) -> OpWork | None:
     """Of an op that writes into its first operand: what it reads beside that, and what it reads and writes there."""
     target, graph, (place, *others) = node.target, at.graph, node.all_input_nodes
     if target is ops.assign and all(at.roots.get(x) == at.roots.get(place) for x in others):
@@ -130,10 +130,10 @@ def _writing(at: Liveness, node: fx.Node) -> Work | None:
     read = sum(_nbytes(graph, x) for x in others if not value.is_scalar(x))
     if target is ops.accumulate_mm:
         a, b = (_size(graph, x) for x in node.args[1:3])
-        return Work("mm", _dtype(place), 2.0 * prod(a) * b[-1], read + 2.0 * _nbytes(graph, place))
+        return OpWork("mm", _dtype(place), 2.0 * prod(a) * b[-1], read + 2.0 * _nbytes(graph, place))
     if target is ops.accumulate:
-        return Work("add", _dtype(place), 0.0, read + 2.0 * _nbytes(graph, place))
-    return Work(COPY, _dtype(place), 0.0, 2.0 * read)
+        return OpWork("add", _dtype(place), 0.0, read + 2.0 * _nbytes(graph, place))
+    return OpWork(COPY, _dtype(place), 0.0, 2.0 * read)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -152,8 +152,8 @@ def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tu
 def _nbytes(graph: StepGraph, node: fx.Node) -> float:
     """Of all results."""
     count = len(value.type_of(node)) if value.is_multi(node) else 1
-    found = (_shape(graph, node, i) for i in range(count))
-    return float(sum(prod(one[1]) * one[0].itemsize for one in found if one is not None))
+    shapes = (_shape(graph, node, i) for i in range(count))
+    return float(sum(prod(one[1]) * one[0].itemsize for one in shapes if one is not None))
 
 
 def _dtype(node: fx.Node) -> str:
@@ -171,9 +171,9 @@ def _size(graph: StepGraph, x: Any) -> Any:
     if isinstance(value.type_of(x), ScalarType):
         return None
     if value.is_multi(x):
-        return tuple(found[1] if (found := _shape(graph, x, i)) else None for i in range(len(value.type_of(x))))
-    found = _shape(graph, x)
-    return found[1] if found is not None else None
+        return tuple(shape[1] if (shape := _shape(graph, x, i)) else None for i in range(len(value.type_of(x))))
+    shape = _shape(graph, x)
+    return shape[1] if shape is not None else None
 
 
 def _flops(graph: StepGraph, node: fx.Node) -> float:

@@ -60,19 +60,19 @@ def choose(
         )
     if budget is not None and tried[-1].peak > budget.nbytes:
         tried[-1] = _smaller(variants, taken, budget, activations, tried[-1])
-    found = tried[-1]
-    if budget is not None and found.peak > budget.nbytes:
+    chosen = tried[-1]
+    if budget is not None and chosen.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
     if len(stages) > 1:
         before = ", ".join(f"{one.plan.stage} would peak at {mega(one.peak)}" for one in tried[:-1])
-        found = found.decided(
-            f'stage="auto": {found.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
+        chosen = chosen.decided(
+            f'stage="auto": {chosen.plan.stage} is the first that fits {budget}{f" ({before})" if before else ""}'
         )
-    if options.optimizer_in_backward and found.graph.gradients():
-        found = found.decided(behind=describe_early(found.graph))
+    if options.optimizer_in_backward and chosen.graph.gradients():
+        chosen = chosen.decided(behind=describe_early(chosen.graph))
     if taken.tiles > 1:
-        found = described(variants, taken, found)
-    return found
+        chosen = described(variants, taken, chosen)
+    return chosen
 
 
 def _at_stage(variants: Variants, options: Options, budget: Budget | None, activations: int | str | None) -> Candidate:
@@ -84,11 +84,11 @@ def _at_stage(variants: Variants, options: Options, budget: Budget | None, activ
     again = Recomputation(variants, options, plain)
     if not again.is_training:
         return plain
-    told = again.within(None, activations) if isinstance(activations, int) else again.checkpoint()
-    made = again.described(_best(variants, told, budget))
-    if isinstance(activations, int) and made.plan.memory.activations > activations:
-        raise activations_error(activations, made, plain)
-    return made
+    smaller = again.within(None, activations) if isinstance(activations, int) else again.checkpoint()
+    program = again.described(_best(variants, smaller, budget))
+    if isinstance(activations, int) and program.plan.memory.activations > activations:
+        raise activations_error(activations, program, plain)
+    return program
 
 
 def _smaller(
@@ -101,8 +101,8 @@ def _smaller(
     if not again.is_training:
         return found
     bytes_of = activations if isinstance(activations, int) else None
-    made = again.described(_best(variants, again.within(budget.nbytes, bytes_of), budget))
-    return made if made.peak < found.peak else found
+    program = again.described(_best(variants, again.within(budget.nbytes, bytes_of), budget))
+    return program if program.peak < found.peak else found
 
 
 def _gathered_once(options: Options) -> Options:
@@ -123,5 +123,5 @@ def _best(variants: Variants, options: Options, budget: Budget | None) -> Candid
 
 def _resident(one: Candidate) -> int:
     """Bytes between calls but for communication slots, which depend on what is sent when."""
-    held = one.plan.memory.resident
-    return sum(held.values()) - held["communication"]
+    resident = one.plan.memory.resident
+    return sum(resident.values()) - resident["communication"]

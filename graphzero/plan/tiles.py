@@ -27,22 +27,22 @@ def fitting_tiles(
 
     best: makes the program of options.  plain: without tiles, which does not fit.
     """
-    found = options, plain
+    best_so_far = options, plain
     if options.tiles > 1:
-        return found
+        return best_so_far
     for count in COUNTS:
-        told = replace(options, tiles=count)
+        tiled = replace(options, tiles=count)
         try:
-            if region_of(variants, told).nbytes < NOTABLE * plain.peak:
+            if region_of(variants, tiled).nbytes < NOTABLE * plain.peak:
                 break
         except NoRegion:
             break
-        made = best(told)
-        if made.peak < found[1].peak:
-            found = told, made
-        if made.peak <= budget.nbytes:
+        program = best(tiled)
+        if program.peak < best_so_far[1].peak:
+            best_so_far = tiled, program
+        if program.peak <= budget.nbytes:
             break
-    return found
+    return best_so_far
 
 
 def described(variants: Variants, options: Options, made: Candidate) -> Candidate:

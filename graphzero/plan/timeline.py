@@ -18,7 +18,7 @@ from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.liveness import Liveness, liveness
 from graphzero.plan.device import Device
-from graphzero.plan.seconds import Work, packing, work_of
+from graphzero.plan.seconds import OpWork, packing, work_of
 
 COMPUTE = "compute"
 
@@ -65,28 +65,28 @@ class Timeline:
 
     def by_phase(self) -> dict[str, float]:
         """Seconds of ops in each phase."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for event in self.events:
             if event.stream == COMPUTE:
-                found[event.phase] = found.get(event.phase, 0.0) + event.seconds
-        return found
+                seconds[event.phase] = seconds.get(event.phase, 0.0) + event.seconds
+        return seconds
 
 
 class _Step(NamedTuple):
     """What is done at one node: ops, then a transfer that begins, then one that is awaited, then ops again."""
 
     node: fx.Node
-    work: tuple[tuple[Work, float], ...] = ()
+    work: tuple[tuple[OpWork, float], ...] = ()
     begins: tuple[str, str, float, float] | None = None  # axis, kind, seconds, bytes sent
     awaits: fx.Node | None = None  # the node that began it
-    after: tuple[tuple[Work, float], ...] = ()
+    after: tuple[tuple[OpWork, float], ...] = ()
 
 
 def timeline(graph: StepGraph, device: Device) -> Timeline:
     """The timeline of a final program.  Raises ConfigError where the device says nothing of a link that is needed."""
     clock = _Clock(device)
     for step in _in_turn(graph, device):
-        clock.run(step)
+        clock.advance(step)
     return clock.timeline()
 
 
@@ -118,7 +118,7 @@ def _step(at: Liveness, node: fx.Node, device: Device) -> _Step | None:
     return _Step(node, _timed(work, device)) if work is not None else None
 
 
-def _timed(work: Work | None, device: Device) -> tuple[tuple[Work, float], ...]:
+def _timed(work: OpWork | None, device: Device) -> tuple[tuple[OpWork, float], ...]:
     return ((work, device.seconds(*work)),) if work is not None else ()
 
 
@@ -133,7 +133,7 @@ class _Clock:
         self._events: list[Event] = []
         self._exposed = self._waited = 0.0
 
-    def run(self, step: _Step) -> None:
+    def advance(self, step: _Step) -> None:
         for work, seconds in step.work:
             self._op(step.node, work, seconds)
         if step.begins is not None:
@@ -158,7 +158,7 @@ class _Clock:
             self._waited + around,
         )
 
-    def _op(self, node: fx.Node, work: Work, seconds: float) -> None:
+    def _op(self, node: fx.Node, work: OpWork, seconds: float) -> None:
         begin = self._started()
         if not self._device.runs_ahead:
             seconds += self._device.call

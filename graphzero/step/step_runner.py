@@ -71,7 +71,7 @@ class StepRunner:
         is_taken = False
         try:
             state.read_pieces()
-            results = executor.run(arguments)
+            results = executor.run_step(arguments)
             state.write_back(training, program.uses_seed)
             is_step = executor.program.first_write >= 0 or program.uses_seed
             progress.taken += is_step

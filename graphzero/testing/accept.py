@@ -43,9 +43,9 @@ def _literal(path: pathlib.Path, frame: FrameType) -> ast.expr:
         if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line) and len(node.args) > 1:
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if function == "assert_graph":
-                found = _string(tree, node.args[1])
-                if found is not None:
-                    return found
+                literal = _string(tree, node.args[1])
+                if literal is not None:
+                    return literal
     raise GraphZeroError(f"--accept: {path.name}:{line}: the expected text is no string literal and no module constant")
 
 

@@ -29,9 +29,11 @@ def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
     for node in program.placeholders(*RESIDENT):
         role = value.role_of(node)
         assert role is not None
-        held = executor.bound[node.name][0]
-        own = held.numel() * held.element_size() if prepared.source.placement.virtual else None  # a view of the whole
-        meter.register(RESIDENT[role.kind], [held], own)
+        tensor = executor.bound[node.name][0]
+        nbytes = (
+            tensor.numel() * tensor.element_size() if prepared.source.placement.virtual else None
+        )  # a view of the whole
+        meter.register(RESIDENT[role.kind], [tensor], nbytes)
     executor.meter = meter
     try:
         graph(*args, **kwargs)
@@ -84,5 +86,7 @@ def _category_names(program: StepGraph) -> dict[Any, str]:
     at = liveness(program)
     roots, categories = at.roots, at.categories
     names: dict[Any, str] = {(node.name, i): category for (node, i), category in categories.items()}
-    names.update({node.name: categories[held[0]] for node, held in roots.items() if len(held) == 1 and held[0]})
+    names.update(
+        {node.name: categories[storages[0]] for node, storages in roots.items() if len(storages) == 1 and storages[0]}
+    )
     return names

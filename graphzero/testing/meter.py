@@ -51,7 +51,7 @@ class _Storage:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts storages while it is the active mode; pass it to ``Executor.run``.
+    """Counts storages while it is the active mode; pass it to ``Executor.run_step``.
 
     Args:
         categories: category by node name, or by (node name, number of the result); others are "temporaries".
@@ -106,13 +106,13 @@ class MemoryMeter(TorchDispatchMode):
     def meet(self, node: fx.Node) -> None:
         """Collectives run outside of this mode: what a backend allocates is not seen."""
 
-    def made(self, x: Any, names: Sequence[Name]) -> None:
+    def add_result(self, x: Any, names: Sequence[Name]) -> None:
         """``x`` is a result of the node, known by the first of ``names`` that has a category."""
         if isinstance(x, Tensor):
             self._see(x, self._kind, self._node)  # compiled code makes its results past this mode
-            found = self._alive.get(_compat.storage_id(x))
-            if found is not None and found.maker == self._node and found.category != HOST:
-                found.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")
+            block = self._alive.get(_compat.storage_id(x))
+            if block is not None and block.maker == self._node and block.category != HOST:
+                block.category = next((self.categories[n] for n in names if n in self.categories), "temporaries")
 
     # ---- what torch calls
 
@@ -121,9 +121,9 @@ class MemoryMeter(TorchDispatchMode):
             if isinstance(operand, Tensor):
                 self._see(operand, "", "", nbytes=0)  # not made here, or known already
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor):
-                self._see(made, self._kind, self._node)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, self._kind, self._node)
         return result
 
     def _see(self, tensor: Tensor, category: str, maker: str, nbytes: int | None = None) -> bool:
@@ -169,5 +169,5 @@ def measure(
     meter = MemoryMeter(categories)
     for category, tensors in resident.items():
         meter.register(category, tensors)
-    executor.run(inputs, meter)
+    executor.run_step(inputs, meter)
     return meter.measured()

@@ -1,6 +1,6 @@
 """Where the seconds of a run go: compute by phase, copies in and out of buffers, waiting for other ranks.
 
-It is given to ``Executor.run`` in place of a ``MemoryMeter`` and times the first local rank line by line, which itself
+``Executor.run_step`` takes it in place of a ``MemoryMeter``.  It times the first local rank line by line, which itself
 costs some 0.2 microseconds a line.  On a device that works asynchronously it times the launches, not the kernels.
 """
 
@@ -41,7 +41,7 @@ class StepTimes:
         """Seconds of one call."""
         return sum(self.seconds.values()) / max(self.calls, 1)
 
-    def of(self, what: str) -> float:
+    def seconds_for(self, what: str) -> float:
         """Seconds of one call that went for ``what``."""
         return sum(spent for (kind, _), spent in self.seconds.items() if kind == what) / max(self.calls, 1)
 
@@ -101,7 +101,7 @@ class Timer:
         self.enter(f"{node.name} (meeting)", "")
         self._kinds.setdefault(self._node, _meeting(node, self._kinds))
 
-    def made(self, x: Any, names: Sequence[Any]) -> None:
+    def add_result(self, x: Any, names: Sequence[Any]) -> None:
         """Results do not matter here."""
 
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:

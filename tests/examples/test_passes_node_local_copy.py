@@ -89,7 +89,7 @@ def held_from_forward(graph):
     at = liveness(graph.program)
     end = at.phase_end["forward"]
     params = {root for x in at.roots if (role := value.role_of(x)) and role.kind == "param" for root in at.roots[x]}
-    return sum(life.nbytes for life in at.lives() if life.storage in params and 0 <= life.begin <= end < life.end)
+    return sum(span.nbytes for span in at.spans() if span.storage in params and 0 <= span.begin <= end < span.end)
 
 
 def test_parameters_that_no_node_splits_are_left_alone():

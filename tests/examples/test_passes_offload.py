@@ -167,6 +167,6 @@ def test_what_is_said_of_ops_is_checked():
 
 def test_lives_on_the_host_are_apart_from_those_of_the_device():
     at = liveness(gz.Pipeline([Offload(least_bytes=32, apart=4)])(STEP))
-    ((storage, begin, end, nbytes, category),) = [vars(life).values() for life in at.on_host()]
+    ((storage, begin, end, nbytes, category),) = [vars(span).values() for span in at.on_host()]
     assert (storage[0].name, nbytes, category) == ("h_host", 64, "host") and begin < end
-    assert storage not in {life.storage for life in at.lives()}
+    assert storage not in {span.storage for span in at.spans()}

@@ -28,8 +28,8 @@ def everything(at: Liveness) -> tuple[Any, ...]:
         at.position,
         at.roots,
         at.readers,
-        at.lives(),
-        at.lives(1),
+        at.spans(),
+        at.spans(1),
         at.slots,
         at.total().tolist(),
         at.phase_end,
@@ -79,7 +79,7 @@ def test_a_change_of_whatever_kind_is_noticed(seed: int) -> None:
 def test_nothing_is_computed_twice_of_a_program_that_stays() -> None:
     graph = lower(step(LAYERS), STAGES[2])
     known = liveness(graph)
-    assert liveness(graph) is known and known.lives() is known.lives()
+    assert liveness(graph) is known and known.spans() is known.spans()
     graph.settle()
     assert liveness(graph) is known
     graph.forget()
@@ -104,9 +104,9 @@ forward:
   return d
 """)
     at = liveness(verify(graph))
-    held = {life.storage[0].name: (life.begin, life.end, life.nbytes) for life in at.lives()}
+    held = {span.storage[0].name: (span.begin, span.end, span.nbytes) for span in at.spans()}
     assert held == {"x": (-1, 5, 16), "a": (1, 3, 16), "c": (3, 4, 16), "d": (4, 5, 16)}
-    assert at.over_time(at.lives()).tolist() == [0, 16, 16, 32, 32, 16]
+    assert at.over_time(at.spans()).tolist() == [0, 16, 16, 32, 32, 16]
 
 
 def test_bytes_held_are_the_sum_of_what_overlaps() -> None:

@@ -9,25 +9,25 @@ from torch import fx
 from toys import STAGES, lower, step
 
 from graphzero.ir.storage import arena
-from graphzero.ir.storage.liveness import Life, liveness
+from graphzero.ir.storage.liveness import StorageSpan, liveness
 from graphzero.passes import Bucket
 from graphzero.plan import memory_of
 
 NODES = [fx.Graph().placeholder(f"x{i}") for i in range(60)]
 
 
-def lives(seed: int, count: int = 60, length: int = 40) -> list[Life]:
+def spans(seed: int, count: int = 60, length: int = 40) -> list[StorageSpan]:
     draw = random.Random(seed)
     found = []
     for node in NODES[:count]:
         begin = draw.randrange(length)
         end = min(length, begin + int(draw.expovariate(0.2)))
-        found.append(Life((node, 0), begin, end, draw.choice((64, 100, 4096, draw.randrange(1, 10_000))), ""))
+        found.append(StorageSpan((node, 0), begin, end, draw.choice((64, 100, 4096, draw.randrange(1, 10_000))), ""))
     return found
 
 
-def clashes(found: arena.Arena, alive: list[Life]) -> list[tuple[Life, Life]]:
-    placed = [(life, found.offsets[life.storage]) for life in alive if life.storage in found.offsets]
+def clashes(found: arena.Arena, alive: list[StorageSpan]) -> list[tuple[StorageSpan, StorageSpan]]:
+    placed = [(span, found.offsets[span.storage]) for span in alive if span.storage in found.offsets]
     return [
         (one, other)
         for i, (one, a) in enumerate(placed)
@@ -38,28 +38,28 @@ def clashes(found: arena.Arena, alive: list[Life]) -> list[tuple[Life, Life]]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_two_lives_overlap_in_time_and_in_memory(seed):
-    alive = lives(seed)
+    alive = spans(seed)
     found = arena.pack(alive)
     assert not clashes(found, alive) and len(found.offsets) == len(alive)
     assert all(offset % arena.ALIGNED == 0 for offset in found.offsets.values())
-    assert all(found.offsets[life.storage] + life.nbytes <= found.nbytes for life in alive)
-    most = max(sum(life.nbytes for life in alive if life.begin <= t <= life.end) for t in range(41))
+    assert all(found.offsets[span.storage] + span.nbytes <= found.nbytes for span in alive)
+    most = max(sum(span.nbytes for span in alive if span.begin <= t <= span.end) for t in range(41))
     assert most <= found.nbytes <= 1.25 * most + 60 * arena.ALIGNED
     assert arena.pack(alive) == found
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_does_not_fit_is_left_out(seed):
-    alive = lives(seed)
+    alive = spans(seed)
     whole = arena.pack(alive)
     found = arena.pack(alive, whole.nbytes // 2)
     assert 0 < found.nbytes <= whole.nbytes // 2 and 0 < len(found.offsets) < len(alive) and not clashes(found, alive)
 
 
 def test_lives_that_meet_at_one_node_lie_apart():
-    one, other = Life((NODES[0], 0), 0, 3, 64, ""), Life((NODES[1], 0), 3, 5, 64, "")
+    one, other = StorageSpan((NODES[0], 0), 0, 3, 64, ""), StorageSpan((NODES[1], 0), 3, 5, 64, "")
     assert arena.pack([one, other]).nbytes == 128
-    later = Life((NODES[1], 0), 4, 5, 64, "")
+    later = StorageSpan((NODES[1], 0), 4, 5, 64, "")
     assert arena.pack([one, later]).nbytes == 64
 
 
@@ -86,7 +86,7 @@ def test_what_leaves_the_step_and_what_stays_is_elsewhere(everything, zero):
 def test_what_another_rank_may_still_read_is_left_alone(everything):
     graph = lower(step(LAYERS, batch=64), STAGES[3], Bucket(64))
     at = liveness(graph)
-    alive = {life.storage: life for life in arena.eligible(at)}
+    alive = {span.storage: span for span in arena.eligible(at)}
     sent = 0
     for node, moves in at.transfers.items():
         over = at.position[moves.end]
@@ -126,5 +126,5 @@ def test_values_below_the_threshold_are_not_there():
     assert arena.arena_of(graph) is None
     large = lower(step(("linear 512", "relu", "linear 8"), ranks=1, batch=128))
     found = arena.arena_of(large)
-    assert found is not None and {life.storage for life in liveness(large).lives() if life.nbytes >= arena.LEAST}
-    assert all(life.nbytes >= arena.LEAST for life in liveness(large).lives() if life.storage in found.offsets)
+    assert found is not None and {span.storage for span in liveness(large).spans() if span.nbytes >= arena.LEAST}
+    assert all(span.nbytes >= arena.LEAST for span in liveness(large).spans() if span.storage in found.offsets)

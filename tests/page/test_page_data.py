@@ -59,10 +59,10 @@ def test_what_is_alive_at_each_moment_sums_to_the_plans_bytes_and_the_peak_is_th
     memory = data["memory"]
     totals = []
     for position in range(len(data["values"])):
-        lives = [life for life in memory["lives"] if life[1] <= position <= life[2]]
+        spans = [span for span in memory["lives"] if span[1] <= position <= span[2]]
         buffers = sum(nbytes for at, nbytes in memory["buffers"] if at == position)
-        free = memory["arena"] - sum(life[3] for life in lives if life[5])
-        totals.append(sum(life[3] for life in lives) + sum(memory["slots"]) + buffers + free)
+        free = memory["arena"] - sum(span[3] for span in spans if span[5])
+        totals.append(sum(span[3] for span in spans) + sum(memory["slots"]) + buffers + free)
         assert totals[-1] == sum(held(series, position) for series in memory["series"].values())
     assert max(totals) == plan.memory.peak == totals[memory["peak"]]
     name_of, phase = re.fullmatch(r"'(\w+)' in (\w+)", plan.memory.peak_at).groups()  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ def test_the_three_data_sheets_are_there() -> None:
 
 
 def test_an_op_takes_the_longer_of_its_arithmetic_and_its_bytes() -> None:
-    one = Device.of(PLAIN | {"reached": {"flops": 0.5, "attention": 0.25, "memory": 0.8}})
+    one = Device.from_dict(PLAIN | {"reached": {"flops": 0.5, "attention": 0.25, "memory": 0.8}})
     assert one.seconds("mm", "f32", flops=1e12, nbytes=1e9) == 2
     assert one.seconds("attention", "f32", flops=1e12, nbytes=1e9) == 4
     assert one.seconds("add", "f32", flops=0, nbytes=8e10) == pytest.approx(1)
@@ -40,13 +40,13 @@ def test_an_op_takes_the_longer_of_its_arithmetic_and_its_bytes() -> None:
 
 def test_an_axis_has_its_own_link_or_that_of_the_hosts_it_leads_over() -> None:
     inside, between, own = gz.Link(1e-6, 1e11), gz.Link(1e-5, 1e10), gz.Link(1e-4, 1e9)
-    one = Device.of(PLAIN | {"links": {"inside": inside, "between": between, "pp": own}, "host": 4})
+    one = Device.from_dict(PLAIN | {"links": {"inside": inside, "between": between, "pp": own}, "host": 4})
     place = gz.placement("cuda", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], names=("dp", "tp", "pp"))
     assert [one.link(place, axis) for axis in place.names] == [between, inside, own]
     assert one.link(gz.placement("cuda", range(8)), "dp") == between
     assert one.link(gz.placement("cuda", range(4)), "dp") == inside
     with pytest.raises(gz.ConfigError, match="nothing of the links along 'dp'"):
-        Device.of(PLAIN | {"links": {"tp": own}}).link(place, "dp")
+        Device.from_dict(PLAIN | {"links": {"tp": own}}).link(place, "dp")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
 from graphzero.plan.device import Device
-from graphzero.plan.seconds import Work, work_of
+from graphzero.plan.seconds import OpWork, work_of
 from graphzero.plan.timeline import Timeline, timeline
 
 # A product of 64 x 64 x 64 takes 2 s, a byte of memory nothing, a byte sent 1 s; a start takes what it is said to.
@@ -120,7 +120,7 @@ def test_a_grouped_convolutions_gradients_take_twice_its_operations() -> None:
 
 
 def test_attention_with_dropout_reads_and_writes_its_scores_time_and_again() -> None:
-    def works(dropout: float) -> list[Work]:
+    def works(dropout: float) -> list[OpWork]:
         graph = Net(ranks=1, stage=0)
         graph.attention.dropout = dropout
         program = graph.compile(torch.randn(4, 3, 6, 6)).program

@@ -56,9 +56,9 @@ def test_the_copy_that_forward_reads_is_gathered_once_and_not_held_between_calls
 
 def test_the_copies_are_compute_parameters_in_the_plan():
     for stage in (0, 2, 3):
-        lives = [life for life in liveness(wide(stage, 4).program).lives() if life.category == "compute_parameters"]
-        assert 2 * 64 * 256 in [life.nbytes for life in lives]
-        assert all(life.begin >= 0 for life in lives)
+        spans = [span for span in liveness(wide(stage, 4).program).spans() if span.category == "compute_parameters"]
+        assert 2 * 64 * 256 in [span.nbytes for span in spans]
+        assert all(span.begin >= 0 for span in spans)
 
 
 @pytest.mark.parametrize("dtype, clip, stages", [(BF16, None, (1, 3)), (F16, 1.0, (0, 2))])

@@ -44,8 +44,8 @@ def test_the_estimate_counts_what_the_pass_makes(stage):
         memory = estimate.recomputing(ops)
         after = Pipeline([Recompute(names_of(estimate, ops))])(before(stage))
         at = liveness(after)
-        lives = [life for life in at.lives() if life.category == "activations"]
-        assert np.array_equal(at.over_time(lives)[: len(memory.activations)], memory.activations)
+        spans = [span for span in at.spans() if span.category == "activations"]
+        assert np.array_equal(at.over_time(spans)[: len(memory.activations)], memory.activations)
         assert (memory.total <= (at.total() - at.transient)[: len(memory.total)]).all()  # less rooms that results share
 
 

@@ -84,7 +84,7 @@ class Spoiled:
         nodes = list(program.graph.nodes)
         taking = {node.name: i for i, node in enumerate(nodes) if not is_view(node.target)}
         self.position = {name: i for name, i in taking.items() if nodes[i].target not in inplace.OVER_OPERANDS}
-        self.lives = [life for life in arena.eligible(liveness(program.graph)) if life.storage in self.arena.offsets]
+        self.spans = [span for span in arena.eligible(liveness(program.graph)) if span.storage in self.arena.offsets]
         self.executor.meter = self
         self.at = len(nodes)
 
@@ -104,12 +104,12 @@ class Spoiled:
 
     def enter(self, node, kind):
         now = self.position.get(node, self.at)
-        for life in self.lives:
-            if self.at <= life.end < now:
-                self.spoil(self.arena.offsets[life.storage], life.nbytes)
+        for span in self.spans:
+            if self.at <= span.end < now:
+                self.spoil(self.arena.offsets[span.storage], span.nbytes)
         self.at = now
 
-    def made(self, x, names):
+    def add_result(self, x, names):
         return None
 
     def meet(self, node):

@@ -104,7 +104,7 @@ def check_boxes_move_values_as_virtual_ranks_do():
                 graph = parse(f"{text}  y = box(x) : {type_}  {dst}\n  return 0\n", world.placement)
                 graph.set_output([graph.node("y")], {}, {})
                 inputs = [given[i].clone() for i in world.local_ranks]
-                (found[world],) = Executor(LowerBoxing()(graph), world).run({"x": inputs}).outputs
+                (found[world],) = Executor(LowerBoxing()(graph), world).run_step({"x": inputs}).outputs
             real, virtual = found.values()
             assert torch.equal(real[0], virtual[dist.get_rank()]), (src, dst, shape)
             torch.testing.assert_close(join(virtual, dst, (2, 2)), join(given, src, (2, 2)))

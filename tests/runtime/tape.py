@@ -81,7 +81,7 @@ def _again(made: list[Tensor], results: Any) -> None:
 
 
 class Tapes:
-    """A ``Recorder``.
+    """A ``StepRecorder``.
 
     warm_ups, records: how often it was asked for them; replays: how often tapes ran.  warmed, recorded: what the last
     run before a recording, and the last recording, consisted of.

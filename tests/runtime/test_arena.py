@@ -52,9 +52,9 @@ def test_a_life_that_ends_too_early_shows(everything, monkeypatch):
     def early(self, node, kind):
         self.at -= 1
         found(self, node, kind)
-        for life in self.lives:
-            if life.begin < self.at == life.end:
-                self.spoil(self.arena.offsets[life.storage], life.nbytes)
+        for span in self.spans:
+            if span.begin < self.at == span.end:
+                self.spoil(self.arena.offsets[span.storage], span.nbytes)
 
     monkeypatch.setattr(Spoiled, "enter", early)
     assert not equal(trained("gpt", (2,), spoiled=True), plain)
@@ -201,9 +201,9 @@ class Layouts:
     def watches(self, local):
         return local == 0
 
-    def made(self, x, names):
+    def add_result(self, x, names):
         node = self.nodes.get(next((name for name in names if isinstance(name, str)), ""))
-        order = self.orders.of(node) if node is not None else None
+        order = self.orders.order_of(node) if node is not None else None
         if order is not None:
             self.known += 1
             if not x.permute(order).is_contiguous():

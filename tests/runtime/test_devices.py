@@ -44,7 +44,7 @@ class Only(TorchDispatchMode):
 
     def meet(self, node): ...
 
-    def made(self, x, names):
+    def add_result(self, x, names):
         name, index = names[-1] if isinstance(names[-1], tuple) else (names[-1], None)
         type_ = value.type_of(self.nodes[name])
         type_ = type_ if index is None or not isinstance(type_, tuple) else type_[index]
@@ -75,7 +75,7 @@ def run(graph):
     with FakeTensorMode(), Only(graph) as only:
         executor = Executor(graph, world)
         executor.bind({name: made(name) for name in executor.program.persistent})
-        return executor.run({name: made(name) for name in executor.program.inputs}, meter=only)
+        return executor.run_step({name: made(name) for name in executor.program.inputs}, meter=only)
 
 
 def language(model, ids):

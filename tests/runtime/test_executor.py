@@ -60,7 +60,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks_whatever_the_cut(n: int) -> N
     ws, ms = pieces(w, n), pieces(m, n)
     executor.bind({"w": ws, "m": ms})
     for _ in range(2):
-        results = executor.run({"x": pieces(x, n), "lr": [0.1] * n})
+        results = executor.run_step({"x": pieces(x, n), "lr": [0.1] * n})
         loss = (x @ w).sum()
         torch.testing.assert_close(torch.cat(results.outputs[1]), x @ w)
         m = m * 0.9 + x.t() @ torch.ones(8, 3)
@@ -85,7 +85,7 @@ def test_what_was_written_in_the_step_is_returned_as_it_was_before() -> None:
     """)
     p, c = torch.arange(4.0), torch.zeros(4)
     executor.bind({"p": [p, p], "c": [c, c]})
-    returned, viewed, buffer = executor.run({}).outputs
+    returned, viewed, buffer = executor.run_step({}).outputs
     assert returned[1].tolist() == [0, 1, 2, 3] and viewed[0].tolist() == [[0, 1], [2, 3]]
     assert p.tolist() == [0, 2, 4, 6], "a tensor that both ranks share is written once"
     buffer[0].fill_(7)
@@ -104,7 +104,7 @@ def test_updates_without_assign_are_written_at_the_end_even_when_they_swap() -> 
     """)
     a, b = torch.tensor([1.0, 2]), torch.tensor([3.0, 4])
     executor.bind({"a": [a], "b": [b]})
-    executor.run({})
+    executor.run_step({})
     assert a.tolist() == [3, 4] and b.tolist() == [1, 2]
 
 
@@ -127,7 +127,7 @@ def test_results_of_one_op_are_picked_and_lists_and_none_pass_as_arguments() -> 
       return p, y, z, n, f
     """)
     x = torch.randn(6, 4)
-    p, y, z, n, f = (out[0] for out in executor.run({"x": [x]}).outputs)
+    p, y, z, n, f = (out[0] for out in executor.run_step({"x": [x]}).outputs)
     best = x.topk(2).indices
     assert p.equal(torch.cat([best, best], 1)) and y.equal(x.clamp(max=0.5)) and z.equal(x[4:])
     assert n.equal(torch.nn.functional.layer_norm(x, [4])) and f.tolist() == [float("inf")] * 2
@@ -153,8 +153,8 @@ def test_sizes_and_starts_are_each_ranks_own_at_any_depth() -> None:
       return u
     """)
     key, x = torch.tensor(11), torch.zeros(7, 2)
-    parts = executor.run({"k": [key] * 4, "x": pieces(x, 4)}).outputs[0]
-    assert torch.cat(parts).equal(whole.run({"k": [key], "x": [x]}).outputs[0][0])
+    parts = executor.run_step({"k": [key] * 4, "x": pieces(x, 4)}).outputs[0]
+    assert torch.cat(parts).equal(whole.run_step({"k": [key], "x": [x]}).outputs[0][0])
     assert [len(part) for part in parts] == [2, 2, 2, 1]
 
 
@@ -174,11 +174,11 @@ def test_an_op_that_fails_shows_its_line_source_rank_and_shapes() -> None:
     executor.bind({"w": [torch.zeros(4, 4)] * 2})
     good = torch.zeros(2, 4)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        executor.run({"x": [good, torch.zeros(2, 3)]})
+        executor.run_step({"x": [good, torch.zeros(2, 3)]})
     note = "\n".join(caught.value.__notes__)
     assert "rank 1 of" in note and "y = mm(h, w) : f32[4, 4]  S(0)    model.py:31 in forward" in note
     assert "h = relu(x) : f32[4, 4]  S(0)    here [2, 3]" in note
-    assert executor.run({"x": [good, good]}).outputs[0][0].shape == (2, 4), "the next run is not harmed"
+    assert executor.run_step({"x": [good, good]}).outputs[0][0].shape == (2, 4), "the next run is not harmed"
 
 
 def test_wrong_bindings_and_missing_inputs_are_refused_by_name() -> None:
@@ -188,10 +188,10 @@ def test_wrong_bindings_and_missing_inputs_are_refused_by_name() -> None:
     with pytest.raises(SbpError, match="one tensor for each of 4 local ranks, was given 1"):
         executor.bind({"w": [torch.zeros(2, 3)]})
     with pytest.raises(GraphZeroError, match="not given m, w"):
-        executor.run({})
+        executor.run_step({})
     executor.bind({name: pieces(torch.zeros(7, 3), 4) for name in "wm"})
     with pytest.raises(GraphZeroError, match="not given x, lr"):
-        executor.run({})
+        executor.run_step({})
 
 
 def test_a_box_cannot_be_executed() -> None:
@@ -218,11 +218,11 @@ def test_modes_of_the_caller_do_not_reach_the_program() -> None:
     w = torch.nn.Parameter(torch.randn(4, 4))
     executor.bind({"w": [w]})
     with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        y = executor.run({"x": [torch.eye(4, requires_grad=True)]}).outputs[0][0]
+        y = executor.run_step({"x": [torch.eye(4, requires_grad=True)]}).outputs[0][0]
     assert y.dtype == torch.float32 and not y.requires_grad and w.is_leaf
     with torch.inference_mode():
-        executor.run({"x": [torch.eye(4)]})
-    executor.run({"x": [torch.eye(4)]})
+        executor.run_step({"x": [torch.eye(4)]})
+    executor.run_step({"x": [torch.eye(4)]})
 
 
 def test_host_numbers_are_computed_once_for_all_ranks() -> None:
@@ -236,7 +236,7 @@ def test_host_numbers_are_computed_once_for_all_ranks() -> None:
       y = add(x, b)             : f32[2]  S(0)
       return y, b
     """)
-    y, b = executor.run({"lr": [8.0, 8.0], "x": pieces(torch.zeros(2), 2)}).outputs
+    y, b = executor.run_step({"lr": [8.0, 8.0], "x": pieces(torch.zeros(2), 2)}).outputs
     assert b == [4.0, 4.0] and torch.cat(y).tolist() == [4, 4]
 
 
@@ -245,4 +245,4 @@ def test_a_long_program_is_cut_into_functions_and_runs_the_same() -> None:
     text = "graph step(dp=1) local\n  a0 = batch() : f32[2]  B\nforward:\n" + "\n".join(lines) + "\n  return a1499\n"
     executor = on_virtual_ranks(text)
     assert len(executor.program.steps) > 1
-    assert executor.run({"a0": [torch.zeros(2)]}).outputs[0][0].tolist() == [1499, 1499]
+    assert executor.run_step({"a0": [torch.zeros(2)]}).outputs[0][0].tolist() == [1499, 1499]

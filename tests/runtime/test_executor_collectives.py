@@ -94,12 +94,12 @@ def run(text: str, given: dict[str, list[torch.Tensor]]) -> tuple[list[list[torc
     graph = parse(text)
     executor = Executor(graph, VirtualWorld(graph.placement))
     executor.world.trace = []
-    outputs = executor.run(given).outputs
+    outputs = executor.run_step(given).outputs
     if executor.slots:
         for slot in executor.slots.values():  # what a slot held before must not matter
             for tensor in slot:
                 tensor.fill_(255)
-        outputs = executor.run(given).outputs
+        outputs = executor.run_step(given).outputs
     return outputs, executor
 
 
@@ -130,7 +130,7 @@ def test_slots_are_allocated_once_and_as_large_as_their_largest_collective() -> 
     given, _ = inputs()
     _, executor = run(LAUNCHED, given)
     before = {slot: [x.data_ptr() for x in tensors] for slot, tensors in executor.slots.items()}
-    executor.run(given)
+    executor.run_step(given)
     assert {slot: [x.data_ptr() for x in tensors] for slot, tensors in executor.slots.items()} == before
     assert {slot: tensors[0].nbytes for slot, tensors in executor.slots.items()} == {0: 256, 1: 192}
     # slot 0: 4 x 13 floats, slot 1: 4 x 8 + 8 floats, rounded up to 64 bytes

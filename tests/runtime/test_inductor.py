@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import graphzero as gz
 from graphzero import _compat
 from graphzero.runtime.inductor import compiled
-from graphzero.runtime.inductor.compiled import Call
+from graphzero.runtime.inductor.compiled import CompiledRegion
 from graphzero.runtime.inductor.regions import Region, form
 from graphzero.runtime.world.virtual import VirtualWorld
 
@@ -139,8 +139,8 @@ def module_of(write, operands: int) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-def call_of(module: fx.GraphModule, *groups: int) -> Call:
-    return Call(module, "region of a test", str(module.graph), groups)
+def call_of(module: fx.GraphModule, *groups: int) -> CompiledRegion:
+    return CompiledRegion(module, "region of a test", str(module.graph), groups)
 
 
 TWICE = module_of(lambda add, x: [add(aten.mul.Tensor, x, 2.0)], 1)

@@ -95,7 +95,7 @@ def test_buffers_of_collectives_are_communication_transient_or_in_slots() -> Non
       g = w[0] : f32[512]  B
       return g
     """)
-    slots.run({"x": x})
+    slots.run_step({"x": x})
     measured = measure(slots, {"x": x}, {}, {})
     assert measured.resident == {"communication": 2 * KB}
     assert measured.at_peak == {"communication": 2 * KB, "temporaries": 2 * KB}
@@ -115,4 +115,8 @@ def test_measuring_does_not_change_results() -> None:
     given = {"x": [torch.ones(3), torch.ones(3)], "lr": [2.0, 2.0]}
     from graphzero.testing.meter import MemoryMeter
 
-    assert executor.run(given, MemoryMeter()).outputs[0][1].item() == executor.run(given).outputs[0][0].item() == 12
+    assert (
+        executor.run_step(given, MemoryMeter()).outputs[0][1].item()
+        == executor.run_step(given).outputs[0][0].item()
+        == 12
+    )

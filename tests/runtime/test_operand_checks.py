@@ -43,7 +43,7 @@ def test_an_index_that_a_kernel_would_follow_anywhere_is_refused(case):
     inputs = {name: [torch.ones(shape)] for name, shape in floats.items()}
     executor = Executor(graph, VirtualWorld(graph.placement))
     with pytest.raises(VerifyError, match=f"is given {said}.*its kernel does not look"):
-        executor.run({**inputs, "i": [torch.full(indices, WILD)]})
+        executor.run_step({**inputs, "i": [torch.full(indices, WILD)]})
 
 
 def ones(*shape):

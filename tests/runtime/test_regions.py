@@ -174,8 +174,13 @@ def test_regions_of_equal_blocks_share_one_function():
         for i in range(3)
     )
     joined = join(graph_of(f"{body}  return t2\n"))
-    calls = compiled.Calls(VirtualWorld(joined.placement))
-    found = [calls.of(n.target, local) for n in joined.nodes if isinstance(n.target, RegionOp) for local in (0, 1)]
+    calls = compiled.CompiledRegions(VirtualWorld(joined.placement))
+    found = [
+        calls.region_function(n.target, local)
+        for n in joined.nodes
+        if isinstance(n.target, RegionOp)
+        for local in (0, 1)
+    ]
     assert len(found) == 6 and len(set(found)) == 1
 
 
@@ -255,7 +260,7 @@ def test_a_joined_program_is_measured_and_timed_line_by_line(op_by_op) -> None:
 
 
 def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> None:
-    def broken(self: compiled.Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    def broken(self: compiled.CompiledRegion, operands: list[torch.Tensor]) -> list[torch.Tensor]:
         raise RuntimeError("out of luck")
 
     graph = graph_of("""
@@ -265,9 +270,9 @@ def test_an_error_in_a_region_names_its_first_line(op_by_op, monkeypatch) -> Non
 """)
     executor = Executor(graph, VirtualWorld(graph.placement), kind="inductor")
     executor.bind({"p": [torch.zeros(4, 4)] * 2})
-    monkeypatch.setattr(compiled.Call, "_first", broken)
+    monkeypatch.setattr(compiled.CompiledRegion, "_first", broken)
     with pytest.raises(RuntimeError, match="out of luck") as caught:
-        executor.run({"x": [torch.zeros(4, 4)] * 2, "y": [torch.zeros(4, 4)] * 2})
+        executor.run_step({"x": [torch.zeros(4, 4)] * 2, "y": [torch.zeros(4, 4)] * 2})
     assert "region of 2 lines from 'a' (mul, add)" in caught.value.__notes__[0]
     assert "x = batch() : f32[8, 4]  S(0)!" in caught.value.__notes__[0]
 

@@ -28,7 +28,7 @@ def test_the_seconds_of_a_profiled_call_add_up_to_the_time_that_the_call_took() 
     assert times is not None and times.calls == 5
     assert 0 < times.total * times.calls <= took
     # what is left is setting the timer up
-    assert times.of("compute") > 0 and times.seconds[AROUND] > 0
+    assert times.seconds_for("compute") > 0 and times.seconds[AROUND] > 0
 
 
 def test_compute_is_told_apart_by_phase_and_communication_by_kind() -> None:

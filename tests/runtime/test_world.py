@@ -102,7 +102,7 @@ def test_a_fake_group_runs_one_ranks_program_with_the_right_shapes(fake_group: N
     world.trace = []
     given = {"x": [torch.zeros(2, 3)], "p": [torch.zeros(7, 3, dtype=torch.bfloat16)]}
     given["b"] = [torch.zeros(2, 4, dtype=torch.bool)]
-    outputs = Executor(parse(text, place), world).run(given).outputs
+    outputs = Executor(parse(text, place), world).run_step(given).outputs
     assert [tuple(out[0].shape) for out in outputs] == [(7, 3), (2, 3), (7, 1), (7, 3)]
     assert [sent.kind for sent in world.trace] == [
         "all_gather",

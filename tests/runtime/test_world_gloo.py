@@ -119,7 +119,7 @@ def steps(world: World) -> dict[str, Any]:
     executor.bind({"w": local["w"], "b": local["b"]})
     world.trace = []
     for step in range(2):
-        results = executor.run({"x": local["x"], "k": [torch.tensor(step)] * len(world.local_ranks)})
+        results = executor.run_step({"x": local["x"], "k": [torch.tensor(step)] * len(world.local_ranks)})
     sent = [(s.kind, s.axis, s.nbytes) for s in world.trace]
     return {"outputs": results.outputs, "w": local["w"], "b": local["b"], "sent": sent}
 

@@ -26,7 +26,7 @@ from graphzero.ir.aliases import is_copy
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage import kernel_forms
 from graphzero.ir.storage.dense import Orders
-from graphzero.ir.storage.liveness import Life, Liveness, liveness
+from graphzero.ir.storage.liveness import Liveness, StorageSpan, liveness
 from graphzero.ir.storage.roots import Storage
 
 LEAST = 128 * 2**10  # bytes of a value: glibc maps blocks from there on, and keeps smaller ones by itself
@@ -55,34 +55,34 @@ def arena_of(graph: StepGraph, most: int | None = None) -> Arena | None:
     alone = int(at.total().max())
     whole = pack(chosen)
     for part in PARTS:
-        found = whole if part == PARTS[0] else pack(chosen, whole.nbytes * part // PARTS[0])
-        inside = [life for life in at.lives() if life.storage in found.offsets]
-        peak = found.nbytes + int((at.total() - at.over_time(inside)).max())
-        worth = (peak - alone) * COST <= min(alone, 2 * found.nbytes)
-        if found.offsets and worth and (most is None or peak <= most):
-            return found
+        arena = whole if part == PARTS[0] else pack(chosen, whole.nbytes * part // PARTS[0])
+        inside = [span for span in at.spans() if span.storage in arena.offsets]
+        peak = arena.nbytes + int((at.total() - at.over_time(inside)).max())
+        worth = (peak - alone) * COST <= min(alone, 2 * arena.nbytes)
+        if arena.offsets and worth and (most is None or peak <= most):
+            return arena
     return None
 
 
-def eligible(at: Liveness) -> list[Life]:
+def eligible(at: Liveness) -> list[StorageSpan]:
     """The lives that may be in an arena, as long as their memory must be left alone."""
     last = len(at.nodes) - 1
-    large = [life for life in at.lives() if life.begin >= 0 and life.nbytes >= LEAST and life.end < last]
+    large = [span for span in at.spans() if span.begin >= 0 and span.nbytes >= LEAST and span.end < last]
     if not large:
         return []
     orders, ends = Orders(at.nodes), _awaited(at)
     return [
-        replace(life, end=max(life.end, ends.get(life.storage, -1)))
-        for life in large
-        if _can_be_told(at, life.storage[0], orders)
+        replace(span, end=max(span.end, ends.get(span.storage, -1)))
+        for span in large
+        if _can_be_told(at, span.storage[0], orders)
     ]
 
 
 def _can_be_told(at: Liveness, node: fx.Node, orders: Orders) -> bool:
     if node in at.transfers:
         return at.transfers[node].is_direct
-    told = kernel_forms.writing(node.target) is not None or is_copy(node.target)
-    return told and value.is_tensor(node) and orders.is_row_major(node)
+    has_form = kernel_forms.writing(node.target) is not None or is_copy(node.target)
+    return has_form and value.is_tensor(node) and orders.is_row_major(node)
 
 
 def _awaited(at: Liveness) -> dict[Storage, int]:
@@ -96,22 +96,22 @@ def _awaited(at: Liveness) -> dict[Storage, int]:
     return ends
 
 
-def pack(alive: Sequence[Life], most: int | None = None) -> Arena:
+def pack(alive: Sequence[StorageSpan], most: int | None = None) -> Arena:
     """Offsets such that no two lives overlap in time and in memory; what does not fit below ``most`` is left out.
 
     Lives that meet at one node overlap: an op reads its operands while it writes its result.
     """
-    by_size = sorted(alive, key=lambda life: (-life.nbytes, life.begin, life.end, life.storage[1]))
+    by_size = sorted(alive, key=lambda span: (-span.nbytes, span.begin, span.end, span.storage[1]))
     begins, ends, lows, highs = (np.zeros(len(by_size), dtype=np.int64) for _ in range(4))
     offsets: dict[Storage, int] = {}
-    for life in by_size:
-        size, count = -(-life.nbytes // ALIGNED) * ALIGNED, len(offsets)
-        beside = (begins[:count] <= life.end) & (ends[:count] >= life.begin)
+    for span in by_size:
+        size, count = -(-span.nbytes // ALIGNED) * ALIGNED, len(offsets)
+        beside = (begins[:count] <= span.end) & (ends[:count] >= span.begin)
         low = _best_fit(lows[:count][beside], highs[:count][beside], size)
         if most is not None and low + size > most:
             continue
-        begins[count], ends[count], lows[count], highs[count] = life.begin, life.end, low, low + size
-        offsets[life.storage] = low
+        begins[count], ends[count], lows[count], highs[count] = span.begin, span.end, low, low + size
+        offsets[span.storage] = low
     return Arena(int(highs.max(initial=0)), offsets)
 
 

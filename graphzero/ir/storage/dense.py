@@ -32,43 +32,43 @@ class Orders:
     """The order of values of a lowered program, of those that it has seen: each after its operands."""
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
-        self._of: dict[fx.Node, Order] = {}
+        self._order_of: dict[fx.Node, Order] = {}
         for node in nodes:
             self.see(node)
 
     def see(self, node: fx.Node) -> None:
         """Learn the order of a value, in the storage that it has been given by now."""
         if node.op == "call_function":
-            self._of[node] = self._found(node)
+            self._order_of[node] = self._result_order(node)
 
     def is_row_major(self, node: fx.Node) -> bool:
-        order = self._of.get(node)
+        order = self._order_of.get(node)
         return order is not None and order == tuple(range(len(order)))
 
-    def of(self, node: fx.Node) -> Order:
-        return self._of.get(node)
+    def order_of(self, node: fx.Node) -> Order:
+        return self._order_of.get(node)
 
-    def _found(self, node: fx.Node) -> Order:
+    def _result_order(self, node: fx.Node) -> Order:
         target, kind = node.target, alias_kind(node.target)
         if target is operator.getitem:
-            return self._picked(node)
+            return self._getitem_order(node)
         if not value.is_tensor(node):
             return None
         dims = len(value.tensor_type(node).shape)
         rows = tuple(range(dims))
         room = inplace.out_of(node)
         if room is not None:
-            return self.of(room)
+            return self.order_of(room)
         if kind in (AliasKind.NAME, AliasKind.MARK):
-            return self.of(node.all_input_nodes[0])
+            return self.order_of(node.all_input_nodes[0])
         if kind is AliasKind.TURN:
-            return _turned(node, self.of(node.all_input_nodes[0]), dims)
+            return _turned(node, self.order_of(node.all_input_nodes[0]), dims)
         if kind in (AliasKind.RESHAPE, AliasKind.UNIT) or (target is ops.slice_shard and node.args[1] == 0):
             return rows if self.is_row_major(node.all_input_nodes[0]) else None
         if is_view(target):
             return None
         if is_copy(target):
-            return self._copied(node, rows)
+            return self._copy_order(node, rows)
         return rows if dims < 2 or target in ROW_MAJOR or target in ops.COMMUNICATING or self._follows(node) else None
 
     def _follows(self, node: fx.Node) -> bool:
@@ -85,18 +85,18 @@ class Orders:
             operands = operands[: whole + 1]
         return all(map(self._is_plain, operands))
 
-    def _picked(self, node: fx.Node) -> Order:
+    def _getitem_order(self, node: fx.Node) -> Order:
         """One of several results."""
         source, rows = node.args[0].target, tuple(range(len(value.tensor_type(node).shape)))  # type: ignore[union-attr]
         if source in (own.ATTENTION, own.ATTENTION_BACKWARD):
             return HEADS if len(rows) == len(HEADS) else rows
         return rows if source in ROW_MAJOR or source in ops.COMMUNICATING else None
 
-    def _copied(self, node: fx.Node, rows: tuple[int, ...]) -> Order:
+    def _copy_order(self, node: fx.Node, rows: tuple[int, ...]) -> Order:
         format_ = node.kwargs.get("memory_format")
         if format_ is torch.contiguous_format:
             return rows
-        return self.of(node.all_input_nodes[0]) if format_ in (None, torch.preserve_format) else None
+        return self.order_of(node.all_input_nodes[0]) if format_ in (None, torch.preserve_format) else None
 
     def _is_plain(self, operand: fx.Node) -> bool:
         return self.is_row_major(operand) or not value.tensor_type(operand).shape

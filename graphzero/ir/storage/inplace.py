@@ -40,16 +40,16 @@ ON_ANY_DEVICE = (CROSS_ENTROPY_BACKWARD,)  # ours: it writes a row when it has r
 
 def out_of(node: fx.Node) -> fx.Node | None:
     """The value whose storage the node's one result takes."""
-    found = node.kwargs.get(value.OUT) if node.op == "call_function" else None
-    return found if isinstance(found, fx.Node) else None
+    out = node.kwargs.get(value.OUT) if node.op == "call_function" else None
+    return out if isinstance(out, fx.Node) else None
 
 
 def outs_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The same for each result; nothing for a node without ``out=``."""
-    found = node.kwargs.get(value.OUT) if node.op == "call_function" else None
-    if isinstance(found, (list, tuple)):
-        return tuple(x if isinstance(x, fx.Node) else None for x in found)
-    return () if found is None else (out_of(node),)
+    outs = node.kwargs.get(value.OUT) if node.op == "call_function" else None
+    if isinstance(outs, (list, tuple)):
+        return tuple(x if isinstance(x, fx.Node) else None for x in outs)
+    return () if outs is None else (out_of(node),)
 
 
 def room_of(x: fx.Node) -> fx.Node | None:

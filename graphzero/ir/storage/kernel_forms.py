@@ -160,13 +160,13 @@ def out_form(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    wanted, found = _arguments(target), []
+    wanted, forms = _arguments(target), []
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)
         outs = [a.name for a in other._schema.arguments if a.kwarg_only and _is_written(a)]
         if len(outs) == 1 and _takes(other, _arguments(other), wanted) and _compat.has_own_kernel(other):
-            found.append((other, outs[0]))
-    return min(found, key=lambda one: _arguments(one[0]) != wanted, default=None)
+            forms.append((other, outs[0]))
+    return min(forms, key=lambda one: _arguments(one[0]) != wanted, default=None)
 
 
 @cache_by_op

@@ -33,7 +33,7 @@ SLOT_ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
-class Life:
+class StorageSpan:
     """One storage: positions in the program between which it is alive, its bytes, and what it is for.
 
     ``begin`` is -1 for what is there before the step, ``end`` is the position of its last reader, or the
@@ -56,7 +56,7 @@ class Liveness:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.nodes: list[fx.Node] = list(graph.nodes)
-        self._lives: dict[int | None, tuple[Life, ...]] = {}
+        self._spans: dict[int | None, tuple[StorageSpan, ...]] = {}
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -75,8 +75,8 @@ class Liveness:
     @cached_property
     def repeated(self) -> range:
         """The positions of what is repeated, once a micro-batch but the last; empty where nothing is."""
-        found = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
-        return range(found[0], found[-1] + 1) if found else range(0)
+        positions = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
+        return range(positions[0], positions[-1] + 1) if positions else range(0)
 
     @cached_property
     def section(self) -> dict[fx.Node, tuple[int, str]]:
@@ -101,8 +101,8 @@ class Liveness:
     @cached_property
     def transfers(self) -> dict[fx.Node, Transfer]:
         """The program's transfers by the node that is, or begins, each; in order."""
-        found = ((node, transfer_of(node)) for node in self.nodes)
-        return {node: moves for node, moves in found if moves is not None}
+        all_transfers = ((node, transfer_of(node)) for node in self.nodes)
+        return {node: moves for node, moves in all_transfers if moves is not None}
 
     @cached_property
     def layouts(self) -> dict[fx.Node, TransferLayout]:
@@ -116,7 +116,7 @@ class Liveness:
         A state is not read by the ``assign`` that writes over it, nor where the step hands that on.  What is made
         before what is repeated, and read there, is read until that ends.
         """
-        found: dict[Storage, set[int]] = {}
+        readers_by_storage: dict[Storage, set[int]] = {}
         inside = self.repeated
         for node, results in self.roots.items():
             readers = [user for user in node.users if _is_read(node, user)]
@@ -124,11 +124,11 @@ class Liveness:
             positions = [self.position[user] for user in chain(readers, waits)]
             for storage in results:
                 if storage is not None:
-                    found.setdefault(storage, set()).update(positions)
-        for storage, read in found.items() if inside else ():
+                    readers_by_storage.setdefault(storage, set()).update(positions)
+        for storage, read in readers_by_storage.items() if inside else ():
             if self.position[storage[0]] < inside.start and any(i in inside for i in read):
                 read.add(inside.stop - 1)
-        return {storage: sorted(positions) for storage, positions in found.items()}
+        return {storage: sorted(positions) for storage, positions in readers_by_storage.items()}
 
     def last_reader(self, storage: Storage, default: int = -1) -> int:
         """The position of the last node that reads a storage, the output included; ``default`` for none."""
@@ -136,33 +136,33 @@ class Liveness:
 
     # ---- lives
 
-    def lives(self, rank: int | None = None) -> tuple[Life, ...]:
+    def spans(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
         """Every storage in the memory of a rank's device as ``rank`` sees it, communication slots left out."""
-        if rank not in self._lives:
-            held = (storage for storage in self.readers if not memory_space.is_offload(storage[0].target))
-            self._lives[rank] = tuple(self._life(storage, rank) for storage in held)
-        return self._lives[rank]
+        if rank not in self._spans:
+            on_device = (storage for storage in self.readers if not memory_space.is_offload(storage[0].target))
+            self._spans[rank] = tuple(self._span(storage, rank) for storage in on_device)
+        return self._spans[rank]
 
-    def on_host(self, rank: int | None = None) -> tuple[Life, ...]:
+    def on_host(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
         """Every storage that the step makes in host memory."""
         return tuple(
-            self._life(storage, rank) for storage in self.readers if memory_space.is_offload(storage[0].target)
+            self._span(storage, rank) for storage in self.readers if memory_space.is_offload(storage[0].target)
         )
 
-    def _life(self, storage: Storage, rank: int | None) -> Life:
+    def _span(self, storage: Storage, rank: int | None) -> StorageSpan:
         node = storage[0]
         begin = -1 if node.op == "placeholder" else self.position[node]
         end = len(self.nodes) - 1 if begin < 0 else max(self.last_reader(storage), self._last_made[storage])
-        return Life(storage, begin, end, self._nbytes(storage, rank), self.categories[storage])
+        return StorageSpan(storage, begin, end, self._nbytes(storage, rank), self.categories[storage])
 
     @cached_property
     def _last_made(self) -> dict[Storage, int]:
         """The position of the last value that lives in each storage and that nobody reads."""
-        found: dict[Storage, int] = {}
+        last_made: dict[Storage, int] = {}
         for node, results in self.roots.items():
             if not node.users:
-                found.update((storage, self.position[node]) for storage in results if storage is not None)
-        return {storage: found.get(storage, -1) for storage in self.readers}
+                last_made.update((storage, self.position[node]) for storage in results if storage is not None)
+        return {storage: last_made.get(storage, -1) for storage in self.readers}
 
     def _nbytes(self, storage: Storage, rank: int | None) -> int:
         node, index = storage
@@ -187,19 +187,19 @@ class Liveness:
         ``accumulators``; what lies in host memory is ``host``; the rest are ``temporaries``, gathered parameters
         among them.
         """
-        found: dict[Storage, str] = {}
+        category: dict[Storage, str] = {}
         gathered: set[Storage] = set()  # that hold parameters, whoever reads them later
         for node, results in self.roots.items():
             role = value.role_of(node)
             for storage in results:
                 if storage is None:
                     continue
-                known = found.get(storage) or _first_category(storage)
+                known = category.get(storage) or _first_category(storage)
                 if role is not None and role.kind == "param":
                     gathered.add(storage)
                     known = "compute_parameters" if _is_copy_of(node, self._masters.get(role.of)) else known
-                found[storage] = _category(node, storage, known, storage in gathered)
-        return found
+                category[storage] = _category(node, storage, known, storage in gathered)
+        return category
 
     @cached_property
     def _masters(self) -> dict[str, int]:
@@ -215,40 +215,40 @@ class Liveness:
 
         Launches that have no slot yet count as if they shared one.
         """
-        found: dict[int, int] = {}
+        slot_bytes: dict[int, int] = {}
         for node, moves in self.transfers.items():
             if moves.slot is not None:
                 need = -(-self.layouts[node].slot_bytes // SLOT_ALIGNED) * SLOT_ALIGNED
-                found[moves.slot] = max(found.get(moves.slot, 0), need)
-        return found
+                slot_bytes[moves.slot] = max(slot_bytes.get(moves.slot, 0), need)
+        return slot_bytes
 
     @cached_property
     def transient(self) -> Bytes:
         """What transfers outside the slots pack into: a buffer of their own, for as long as they run."""
-        found = np.zeros(len(self.nodes), dtype=np.int64)
+        nbytes = np.zeros(len(self.nodes), dtype=np.int64)
         for node, moves in self.transfers.items():
             if not moves.is_launch:
-                found[self.position[node]] = self.layouts[node].slot_bytes
-        return found
+                nbytes[self.position[node]] = self.layouts[node].slot_bytes
+        return nbytes
 
     def resident(self, rank: int | None = None) -> dict[str, int]:
         """Bytes by category of what is there between steps, slots ("communication") among them."""
-        found = dict.fromkeys((*RESIDENT.values(), "communication"), 0)
-        for life in self.lives(rank):
-            if life.begin < 0 and life.category:
-                found[life.category] += life.nbytes
-        found["communication"] += sum(self.slots.values())
-        return found
+        nbytes = dict.fromkeys((*RESIDENT.values(), "communication"), 0)
+        for span in self.spans(rank):
+            if span.begin < 0 and span.category:
+                nbytes[span.category] += span.nbytes
+        nbytes["communication"] += sum(self.slots.values())
+        return nbytes
 
-    def over_time(self, lives: Iterable[Life]) -> Bytes:
+    def over_time(self, spans: Iterable[StorageSpan]) -> Bytes:
         """Bytes of those of ``lives`` that the step makes."""
-        made = [life for life in lives if life.begin >= 0]
-        begins, ends, sizes = (np.array([getattr(x, name) for x in made], dtype=np.int64) for name in _SPAN)
+        in_step = [span for span in spans if span.begin >= 0]
+        begins, ends, sizes = (np.array([getattr(x, name) for x in in_step], dtype=np.int64) for name in _SPAN)
         return bytes_held(begins, ends, sizes, len(self.nodes))
 
     def total(self, rank: int | None = None) -> Bytes:
         """All bytes that the plan counts; the largest is its peak, but for what an arena leaves unused."""
-        return sum(self.resident(rank).values()) + self.transient + self.over_time(self.lives(rank))
+        return sum(self.resident(rank).values()) + self.transient + self.over_time(self.spans(rank))
 
 
 def bytes_held(begins: Bytes, ends: Bytes, sizes: Bytes, count: int) -> Bytes:

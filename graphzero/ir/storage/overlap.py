@@ -47,14 +47,14 @@ class Regions:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._spans = sorted((found, name) for name, x in tensors.items() if (found := _span(x)) is not None)
+        self._spans = sorted((span, name) for name, x in tensors.items() if (span := _span(x)) is not None)
 
     def meeting(self, x: Tensor) -> str | None:
         """The first that has a byte in common with ``x``, if any."""
         here = _span(x)
         if here is None:
             return None
-        return next((name for found, name in self._spans if _meet(self._tensors[name], found, x, here)), None)
+        return next((name for span, name in self._spans if _meet(self._tensors[name], span, x, here)), None)
 
     def overlapping(self) -> Iterator[tuple[str, str]]:
         """Pairs that have a byte in common."""
@@ -71,12 +71,12 @@ class Regions:
 def _meet(a: Tensor, one: Span, b: Tensor, other: Span) -> bool:
     if one[0] != other[0] or one[2] <= other[1] or other[2] <= one[1]:
         return False
-    pieces = [(_compat.local_tensor(x), found) for x, found in ((a, one), (b, other))]
-    if all(found[2] - found[1] == x.numel() * x.element_size() for x, found in pieces):
+    pieces = [(_compat.local_tensor(x), span) for x, span in ((a, one), (b, other))]
+    if all(span[2] - span[1] == x.numel() * x.element_size() for x, span in pieces):
         return True
     begin = min(one[1], other[1])  # columns of one matrix, say: compare byte by byte
     marks = torch.zeros(max(one[2], other[2]) - begin, dtype=torch.bool)
-    mine, theirs = (_bytes(marks, x, found[1] - begin) for x, found in pieces)
+    mine, theirs = (_bytes(marks, x, span[1] - begin) for x, span in pieces)
     mine.fill_(True)
     return bool(theirs.any())
 

@@ -25,17 +25,17 @@ Positions = Bytes  # of nodes of a program
 class StorageSpans:
     """Storages that the ops of a local program make, by number.
 
-    lives, nbytes: of each storage.  begin, end: positions of the op that makes it and of its last reader.
+    storages, nbytes: of each one.  begin, end: positions of the op that makes it and of its last reader.
     overwriting: positions of ops whose result may be put into an operand's storage; overwritten: those storages.
     resident: bytes that are there before the step.
     """
 
     def __init__(self, graph: StepGraph):
         at = liveness(graph)
-        self.lives = [life for life in at.lives() if life.begin >= 0 and _takes_memory(life.storage)]
-        self.index = {life.storage: k for k, life in enumerate(self.lives)}
-        self.nbytes = int_array(life.nbytes for life in self.lives)
-        self.begin, self.end = int_array(x.begin for x in self.lives), int_array(x.end for x in self.lives)
+        self.storages = [span for span in at.spans() if span.begin >= 0 and _takes_memory(span.storage)]
+        self.index = {span.storage: k for k, span in enumerate(self.storages)}
+        self.nbytes = int_array(span.nbytes for span in self.storages)
+        self.begin, self.end = int_array(x.begin for x in self.storages), int_array(x.end for x in self.storages)
         self.resident = sum(at.resident().values())
         operands = ((at.position[node], at.roots[x][0]) for node in at.nodes for x in _overwritable(graph, node))
         self.overwritten_by_op = {i: self.index[s] for i, s in operands if s is not None and s in self.index}

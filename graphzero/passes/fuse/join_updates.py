@@ -116,10 +116,10 @@ class _Load:
     def __init__(self, graph: StepGraph) -> None:
         at = liveness(graph)
         self.last: dict[fx.Node, int] = defaultdict(int)
-        for life in at.lives():
-            if life.begin >= 0:
-                self.last[at.nodes[life.end]] += life.nbytes
-        over = at.over_time(at.lives()) + at.transient
+        for span in at.spans():
+            if span.begin >= 0:
+                self.last[at.nodes[span.end]] += span.nbytes
+        over = at.over_time(at.spans()) + at.transient
         self.over = dict(zip(at.nodes, over.tolist(), strict=True))
         self.most = max(self.over.values())
         self.roots = at.roots

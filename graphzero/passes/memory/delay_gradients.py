@@ -93,7 +93,7 @@ class DelayGradients(BuiltinPass):
     def saved_share(self, graph: StepGraph) -> float:
         """The part of the bytes at the worst moment that it would save."""
         orders, position = graph.analysis(_BackwardOrders), graph.analysis(delayed_positions)
-        if not orders.spans.lives:
+        if not orders.spans.storages:
             return 0.0
         as_written = int(orders.bytes_over_time(np.arange(len(position))).max(initial=0))
         delayed = int(orders.bytes_over_time(position).max(initial=0))
@@ -104,7 +104,7 @@ def delayed_positions(graph: StepGraph) -> Positions:
     """The new position of each node: the same as it was where nothing helps."""
     orders = graph.analysis(_BackwardOrders)
     position = np.arange(orders.node_count)
-    if not orders.backward or not orders.spans.lives:
+    if not orders.backward or not orders.spans.storages:
         return position
     peak = int(orders.bytes_over_time(position).max())
     for _ in range(MOVES):
@@ -127,7 +127,7 @@ class _BackwardOrders:
         self.node_count = len(at.nodes)
         self.backward = [i for i, node in enumerate(at.nodes) if value.phase_of(node) == "backward"]
         self._users = [[at.position[user] for user in node.users] for node in at.nodes]
-        readers = [[life.begin, *at.readers[life.storage]] for life in self.spans.lives]
+        readers = [[span.begin, *at.readers[span.storage]] for span in self.spans.storages]
         self._readers = int_array(i for some in readers for i in some)
         self._offsets = np.cumsum([0, *map(len, readers[:-1])])
 

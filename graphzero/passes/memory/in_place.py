@@ -88,7 +88,7 @@ class _Storages:
         for old in self.assigns:  # a step that a check stops has changed nothing
             self.last[old, 0] = max(self.last[old, 0], at.last_check)
 
-    def of(self, node: fx.Node) -> Storage | None:
+    def storage_of(self, node: fx.Node) -> Storage | None:
         """Where a tensor lives by now."""
         storage = self.roots[node][0]
         return self.moved.get(storage, storage) if storage is not None else None
@@ -103,7 +103,7 @@ class _Storages:
         """Put the result over the state that it replaces, else over an operand."""
         replaced = [old for old in self.replaced[node] if self._is_kept(node)]
         operands = dict.fromkeys(value.tensor_operands(node))
-        first = [operand for operand in operands if self.of(operand) in [(old, 0) for old in replaced]]
+        first = [operand for operand in operands if self.storage_of(operand) in [(old, 0) for old in replaced]]
         for room in (*first, *replaced, *operands):
             if self._may_take(node, room, (node, 0)) and self._fits(node, room):
                 node.kwargs = {**node.kwargs, value.OUT: room}
@@ -129,7 +129,7 @@ class _Storages:
 
     def _may_take(self, made: fx.Node, room: fx.Node, own: Storage) -> bool:
         """Whether the storage of ``room`` is free for ``made``, a result that would have a storage of its ``own``."""
-        storage = self.of(room)
+        storage = self.storage_of(room)
         if storage is None or self.last[storage] > self.position[own[0]] or not inplace.same_form(made, room):
             return False
         if storage[0].op == "placeholder":
@@ -156,8 +156,8 @@ class _Storages:
 
     def _reads_alone(self, node: fx.Node, room: fx.Node) -> bool:
         """Whether all that ``node`` reads of the storage of ``room`` is ``room``."""
-        storage = self.of(room)
-        return all(operand is room for operand in value.tensor_operands(node) if self.of(operand) == storage)
+        storage = self.storage_of(room)
+        return all(operand is room for operand in value.tensor_operands(node) if self.storage_of(operand) == storage)
 
     def _fits(self, node: fx.Node, room: fx.Node) -> bool:
         """Whether ``node`` may write over ``room``, which it may also read, and has a kernel for that."""
@@ -170,7 +170,7 @@ class _Storages:
 
     def _move(self, own: Storage, made: fx.Node, room: fx.Node) -> None:
         """``made`` lives in the storage of ``room`` from now on."""
-        storage = self.of(room)
+        storage = self.storage_of(room)
         assert storage is not None
         self.moved[own] = storage
         self.last[storage] = self.last[own]
@@ -187,7 +187,7 @@ class _Storages:
         for old in list(self.replaced[picks[0]]):
             is_new = set(picks[0].users) == {self.assigns[old]}
             is_free = self.last[old, 0] <= self.position[moves.node]
-            is_free &= self.of(sent) != (old, 0) or inplace.is_own_piece(moves, old)
+            is_free &= self.storage_of(sent) != (old, 0) or inplace.is_own_piece(moves, old)
             if is_new and is_free and inplace.same_form(picks[0], old):
                 moves.node.kwargs = {value.OUT: old}
                 self._drop(old, picks[0])

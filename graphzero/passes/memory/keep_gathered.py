@@ -109,7 +109,7 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
     like: dict[fx.Node, fx.Node] = {}  # the same in forward, or the node itself
     first: dict[tuple[Any, ...], fx.Node] = {}
     gathered: set[fx.Node] = set()
-    found: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    pairs: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
     section = liveness(graph).section
     for node in graph.nodes:
         role = value.role_of(node)
@@ -130,8 +130,8 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
         if node.target in ops.COLLECTIVES or source in gathered:
             gathered.add(node)
             if (by_another or value.phase_of(node) == "backward") and like[node] is not node:
-                found[path[node]].append((like[node], node))
-    return dict(found)
+                pairs[path[node]].append((like[node], node))
+    return dict(pairs)
 
 
 def follows_parameter(graph: StepGraph) -> list[fx.Node]:

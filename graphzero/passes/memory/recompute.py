@@ -26,7 +26,7 @@ from graphzero.passes.base import BuiltinPass
 from graphzero.passes.memory.keep_gathered import follows_parameter, gathered_again, read_first
 
 _WILD = set("*?[")
-_HELD = (*ops.COMMUNICATING, *ops.WRITING, CHECK)  # ranks meet there, or it has an effect
+_NEVER_RECOMPUTED = (*ops.COMMUNICATING, *ops.WRITING, CHECK)  # ranks meet there, or it has an effect
 AGAIN = "recompute"  # the role of what is computed again
 
 
@@ -81,19 +81,19 @@ class Recompute(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         merge_gathers(graph)
-        forward = Forward(graph)
+        forward = ForwardOps(graph)
         dropped = self._of(graph, forward) | forward.gathers
         _read_again(graph, forward, dropped)
         return graph
 
-    def _of(self, graph: StepGraph, forward: Forward) -> set[fx.Node]:
+    def _of(self, graph: StepGraph, forward: ForwardOps) -> set[fx.Node]:
         """The ops that make what is named."""
         named = {node.name: node for node in forward.maker}
-        found = set[fx.Node]()
+        ops = set[fx.Node]()
         for name in self.recompute:
             if set(name) & _WILD:
                 makers = {forward.maker[named[one]] for one in named if fnmatchcase(one, name)}
-                found |= makers & forward.free.keys()
+                ops |= makers & forward.free.keys()
                 continue
             maker = forward.maker.get(named[name]) if name in named else None
             if maker is None:
@@ -103,11 +103,11 @@ class Recompute(BuiltinPass):
                 )
             if maker not in forward.free:
                 raise ConfigError(f"recompute={name!r}: it is held, for {forward.why_held(maker)}")
-            found.add(maker)
-        return found
+            ops.add(maker)
+        return ops
 
 
-class Forward:
+class ForwardOps:
     """What of forward may be computed again.
 
     maker: per value of forward, the op whose storage it lives in.  free: the ops, in order, that may run again.
@@ -134,7 +134,7 @@ class Forward:
     def why_held(self, maker: fx.Node) -> str:
         """Why an op is not to run again; "" if it may."""
         target: Any = maker.target
-        if target in _HELD:
+        if target in _NEVER_RECOMPUTED:
             return f"{op_name(target)} runs once"
         if memory_space.is_offload(target):
             return "it lies in host memory"
@@ -156,7 +156,7 @@ def merge_gathers(graph: StepGraph) -> None:
         read_first(graph, pairs)
 
 
-def _read_again(graph: StepGraph, forward: Forward, dropped: set[fx.Node]) -> None:
+def _read_again(graph: StepGraph, forward: ForwardOps, dropped: set[fx.Node]) -> None:
     """Put copies of what follows from ``dropped`` in front of their first readers in backward."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -171,25 +171,25 @@ def _read_again(graph: StepGraph, forward: Forward, dropped: set[fx.Node]) -> No
 
 
 def _missing(
-    read: list[fx.Node], forward: Forward, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
+    read: list[fx.Node], forward: ForwardOps, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
 ) -> Iterator[fx.Node]:
     """What has to be copied for a reader of those."""
-    seen, rest = set[fx.Node](), list(read)
-    while rest:
-        one = rest.pop()
+    seen, unvisited = set[fx.Node](), list(read)
+    while unvisited:
+        one = unvisited.pop()
         if one not in seen and one not in copies and forward.maker.get(one) in dropped:
             seen.add(one)
             yield one
-            rest += one.all_input_nodes
+            unvisited += one.all_input_nodes
             if value.is_multi(one):  # all its results stand right behind it
-                rest += one.users
+                unvisited += one.users
 
 
 def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
-    made = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
-    made.meta = {**node.meta, "phase": "backward"}
+    copy = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
+    copy.meta = {**node.meta, "phase": "backward"}
     role = value.role_of(node)
     if role is None or role.kind != "param":
-        graph.set_role(made, Role(AGAIN, node.name))
-    return made
+        graph.set_role(copy, Role(AGAIN, node.name))
+    return copy

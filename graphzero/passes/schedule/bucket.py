@@ -90,7 +90,9 @@ def _levels(graph: StepGraph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if node.target in JOINED:
             depth[node] = depth.get(_added(value.operand(node)), -1) + 1
-    return [[node for node, found in depth.items() if found == level] for level in sorted(set(depth.values()))]
+    return [
+        [node for node, node_level in depth.items() if node_level == level] for level in sorted(set(depth.values()))
+    ]
 
 
 def _added(node: fx.Node) -> fx.Node:
@@ -161,14 +163,14 @@ def _key(graph: StepGraph, moves: Transfer, section: tuple[int, str]) -> tuple[A
 
 def made_by(node: fx.Node) -> fx.Node | None:
     """The transfer (single, bucket or launch) that ``node`` is a result of, and that may join others, or None."""
-    found = delivered(node)
-    return found[0].node if found is not None and found[0].collective.joins else None
+    delivery = delivered(node)
+    return delivery[0].node if delivery is not None and delivery[0].collective.joins else None
 
 
 def is_early(node: fx.Node) -> bool:
     """Whether all that a transfer reads is there when the step begins, or is gathered from that."""
     sources = ((operand, made_by(operand)) for operand in dict.fromkeys(node.all_input_nodes))
-    return all(operand.op == "placeholder" if made is None else is_early(made) for operand, made in sources)
+    return all(operand.op == "placeholder" if producer is None else is_early(producer) for operand, producer in sources)
 
 
 def _join(graph: StepGraph, members: list[fx.Node], position: dict[fx.Node, int], early: bool) -> None:

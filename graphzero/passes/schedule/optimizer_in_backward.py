@@ -79,10 +79,10 @@ class OptimizerInBackward(BuiltinPass):
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         at = liveness(graph)
-        found = _Ready(at)
+        ready = _Ready(at)
         tail: dict[int, fx.Node] = {}
-        for node in sorted(found.of, key=lambda node: (found.of[node], at.position[node])):
-            after = found.of[node]
+        for node in sorted(ready.of, key=lambda node: (ready.of[node], at.position[node])):
+            after = ready.of[node]
             tail.get(after, at.nodes[after]).append(node)
             tail[after] = node
         return graph
@@ -102,14 +102,16 @@ class _Ready:
         self.first = next((i for i, node in enumerate(nodes) if value.phase_of(node) == "backward"), len(nodes))
         self.free = self._last_readers(at)
         self.of: dict[fx.Node, int] = {}
-        made: dict[fx.Node, int] = {}  # the last op of another phase that something follows from; -1 for none
+        last_operand: dict[fx.Node, int] = {}  # the last op of another phase that something follows from; -1 for none
         update = [node for node in nodes if _is_update(node)]
         for node in update:
             operands = node.all_input_nodes
             self.free[node] = max((self.free.get(x, -1) for x in operands), default=-1)
-            made[node] = max((made[x] if _is_update(x) else self._made_at(x) for x in operands), default=-1)
-            if made[node] >= 0:
-                ready = max(made[node], self.free[node], self.first)
+            last_operand[node] = max(
+                (last_operand[x] if _is_update(x) else self._made_at(x) for x in operands), default=-1
+            )
+            if last_operand[node] >= 0:
+                ready = max(last_operand[node], self.free[node], self.first)
                 self.of[node] = min(ready, self.above[self.position[node]])
         for node in reversed(update):
             if node not in self.of:
@@ -123,8 +125,8 @@ class _Ready:
 
     def _made_at(self, operand: fx.Node) -> int:
         """Where an operand is there, with all that arrives together with it; -1 for what is there before the step."""
-        found = delivered(operand)
-        together = found[0].end.users if found is not None and found[0].is_launch else (operand,)
+        delivery = delivered(operand)
+        together = delivery[0].end.users if delivery is not None and delivery[0].is_launch else (operand,)
         return -1 if operand.op == "placeholder" else max(self.position[one] for one in together)
 
     def _wanted(self, user: fx.Node) -> int:
@@ -154,24 +156,24 @@ def describe_early(graph: StepGraph) -> str:
 
 def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
     """The parameter from whose gradient each value follows, or MANY."""
-    found: dict[fx.Node, str] = {}
+    parameter: dict[fx.Node, str] = {}
     for node in graph.nodes:
         role = value.role_of(node)
         if role is not None and role.kind == "gradient":
-            found[node] = role.of
+            parameter[node] = role.of
         elif node.op == "call_function" and node.target not in (ops.launch, ops.wait):
-            behind = {found[operand] for operand in _operands(node) if operand in found}
+            behind = {parameter[operand] for operand in _operands(node) if operand in parameter}
             if behind:
-                found[node] = behind.pop() if len(behind) == 1 else MANY
-    return found
+                parameter[node] = behind.pop() if len(behind) == 1 else MANY
+    return parameter
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
     """What a value follows from; one of several, that a collective or an update delivers, from what it is made of."""
     source: Any = node.args[0] if node.target is operator.getitem else None
-    found = delivered(node)
-    if found is not None:
-        yield found[0].members[found[1]]
+    delivery = delivered(node)
+    if delivery is not None:
+        yield delivery[0].members[delivery[1]]
     elif source is not None and source.target in inplace.OVER_OPERANDS:
         index: Any = node.args[1]
         yield from (arg[index % len(arg)] for arg in source.args if isinstance(arg, list) and arg)

@@ -159,8 +159,8 @@ def _kind(moves: Transfer) -> tuple[str, str, str]:
 
 def _continued(moves: Transfer) -> Transfer | None:
     """The transfer whose results this one carries on along another axis."""
-    found = delivered(moves.members[0])
-    return found[0] if found is not None and found[0].is_launch else None
+    delivery = delivered(moves.members[0])
+    return delivery[0] if delivery is not None and delivery[0].is_launch else None
 
 
 def _depth(moves: Transfer) -> int:
@@ -222,7 +222,7 @@ def _way_on(moves: Transfer) -> list[fx.Node]:
     """A launch, its wait and results, and the same of all that carries these on."""
     picks = moves.end.users
     further = dict.fromkeys(user for pick in picks for user in pick.users if user.target is ops.launch)
-    onward = [node for one in further if (found := transfer_of(one)) for node in _way_on(found)]
+    onward = [node for one in further if (next_transfer := transfer_of(one)) for node in _way_on(next_transfer)]
     return [moves.node, moves.end, *picks, *onward]
 
 

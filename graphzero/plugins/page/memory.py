@@ -23,17 +23,17 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
     """
     at, over = liveness(graph), memory_over_time(graph, None, arena)
     inside = arena.offsets if arena is not None else {}
-    lives = [
-        [at.position[life.storage[0]], life.begin, life.end, life.nbytes, CATEGORIES.index(life.category), int(held)]
-        for life in at.lives()
-        if life.category and life.nbytes
-        for held in [life.storage in inside]
+    spans = [
+        [at.position[span.storage[0]], span.begin, span.end, span.nbytes, CATEGORIES.index(span.category), int(held)]
+        for span in at.spans()
+        if span.category and span.nbytes
+        for held in [span.storage in inside]
     ]
     return {
         "peak": int(np.sum([*over.values()], axis=0).argmax()),
         "categories": list(CATEGORIES),
         "series": {name: _changes(nbytes) for name, nbytes in over.items() if nbytes.any()},
-        "lives": lives,
+        "lives": spans,
         "slots": [at.slots[slot] for slot in sorted(at.slots)],
         "buffers": [[int(i), int(at.transient[i])] for i in at.transient.nonzero()[0]],
         "arena": arena.nbytes if arena is not None else 0,

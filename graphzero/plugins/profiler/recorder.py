@@ -92,7 +92,7 @@ class Recorder:
         self._met.append((len(self._marks), len(self._world.trace or ())))
         self._marks.append((ALL, node.name, self._clock.read()))
 
-    def made(self, x: Any, names: Sequence[Any]) -> None:
+    def add_result(self, x: Any, names: Sequence[Any]) -> None:
         """Results do not matter here."""
 
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:

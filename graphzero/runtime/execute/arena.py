@@ -43,15 +43,15 @@ class Rooms:
     def nbytes(self) -> int:
         return self.arena.nbytes if self.arena is not None else 0
 
-    def of(self, node: fx.Node) -> int | None:
+    def place_of(self, node: fx.Node) -> int | None:
         """The place of the room in which a node's result is to be; None where it finds its own memory."""
         offset = self.arena.offsets.get((node, 0)) if self.arena is not None else None
         if offset is None:
             return None
-        found = transfer_layout.layout_of(self.graph, node)
-        if found is not None:
-            dtype = found.moves.dtype
-            shapes: list[Shape] = [(found.arrived_elements,)] * len(self.ranks)
+        layout = transfer_layout.layout_of(self.graph, node)
+        if layout is not None:
+            dtype = layout.moves.dtype
+            shapes: list[Shape] = [(layout.arrived_elements,)] * len(self.ranks)
         else:
             type_, nd = value.tensor_type(node), value.nd_of(node)
             dtype, shapes = type_.dtype, [transfer_layout.shape_on(self.graph, type_, nd, rank) for rank in self.ranks]

@@ -40,8 +40,8 @@ def raise_of_replay(graph: StepGraph, aux: Mapping[str, Sequence[Tensor]]) -> No
     """Raise CheckError for the first check that was not met in a replayed step."""
     checks = {name: node for name, node in graph.aux.items() if node.target is CHECK}
     if checks:
-        found = torch.stack([aux[name][0] for name in checks]).tolist()
-        failed = next((node for node, ok in zip(checks.values(), found, strict=True) if not ok), None)
+        passed = torch.stack([aux[name][0] for name in checks]).tolist()
+        failed = next((node for node, ok in zip(checks.values(), passed, strict=True) if not ok), None)
         if failed is not None:
             raise _error(failed, _REPLAYED)
 

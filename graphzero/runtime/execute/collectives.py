@@ -35,12 +35,12 @@ class Transfers:
 
     def begin(self, node: fx.Node) -> None:
         """A collective, or the launch of one."""
-        found = transfer_layout.layout_of(self.graph, node)
-        assert found is not None
-        if found.moves.slot == NO_SLOT_YET:
+        layout = transfer_layout.layout_of(self.graph, node)
+        assert layout is not None
+        if layout.moves.slot == NO_SLOT_YET:
             raise VerifyError(f"'{node.name}' has no communication slot; run the pass slots before")
-        exchanges = [Exchange(self.graph, found, self.world, local) for local in self.code.locals]
-        moves = found.moves
+        exchanges = [Exchange(self.graph, layout, self.world, local) for local in self.code.locals]
+        moves = layout.moves
         members = [self.code.text(member) for member in moves.members]
         starts = starter(moves, self.graph, self.world)
         if not moves.is_launch:
@@ -74,14 +74,14 @@ class Transfers:
     def _pack_direct(self, launch: fx.Node, member: str, exchanges: list[Exchange]) -> None:
         """One value that travels out of its own storage."""
         begins = self.code.per_rank([partial(Direct, exchange) for exchange in exchanges])
-        room = self.rooms.of(launch)
+        room = self.rooms.place_of(launch)
         if room is not None:
             self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{room}])", launch)
             return
-        made = self.places.new()
-        self._make_room(launch, made, exchanges)
-        self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{made}])", launch)
-        self.code.empty(made, launch)
+        place = self.places.new()
+        self._make_room(launch, place, exchanges)
+        self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{place}])", launch)
+        self.code.empty(place, launch)
 
     def _make_room(self, launch: fx.Node, made: int, exchanges: list[Exchange]) -> None:
         """Fill place ``made`` with the storage in which a collective without a slot arrives."""

@@ -51,9 +51,9 @@ def _pool(forward: Any, dims: int) -> Callable[[Any], None]:
     def check(a: Any) -> None:
         _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is no image of {dims} dims")
         own = {"dilation", "ceil_mode", "count_include_pad", "divisor_override"} & vars(a).keys()
-        made = forward(_meta(a.self), a.kernel_size, a.stride, a.padding, **{name: getattr(a, name) for name in own})
-        made = made[0] if isinstance(made, tuple) else made
-        _shape(a.grad_output, made.shape, "gradient")
+        result = forward(_meta(a.self), a.kernel_size, a.stride, a.padding, **{name: getattr(a, name) for name in own})
+        result = result[0] if isinstance(result, tuple) else result
+        _shape(a.grad_output, result.shape, "gradient")
         _indices(a, dims)
 
     return check
@@ -237,9 +237,9 @@ def _pdist(a: Any) -> None:
 
 
 def _cdist(a: Any) -> None:
-    made = aten._cdist_forward(_meta(a.x1), _meta(a.x2), 2.0, None).shape
-    _shape(a.grad, made, "gradient")
-    _shape(a.cdist, made, "tensor of distances")
+    distances = aten._cdist_forward(_meta(a.x1), _meta(a.x2), 2.0, None).shape
+    _shape(a.grad, distances, "gradient")
+    _shape(a.cdist, distances, "tensor of distances")
 
 
 def _segments(a: Any) -> None:

@@ -89,12 +89,12 @@ class Places:
                     last.setdefault(place, node)
                 if not self.is_picked(node):
                     last.update((self.of[arg], node) for arg in node.all_input_nodes)
-        kept = {self.of[node] for node in self.graph.output.all_input_nodes}
-        kept |= set(self.persistent.values())
-        kept |= {self.of[node] for node in self.of if value.is_scalar(node)}
+        needed_later = {self.of[node] for node in self.graph.output.all_input_nodes}
+        needed_later |= set(self.persistent.values())
+        needed_later |= {self.of[node] for node in self.of if value.is_scalar(node)}
         emptied: dict[fx.Node, list[int]] = {}
         for place, node in last.items():
-            if place not in kept and not (node in self.results and place == self.of[node]):
+            if place not in needed_later and not (node in self.results and place == self.of[node]):
                 emptied.setdefault(self._behind(node, place), []).append(place)
         return emptied
 

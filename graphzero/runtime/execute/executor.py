@@ -27,12 +27,12 @@ from graphzero.ir.verifier.verify import examine
 from graphzero.runtime.execute.operand_checks import guarded
 from graphzero.runtime.execute.program import Program, compile_graph
 from graphzero.runtime.execute.steps import Env, Meter
-from graphzero.runtime.inductor.compiled import Calls
+from graphzero.runtime.inductor.compiled import CompiledRegions
 from graphzero.runtime.inductor.region_ops import RegionOp, join
 from graphzero.runtime.transport.failure_report import note_source
 from graphzero.runtime.world.world import World
 
-COMPILERS = {"inductor": Calls}  # by kind of executor: what compiles the regions of a program
+COMPILERS = {"inductor": CompiledRegions}  # by kind of executor: what compiles the regions of a program
 
 
 @dataclass
@@ -108,18 +108,18 @@ class Executor:
         for name, tensors in values.items():
             place = self.program.persistent[name]
             self._check(name, tensors)
-            held = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
-            for template, tensor in zip(self._template, held, strict=True):
+            detached = [tensor.detach() for tensor in tensors]  # shares storage; no reader builds an autograd graph
+            for template, tensor in zip(self._template, detached, strict=True):
                 template[place] = tensor
-            self._bound[name] = held
+            self._bound[name] = detached
             self._missing.discard(name)
 
     def release(self, x: Tensor) -> None:
         """Let go of what is bound where the values of ``x`` begin; ``bind`` must give it anew before a run."""
         if self._names_at is None:
             self._names_at = {}
-            for name, held in self._bound.items():
-                self._names_at.setdefault(held[0].data_ptr(), []).append(name)
+            for name, tensors in self._bound.items():
+                self._names_at.setdefault(tensors[0].data_ptr(), []).append(name)
         for name in self._names_at.pop(_compat.local_tensor(x).data_ptr(), ()):
             for template in self._template:
                 template[self.program.persistent[name]] = None
@@ -183,7 +183,7 @@ class Executor:
             self.program.host.plain(e)
         return {place: e[place] for place in (*given, *self.program.host_places)}
 
-    def run(
+    def run_step(
         self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None, numbers: Mapping[int, Any] | None = None
     ) -> Results:
         """One step.
@@ -293,8 +293,8 @@ class Executor:
 def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:
     """The operands' lines, with the shape that this rank really holds."""
     for operand in dict.fromkeys(node.all_input_nodes if node.op != "output" else ()):
-        held = e[program.places[operand.name]]
-        shape = f"    here {list(held.shape)}" if isinstance(held, Tensor) else ""
+        operand_value = e[program.places[operand.name]]
+        shape = f"    here {list(operand_value.shape)}" if isinstance(operand_value, Tensor) else ""
         yield f"{print_line(operand)}{shape}"
 
 

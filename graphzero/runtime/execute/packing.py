@@ -59,8 +59,8 @@ class Exchange:
         lengths = [chunk(apart[cut], ranks, q)[1] for q in range(ranks)]
         pieces = [(q, _resized(apart, cut, length)) for q, length in enumerate(lengths)]
         self._pack(k, pieces, (apart, cut, lengths))
-        made = _resized(shape, dim, sections * lengths[self.own])
-        self._take(k, [(ranks, made)], 0, made)
+        own_shape = _resized(shape, dim, sections * lengths[self.own])
+        self._take(k, [(ranks, own_shape)], 0, own_shape)
 
     def _all_reduce(self, k: int, shapes: list[Shape]) -> None:
         self._pack(k, [(0, shapes[self.own])], None)
@@ -203,8 +203,8 @@ def _shape(graph: StepGraph, node: fx.Node, rank: int) -> Shape:
 
 
 def _join(views: Sequence[Tensor], dim: int, shape: Shape) -> Tensor:
-    made = torch.cat(list(views), dim)
-    return made if made.dim() == len(shape) else made.view(shape)
+    joined = torch.cat(list(views), dim)
+    return joined if joined.dim() == len(shape) else joined.view(shape)
 
 
 def _apart(shape: Shape, dim: int, sections: int) -> Shape:

@@ -29,7 +29,7 @@ from graphzero.runtime.execute.environment import Places
 from graphzero.runtime.execute.packing import Exchange
 from graphzero.runtime.execute.steps import Segment, Step
 from graphzero.runtime.execute.writes import Writes
-from graphzero.runtime.inductor.compiled import Calls
+from graphzero.runtime.inductor.compiled import CompiledRegions
 from graphzero.runtime.inductor.region_ops import RegionOp
 from graphzero.runtime.world.world import World
 
@@ -67,7 +67,11 @@ class Program:
 
 
 def compile_graph(
-    graph: StepGraph, world: World, calls: Calls | None = None, arena: Arena | None = None, checking: bool = False
+    graph: StepGraph,
+    world: World,
+    calls: CompiledRegions | None = None,
+    arena: Arena | None = None,
+    checking: bool = False,
 ) -> Program:
     """Compile a lowered graph for the ranks that live in this process.
 
@@ -80,7 +84,9 @@ def compile_graph(
 
 
 class _Compiler:
-    def __init__(self, graph: StepGraph, world: World, calls: Calls | None, arena: Arena | None, checking: bool):
+    def __init__(
+        self, graph: StepGraph, world: World, calls: CompiledRegions | None, arena: Arena | None, checking: bool
+    ):
         self.graph, self.world, self.calls, self.checking = graph, world, calls, checking
         self.places = Places(graph)
         self.code = Code(world, self.places)
@@ -144,7 +150,7 @@ class _Compiler:
             self.writes.over_one(node, room)
         elif target in inplace.OVER_OPERANDS and node in self.places.results:
             self.writes.over_operands(node)
-        elif (place := self.rooms.of(node)) is not None:
+        elif (place := self.rooms.place_of(node)) is not None:
             self._into(node, place)
         else:
             self.code.fill(
@@ -164,7 +170,7 @@ class _Compiler:
     def _region(self, node: fx.Node, op: RegionOp, emptied: list[int]) -> None:
         """One line: operands that nobody reads later are handed over, and die inside."""
         assert self.calls is not None
-        calls = [self.calls.of(op, local) for local in self.code.locals]
+        calls = [self.calls.region_function(op, local) for local in self.code.locals]
         call = self.code.name(calls[0]) if len(set(calls)) == 1 else self.code.per_rank(calls)
         given = "".join(f"e[{place}] = " for place in emptied)
         operands = ", ".join(map(self.code.text, node.args))

@@ -45,7 +45,7 @@ class Meter(Protocol):
     def enter(self, node: str, kind: str) -> None:
         """The lines that follow belong to ``node`` ("" at the end); what they do not hand out is of ``kind``."""
 
-    def made(self, x: Any, names: Sequence[Any]) -> None:
+    def add_result(self, x: Any, names: Sequence[Any]) -> None:
         """``x`` is a result of the node."""
 
     def meet(self, node: fx.Node) -> None:
@@ -100,9 +100,9 @@ class Segment:
 
     def _compile(self, lines: list[tuple[str, fx.Node]], arguments: str) -> Callable[..., None]:
         source = "\n".join([f"def segment({arguments}):", *(f"    {text}" for text, _ in lines)])
-        made: dict[str, Any] = {}
-        exec(compile(source, GENERATED, "exec"), self.names, made)
-        function: Callable[..., None] = made["segment"]
+        namespace: dict[str, Any] = {}
+        exec(compile(source, GENERATED, "exec"), self.names, namespace)
+        function: Callable[..., None] = namespace["segment"]
         self._nodes[function.__code__] = [node for _, node in lines]
         return function
 
@@ -110,7 +110,7 @@ class Segment:
 def _metered(line: Line) -> list[tuple[str, fx.Node]]:
     kind = HOST if is_offload(line.node.target) else "communication" if is_transfer(line.node) else "temporaries"
     texts = [f"m.enter({line.node.name!r}, {kind!r})", line.text]
-    texts += [f"m.made(e[{place}], {names!r})" for place, names in line.makes]
+    texts += [f"m.add_result(e[{place}], {names!r})" for place, names in line.makes]
     return [(text, line.node) for text in texts]
 
 

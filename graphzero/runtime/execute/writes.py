@@ -44,8 +44,8 @@ class Writes:
 
     def over_one(self, node: fx.Node, room: fx.Node) -> None:
         """A result that is put into the storage of ``room``."""
-        kernel, told = kernels.writing(node, room)
-        call = self.code.call(kernel, node.args, value.own_kwargs(node) | told)
+        kernel, out_argument = kernels.writing(node, room)
+        call = self.code.call(kernel, node.args, value.own_kwargs(node) | out_argument)
         self._save_and_write(node, call, [self.places.home(node)], [self.places.of[room]])
 
     def over_operands(self, node: fx.Node) -> None:
@@ -97,14 +97,14 @@ class Writes:
 
         They are copied before the first write; what is written last may itself be another one's old value.
         """
-        found = {}
+        endangered = {}
         returned = [*value.flat_nodes(self.graph.outputs), *self.graph.aux.values()]
         for node in (*returned, *self._unwritten.values()):
             roots = {root[0].name for root in self.places.roots[node] if root is not None}
             roots &= self.places.persistent.keys()
             if roots and node.target is not ops.assign:
-                found[node] = roots
-        return found
+                endangered[node] = roots
+        return endangered
 
     # ---- tensors that ranks share
 
@@ -132,13 +132,13 @@ class Writes:
         def write(envs: list[Env]) -> None:
             written: dict[Any, Env] = {}
             for e in envs:
-                found = [place_of(e[place]) for place in places]
-                first = next((written[one] for one in found if one in written), None)
+                storages = [place_of(e[place]) for place in places]
+                first = next((written[one] for one in storages if one in written), None)
                 if first is None:
                     segment.plain(e)
-                    written.update(dict.fromkeys(found, e))
+                    written.update(dict.fromkeys(storages, e))
                 else:  # this rank's piece is that of the first: what it holds apart becomes the same
-                    for one, place in zip(found, places, strict=True):
+                    for one, place in zip(storages, places, strict=True):
                         if one not in written:
                             e[place].copy_(first[place])
 

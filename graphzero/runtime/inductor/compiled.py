@@ -30,12 +30,15 @@ from graphzero.sbp.shards import piece_shape
 aten = torch.ops.aten
 Boxed = Callable[[list[Tensor]], list[Tensor]]
 
-SETTINGS = {"size_asserts": False, "alignment_asserts": False}  # a Call looks at layouts, a program has fixed sizes
+SETTINGS = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+}  # a CompiledRegion looks at layouts, a program has fixed sizes
 _functions: dict[Any, Boxed] = {}  # of this process, by text, layouts and threads
-_KEPT = 2**9  # of them; programs hold their own
+MOST_FUNCTIONS = 2**9  # of them; programs hold their own
 
 
-class Calls:
+class CompiledRegions:
     """The functions of one program's regions, one for all that compute the same.
 
     Raises ConfigError where nothing can be compiled.
@@ -48,14 +51,14 @@ class Calls:
                 f'set_executor("inductor"): {missing}. Install it, or leave the call out: "eager" runs the same program'
             )
         self.world = world
-        self._known: dict[Any, Call] = {}
+        self._known: dict[Any, CompiledRegion] = {}
 
-    def of(self, op: RegionOp, local: int) -> Call:
+    def region_function(self, op: RegionOp, local: int) -> CompiledRegion:
         """What a local rank calls for a region."""
         module, groups = written(op.region, self.world, local)
         key = str(module.graph), self._forms(op.region, local), groups
         if key not in self._known:
-            self._known[key] = Call(module, str(op), key[0], groups)
+            self._known[key] = CompiledRegion(module, str(op), key[0], groups)
         return self._known[key]
 
     def _forms(self, region: Region, local: int) -> tuple[Any, ...]:
@@ -65,7 +68,7 @@ class Calls:
         return tuple((type_.dtype, piece_shape(type_.shape, nd, hierarchy, at)) for type_, nd in typed)
 
 
-class Call:
+class CompiledRegion:
     """One region on one rank, or several that are equal.
 
     text: what it computes.  groups: a number for each result; results of one number may share storage.
@@ -81,10 +84,10 @@ class Call:
 
     def _first(self, operands: list[Tensor]) -> list[Tensor]:
         """Compile, run, and look at what the results share: what they must not, a copy parts from now on."""
-        held, layout = list(operands), tuple([x.stride() for x in operands])
-        run = self._function(held)
+        inputs, layout = list(operands), tuple([x.stride() for x in operands])
+        run = self._function(inputs)
         results = run(operands)
-        shared = _shared(held, results, self.groups)
+        shared = _shared(inputs, results, self.groups)
         self._by_layout[layout] = _copying(run, shared) if shared else run
         return [x.clone() if i in shared else x for i, x in enumerate(results)]
 
@@ -92,7 +95,7 @@ class Call:
         described = tuple((x.dtype, x.device, tuple(x.shape), x.stride()) for x in operands)
         key = self.text, described, torch.get_num_threads()
         if key not in _functions:
-            if len(_functions) >= _KEPT:
+            if len(_functions) >= MOST_FUNCTIONS:
                 _functions.clear()
             try:
                 with warnings.catch_warnings(), working(f"Inductor compiles a {self.about}"):
@@ -130,23 +133,23 @@ def written(region: Region, world: World, local: int) -> tuple[fx.GraphModule, t
 
     Names depend on nothing but what is computed.
     """
-    graph, made = fx.Graph(), {}
+    graph, copies = fx.Graph(), {}
     for i, node in enumerate(region.inputs):
-        made[node] = graph.placeholder(f"x{i}")
+        copies[node] = graph.placeholder(f"x{i}")
     for node in region.nodes:
         if is_name(node.target):
-            made[node] = made[value.operand(node)]
+            copies[node] = copies[value.operand(node)]
             continue
         args, kwargs = node.args, kernels.keywords(node, world.device)
         kwargs.pop(value.OUT, None)
         args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: world.resolve(x, local))
-        args, kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)
+        args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
         if node.target in COMPOSED:
-            made[node] = _compose(graph, node, args)
+            copies[node] = _compose(graph, node, args)
             continue
         target: Any = aten.reshape.default if is_reshape(node.target) else node.target  # a shard need not be dense
-        made[node] = graph.call_function(target, args, kwargs)
-    graph.output([made[node] for node in region.results])
+        copies[node] = graph.call_function(target, args, kwargs)
+    graph.output([copies[node] for node in region.results])
     bases = [_base(node, region) for node in region.results]
     return _compat.LazyGraphModule(torch.nn.Module(), graph), tuple(bases.index(base) for base in bases)
 

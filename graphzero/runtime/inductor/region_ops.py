@@ -42,17 +42,17 @@ class RegionOp:
 
 def join(graph: StepGraph) -> StepGraph:
     """The program with regions for ops."""
-    made = StepGraph(graph.name, graph.placement, fx.Graph(), graph.level)
+    joined = StepGraph(graph.name, graph.placement, fx.Graph(), graph.level)
     of: dict[fx.Node, fx.Node] = {}
     for node in graph.placeholders():
-        of[node] = made.graph.node_copy(node)
+        of[node] = joined.graph.node_copy(node)
     for item in form(graph):
         if isinstance(item, Region):
-            _add(made, item, of)
+            _add(joined, item, of)
         else:
-            of[item] = made.graph.node_copy(item, of.__getitem__)
-    made.graph.output(fx.node.map_arg(graph.output.args[0], of.__getitem__))
-    return made
+            of[item] = joined.graph.node_copy(item, of.__getitem__)
+    joined.graph.output(fx.node.map_arg(graph.output.args[0], of.__getitem__))
+    return joined
 
 
 def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:

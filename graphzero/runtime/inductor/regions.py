@@ -44,7 +44,7 @@ FEWEST = 2  # ops that a compiler may fuse: fewer are no region
 FLOPS_PER_BYTE = 8  # that a CPU core computes in the time in which it moves a byte
 
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # called as they are
-MADE = (
+FACTORIES = (
     aten.full.default, aten.ones.default, aten.zeros.default, aten.arange.default, aten.arange.start,
     aten.arange.start_step, aten.scalar_tensor.default, aten.full_like.default, aten.ones_like.default,
     aten.zeros_like.default,
@@ -61,7 +61,7 @@ FUSED = (
     aten.tril.default, aten.triu.default, aten.copy.default, aten.repeat.default,
 )  # fmt: skip
 COMPOSED = (CROSS_ENTROPY_BACKWARD,)  # graphzero's own that a compiler is given as ops of ATen
-COMPILED = frozenset((*PRODUCTS, *MADE, *FUSED, *COMPOSED))
+COMPILED = frozenset((*PRODUCTS, *FACTORIES, *FUSED, *COMPOSED))
 # What Inductor's C++ takes a fifth to four times longer for than ATen's kernels, which call MKL: fusion does not make
 # up for it.  Of ``gelu`` that is so for the exact one.
 SLOW_ON_CPU = (
@@ -86,9 +86,9 @@ def form(graph: StepGraph) -> list[fx.Node | Region]:
     left: set[fx.Node] = set()
     while True:
         former = _Former(graph, left)
-        found = former.form()
+        regions = former.form()
         if not former.slight:
-            return found
+            return regions
         left |= former.slight
 
 
@@ -102,10 +102,10 @@ def compiles(node: fx.Node, device_type: str) -> bool:
     if target.namespace != "aten" and target not in COMPOSED:
         return False
     operands, types = value.flat_nodes((node.args, node.kwargs)), value.type_of(node)
-    made = types if isinstance(types, tuple) else (types,)
-    if any(value.is_scalar(arg) for arg in operands) or not all(isinstance(t, value.TensorType) for t in made):
+    results = types if isinstance(types, tuple) else (types,)
+    if any(value.is_scalar(arg) for arg in operands) or not all(isinstance(t, value.TensorType) for t in results):
         return False
-    if any(t.dtype.is_complex for t in made) or any(map(_is_complex, operands)):
+    if any(t.dtype.is_complex for t in results) or any(map(_is_complex, operands)):
         return False
     return target in COMPILED or is_view(target) or torch.Tag.pointwise in target.tags or _is_reduction(target)
 
@@ -129,7 +129,7 @@ def is_name_or_view(node: fx.Node) -> bool:
 
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler may join the op with others."""
-    return not (is_name_or_view(node) or node.target in PRODUCTS or node.target in MADE)
+    return not (is_name_or_view(node) or node.target in PRODUCTS or node.target in FACTORIES)
 
 
 def work(node: fx.Node) -> float:
@@ -292,7 +292,7 @@ def orders(at: Liveness, takes: Callable[[fx.Node], bool]) -> dict[fx.Node, list
     roots, readers = at.roots, dict[Storage, list[fx.Node]]()
     before: dict[fx.Node, list[fx.Node]] = {}
     last: fx.Node | None = None
-    held = {root for node in at.graph.placeholders() for root in roots[node] if root is not None}
+    bound = {root for node in at.graph.placeholders() for root in roots[node] if root is not None}
     for node in at.nodes:
         if node.op != "call_function":
             continue
@@ -305,14 +305,14 @@ def orders(at: Liveness, takes: Callable[[fx.Node], bool]) -> dict[fx.Node, list
             last = node
         read = {root for arg in node.all_input_nodes for root in roots[arg] if root is not None}
         for storage in read | (
-            held if node.target is CHECK else set()
+            bound if node.target is CHECK else set()
         ):  # states stay as they were until all is checked
             readers.setdefault(storage, []).append(node)
     return before
 
 
 def _written(at: Liveness, node: fx.Node) -> set[Storage]:
-    found, moves = written_by(node, at.roots), at.transfers.get(node)
+    written, moves = written_by(node, at.roots), at.transfers.get(node)
     if moves is not None and moves.is_direct:  # an all-reduce works there, and a reduce-scatter may
-        found |= {root for operand in node.all_input_nodes for root in at.roots[operand] if root is not None}
-    return found
+        written |= {root for operand in node.all_input_nodes for root in at.roots[operand] if root is not None}
+    return written

@@ -41,7 +41,7 @@ def check(placement: Placement) -> None:
 
 
 class CudaGraphs:
-    """A ``replay.Recorder`` for one device."""
+    """A ``replay.StepRecorder`` for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

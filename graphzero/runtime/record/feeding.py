@@ -37,10 +37,10 @@ class Cells:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_frozen = device, False
-        self._of: dict[int, dict[torch.dtype, Tensor]] = {}
+        self._cells: dict[int, dict[torch.dtype, Tensor]] = {}
 
-    def get(self, number: Fed, dtype: torch.dtype) -> Tensor:
-        known = self._of.setdefault(number.place, {})
+    def cell_of(self, number: Fed, dtype: torch.dtype) -> Tensor:
+        known = self._cells.setdefault(number.place, {})
         if dtype not in known:
             if self.is_frozen:
                 raise RuntimeError(f"no run before this recording has read the number {float(number)} as {dtype}")
@@ -49,8 +49,8 @@ class Cells:
 
     def fill(self, numbers: Mapping[int, Any]) -> None:
         """Give all cells of these numbers, by place, their values; on CUDA without waiting for anything."""
-        for place in self._of.keys() & numbers.keys():
-            for cell in self._of[place].values():
+        for place in self._cells.keys() & numbers.keys():
+            for cell in self._cells[place].values():
                 cell.fill_(numbers[place])
 
 
@@ -61,10 +61,10 @@ class Fed(float):
     cells: Cells
 
     @classmethod
-    def of(cls, number: float, place: int, cells: Cells) -> Fed:
-        made = cls(number)
-        made.place, made.cells = place, cells
-        return made
+    def at_place(cls, number: float, place: int, cells: Cells) -> Fed:
+        fed = cls(number)
+        fed.place, fed.cells = place, cells
+        return fed
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ _RATE = 6  # index of the rate among their arguments, which torch's fused kernel
 
 def constants(graph: StepGraph) -> dict[str, fx.Node | None]:
     """Host numbers that ops read, by name: the first op that wants it as a constant, or None for a number to be fed."""
-    found: dict[str, fx.Node | None] = {}
+    first_reader: dict[str, fx.Node | None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not value.is_scalar(node):
             read = [arg for arg in value.flat_nodes((node.args, node.kwargs)) if value.is_scalar(arg)]
             for number in dict.fromkeys(one for one in read if one.target is not ops.micro_batch):  # the same each time
                 takes = read.count(number) == 1 and _takes(node, number)
-                found[number.name] = found.get(number.name) or (None if takes else node)
-    return found
+                first_reader[number.name] = first_reader.get(number.name) or (None if takes else node)
+    return first_reader
 
 
 def _takes(node: fx.Node, number: fx.Node) -> bool:
@@ -142,7 +142,7 @@ class Feeding(TorchFunctionMode):
         number: Fed = args[at] if isinstance(at, int) else kwargs[at]
         self.seen.add(number.place)
         if name in _ADAM:
-            return _ADAM[name](*args[:_RATE], number.cells.get(number, torch.float32), *args[_RATE + 1 :], **kwargs)
+            return _ADAM[name](*args[:_RATE], number.cells.cell_of(number, torch.float32), *args[_RATE + 1 :], **kwargs)
         rest = [arg for arg in args if arg is not number]
         return _call(FORMS[name.removesuffix("_"), at], number, rest, rest[0] if name[-1] == "_" else kwargs.get("out"))
 
@@ -150,6 +150,6 @@ class Feeding(TorchFunctionMode):
 def _call(form: _Form, number: Fed, rest: list[Any], out: Tensor | None) -> Any:
     x: Tensor = rest[0]
     if x.dtype not in _NARROW:
-        return form.call(number.cells.get(number, x.dtype), *rest, out=out)
-    cell = number.cells.get(number, torch.float32).view((1,) * x.dim())
+        return form.call(number.cells.cell_of(number, x.dtype), *rest, out=out)
+    cell = number.cells.cell_of(number, torch.float32).view((1,) * x.dim())
     return form.call(cell, *rest, out=torch.empty_like(x) if out is None else out)

@@ -1,7 +1,7 @@
 """An executor that records its step and replays it: one call on the host instead of one for each op.
 
-How a step is recorded is a ``Recorder``'s, on a GPU ``cuda_graph``'s.  A recording is the same ops on the same memory
-with the same numbers, whatever the host does.  Here is what follows from that:
+A ``StepRecorder`` records a step, on a GPU that of ``cuda_graph``.  A recording is the same ops on the same memory with
+the same numbers, whatever the host does.  Here is what follows from that:
 
 * inputs are copied to where the recording reads them, outputs are copied from where it writes them;
 * it is thrown away when a bound tensor has moved;
@@ -45,7 +45,7 @@ WAITING = (
 )  # fmt: skip
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """What records a step."""
 
     def warm_up(self, step: Callable[[], T]) -> T:
@@ -75,7 +75,7 @@ class Recording:
 
 
 class Replayed(Executor):
-    """An Executor whose ``run`` replays a recording of the step, when there is one that fits.
+    """An Executor whose ``run_step`` replays a recording of the step, when there is one that fits.
 
     Attributes:
         refusal: why the step is not recorded (any more); "" while it is.
@@ -83,7 +83,7 @@ class Replayed(Executor):
         fed: names of the numbers that are read from memory.
     """
 
-    def __init__(self, graph: StepGraph, world: World, *arguments: Any, recorder: Recorder, **settings: Any):
+    def __init__(self, graph: StepGraph, world: World, *arguments: Any, recorder: StepRecorder, **settings: Any):
         super().__init__(graph, world, *arguments, **settings)
         self.recorder, self.refusal, self.recorded = recorder, "", 0
         self._constants = constants(self.graph)
@@ -117,12 +117,12 @@ class Replayed(Executor):
         if self._recording is not None and self._recording.addresses != self._addresses():
             self._discard("tensors of its state have moved")
 
-    def run(
+    def run_step(
         self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None, numbers: Mapping[int, Any] | None = None
     ) -> Results:
         watched = meter is not None or self.meter is not None or self.world.trace is not None
         if self.refusal or watched or numbers is not None:
-            return super().run(inputs, meter, numbers)
+            return super().run_step(inputs, meter, numbers)
         self._calls += 1
         numbers = self.numbers(inputs)
         self._compare(numbers)
@@ -131,7 +131,7 @@ class Replayed(Executor):
                 return self._warm_up(inputs, numbers)
             self._recording = self._record(inputs, numbers)
         if self._recording is None:
-            return super().run(inputs)
+            return super().run_step(inputs)
         return self._replay(self._recording, inputs, numbers)
 
     # ---- numbers
@@ -141,8 +141,8 @@ class Replayed(Executor):
         before, self._numbers = self._numbers, numbers
         changed = [place for place in self._names if before is not None and before[place] != numbers[place]]
         self._fed |= {place for place in changed if self._constants[self._names[place]] is None}
-        held = self._recording.numbers if self._recording is not None else {}
-        stale = [place for place, number in held.items() if numbers[place] != number]
+        recorded = self._recording.numbers if self._recording is not None else {}
+        stale = [place for place, number in recorded.items() if numbers[place] != number]
         if stale:
             self._discard("; ".join(map(self._why_constant, stale[:3])))
 
@@ -153,10 +153,10 @@ class Replayed(Executor):
 
     def _run(self, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
         """Op by op, what is fed read from memory."""
-        given = {p: Fed.of(x, p, self._cells) if p in self._fed else x for p, x in numbers.items()}
+        given = {p: Fed.at_place(x, p, self._cells) if p in self._fed else x for p, x in numbers.items()}
         feeding = Feeding() if self._fed else None
         with feeding or nullcontext():
-            results = super().run(inputs, numbers=given)
+            results = super().run_step(inputs, numbers=given)
         if feeding is not None and feeding.seen != self._fed:
             self._refuse(f"of {', '.join(self.fed)} only {len(feeding.seen)} were seen to be read")
         return results
@@ -167,12 +167,14 @@ class Replayed(Executor):
         """Op by op, just what would be recorded, down to the strides of inputs."""
         self._warm = self._fed
         self._cells.fill(numbers)
-        static = {name: _buffers(held) if isinstance(held[0], Tensor) else held for name, held in inputs.items()}
+        static = {
+            name: _buffers(values) if isinstance(values[0], Tensor) else values for name, values in inputs.items()
+        }
         return self.recorder.warm_up(lambda: self._run(static, numbers))
 
     def _record(self, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Recording | None:
-        buffers = {name: _buffers(held) for name, held in inputs.items() if isinstance(held[0], Tensor)}
-        static = {name: buffers.get(name, held) for name, held in inputs.items()}
+        buffers = {name: _buffers(recorded) for name, recorded in inputs.items() if isinstance(recorded[0], Tensor)}
+        static = {name: buffers.get(name, recorded) for name, recorded in inputs.items()}
         self._cells.is_frozen = True
         try:
             with checks.later():
@@ -184,13 +186,13 @@ class Replayed(Executor):
         if self.refusal:
             return None
         self.recorded += 1
-        held = {place: numbers[place] for place in self._names if place not in self._fed}
-        return Recording(replay, results, held, buffers, self._addresses())
+        recorded = {place: numbers[place] for place in self._names if place not in self._fed}
+        return Recording(replay, results, recorded, buffers, self._addresses())
 
     def _replay(self, found: Recording, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
         pairs = {}
-        for name, held in found.buffers.items():
-            pairs.update({id(own): (own, x) for own, x in zip(held, inputs[name], strict=True)})
+        for name, buffers in found.buffers.items():
+            pairs.update({id(own): (own, x) for own, x in zip(buffers, inputs[name], strict=True)})
         if pairs:
             torch._foreach_copy_([own for own, _ in pairs.values()], [x for _, x in pairs.values()])
         self._cells.fill(numbers)
@@ -211,15 +213,17 @@ class Replayed(Executor):
             return copies.get(id(x), x)
 
         outputs = []
-        for place, held in zip(self.program.outputs, results.outputs, strict=True):
+        for place, tensors in zip(self.program.outputs, results.outputs, strict=True):
             if isinstance(place, int) and place in numbers:
-                outputs.append([numbers[place]] * len(held))
+                outputs.append([numbers[place]] * len(tensors))
             else:
-                outputs.append([*map(copy, held)] if isinstance(place, int) else held)
-        return Results(outputs, {name: [*map(copy, held)] for name, held in results.aux.items()})
+                outputs.append([*map(copy, tensors)] if isinstance(place, int) else tensors)
+        return Results(outputs, {name: [*map(copy, tensors)] for name, tensors in results.aux.items()})
 
     def _addresses(self) -> dict[str, Any]:
-        return {name: [(x.data_ptr(), tuple(x.shape), x.stride()) for x in held] for name, held in self.bound.items()}
+        return {
+            name: [(x.data_ptr(), tuple(x.shape), x.stride()) for x in tensors] for name, tensors in self.bound.items()
+        }
 
     def _discard(self, why: str) -> None:
         """The recording does not fit any more; if that is so again and again, there will be no other."""

@@ -63,7 +63,7 @@ def check(src: Nd, dst: Nd, shape: tuple[int, ...], hierarchy: tuple[int, ...]) 
     world.trace = []
     given = held(src, shape, hierarchy)
     whole = join(given, src, hierarchy)
-    (found,) = Executor(graph, world).run({"x": [piece.clone() for piece in given]}).outputs
+    (found,) = Executor(graph, world).run_step({"x": [piece.clone() for piece in given]}).outputs
     what = f"{src} -> {dst} of {shape} on {hierarchy}"
     torch.testing.assert_close(join(found, dst, hierarchy), whole, msg=lambda m: f"{what}: {m}")
     for position, piece in enumerate(found):

@@ -95,8 +95,8 @@ def test_values_are_the_same_to_the_bit_and_the_peak_is_no_higher(seed: int, zer
 
 def peak(graph: StepGraph) -> int:
     """Most bytes alive at once."""
-    lives = liveness(graph).lives()
-    return max(sum(x.nbytes for x in lives if x.begin <= at <= x.end) for at in range(len(list(graph.nodes))))
+    spans = liveness(graph).spans()
+    return max(sum(x.nbytes for x in spans if x.begin <= at <= x.end) for at in range(len(list(graph.nodes))))
 
 
 def test_a_step_in_place_has_a_lower_peak() -> None:
@@ -158,7 +158,7 @@ def test_an_op_that_writes_row_by_row_only_moves_in_where_rows_are_known_to_lie(
 
 def on(graph: StepGraph, inputs: dict[str, object]) -> torch.Tensor:
     executor = Executor(graph, VirtualWorld(graph.placement))
-    return executor.run(inputs).outputs[0][0]  # type: ignore[arg-type,no-any-return]
+    return executor.run_step(inputs).outputs[0][0]  # type: ignore[arg-type,no-any-return]
 
 
 def test_a_new_state_that_build_returns_is_no_view_of_the_state() -> None:
@@ -194,7 +194,7 @@ def test_a_parameter_that_does_not_lie_in_one_piece_is_gathered_all_the_same() -
     executor = Executor(whole, VirtualWorld(whole.placement))
     ranks = [x.t().contiguous().t() for x in given["w"]]  # type: ignore[union-attr]
     executor.bind({"w": ranks, "m": given["m"]})  # type: ignore[dict-item]
-    executor.run({"x": given["x"]})
+    executor.run_step({"x": given["x"]})
     wanted = run(program)["w"][0]
     assert not ranks[0].is_contiguous()
     assert all(torch.allclose(x, wanted, atol=1e-5) for x in ranks)
