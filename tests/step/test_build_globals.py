@@ -393,7 +393,7 @@ def test_a_number_of_another_type_makes_another_dtype():
 
 def test_what_keeps_changing_is_named(monkeypatch):
     graph, x = Direct(), torch.randn(2, 3)
-    with pytest.warns(UserWarning, match=r"what keeps changing: global \S*test_names\.SCALE"):
+    with pytest.warns(UserWarning, match=r"what keeps changing: global \S*test_build_globals\.SCALE"):
         for i in range(20):
             monkeypatch.setattr(sys.modules[__name__], "SCALE", float(i))
             graph(x)
