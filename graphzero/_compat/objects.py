@@ -74,12 +74,12 @@ dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_ver
 
 def _counts_attributes() -> bool:
     class Probe:
-        held = 0
+        attribute = 0
 
     probe = Probe()
-    probe.held = 1
+    probe.attribute = 1
     before = dict_version(vars(probe))
-    probe.held = 2
+    probe.attribute = 2
     return dict_version(vars(probe)) != before
 
 
