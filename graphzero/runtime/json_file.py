@@ -12,9 +12,9 @@ from graphzero.errors import ConfigError
 
 
 def read_json(path: str | os.PathLike[str], what: str, how: str) -> Any:
-    """What is in it.  what: what messages begin with.  how: the next step, if it is not there or no JSON.
+    """The value in a JSON file.  what: beginning of messages.  how: the next step, if the file cannot be read.
 
-    Raises ConfigError for a file that cannot be read, and for text that is no JSON: see ``parse_json``.
+    Raises ConfigError for a file that cannot be read, and for text that is not JSON: see ``parse_json``.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ def read_json(path: str | os.PathLike[str], what: str, how: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A JSON text from a file.  Raises ValueError for what is none: also where a key stands twice, a number is none of
+    """The value of a JSON text.  Raises ValueError for other texts: also where a key stands twice, a number is none of
     JSON's, or it is nested deeper than anything that is meant."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

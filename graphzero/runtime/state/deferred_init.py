@@ -47,7 +47,7 @@ class DeferredInit(TorchDispatchMode):
         self._written: set[str] = set()
 
     def result(self) -> dict[str, tuple[Tensor, Nd]]:
-        """What each has become.  Raises ConfigError for those that nothing was written to."""
+        """The tensor of each entry, with its SBP.  Raises ConfigError for those that nothing was written to."""
         entries = list(self._by_storage.values())
         idle = [entry.path for entry in entries if entry.tensor.numel() and entry.path not in self._written]
         if idle:

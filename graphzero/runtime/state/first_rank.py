@@ -48,7 +48,7 @@ class FirstValues:
         return what in self._counted
 
     def take_count(self, tensor: Tensor, whats: Iterable[str]) -> None:
-        """The same for the equal counts of several, whose tensor is made anew in each binding; the first one counts."""
+        """``take`` for the equal counts of several, whose tensor is made anew in each binding; the first one counts."""
         new = set(whats) - self._counted
         if new:
             tree.from_first_rank(tensor, self.world.placement)
@@ -57,7 +57,7 @@ class FirstValues:
 
 @dataclass
 class Decisions:
-    """What one rank's optimizers and schedulers hold that decides the program.
+    """Facts of one rank's optimizers and schedulers that decide the program.
 
     groups: per optimizer and group, the plain hyperparameters.  schedulers: the plain numbers of each.
     states: (optimizer, path) -> the states that are there.

@@ -111,7 +111,7 @@ def put_in_modules(shown: Iterable[FullTensor]) -> None:
 
 
 def restore_originals(shown: Iterable[FullTensor]) -> tuple[list[EagerWrite], list[str]]:
-    """What stood in the modules stands there again, in the memory that it had; no rank is needed.
+    """Put the originals back into the modules, in the memory that they had; no other rank is needed.
 
     Returns what is to be taken into it, and the paths of those where something stood that cannot be.  A whole buffer in
     whose place eager code has put one of another shape or dtype is its own affair, and stays.

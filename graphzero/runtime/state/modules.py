@@ -118,7 +118,7 @@ def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> t
 
 
 def module_mode(module: nn.Module) -> tuple[Any, ...]:
-    """What a capture of a module's forward depends on beside its tensors."""
+    """Facts of a module, beside its tensors, that a capture of its forward depends on."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     back_before, back_after = module._backward_pre_hooks, module._backward_hooks
     forward = vars(module).get("forward")  # put over the class's own
@@ -128,7 +128,7 @@ def module_mode(module: nn.Module) -> tuple[Any, ...]:
 
 
 def hook_ids(x: Tensor) -> tuple[int, ...]:
-    """Of ``register_hook`` and ``register_post_accumulate_grad_hook``; each has a number of its own."""
+    """Numbers of the hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``."""
     return (*_compat.gradient_hooks(x), *_compat.accumulation_hooks(x))
 
 

@@ -53,7 +53,7 @@ def check_held(entry: ModuleTensor, placement: Placement) -> None:
 
 
 def name_of_tensor(entry: ModuleTensor) -> str:
-    """What to call a parameter or buffer in messages."""
+    """Name of a parameter or buffer in messages."""
     return f"{'parameter' if entry.kind == 'param' else entry.kind} {entry.path}"
 
 
@@ -83,6 +83,6 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
 
 
 def check_trained_apart(entries: Iterable[ModuleTensor]) -> None:
-    """The same for parameters and buffers of which those are written that want a gradient."""
+    """``check_apart`` for parameters and buffers of which those are written that want a gradient."""
     by_name = {name_of_tensor(entry): entry.tensor for entry in entries}
     check_apart(by_name, [name for name, x in by_name.items() if x.requires_grad])

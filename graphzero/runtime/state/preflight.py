@@ -76,7 +76,7 @@ def describe_binding(
     entries: Mapping[str, ModuleTensor],
     repeated: str,
 ) -> dict[str, str]:
-    """What each rank brings along, by name, as text: compared among ranks before any of them binds.
+    """Text by name of the tensors that this rank is going to bind: compared among ranks before any of them binds.
 
     repeated: what each computes for itself, for states that are to stay equal.
     """
@@ -117,7 +117,7 @@ def is_counter(param: Tensor, spec: Spec) -> bool:
 
 
 def describe_tensor(state: State, x: Any, what: str) -> str:
-    """What a tensor is and how it lies, and whether its values are still to be taken from rank 0."""
+    """Type and SBP of a tensor, and whether its values are still to be taken from rank 0."""
     if not isinstance(x, Tensor):
         return repr(x)
     if isinstance(x, DTensor):
@@ -131,7 +131,7 @@ def name_of(spec: Spec) -> str:
 
 
 def held_state(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
-    """What the optimizer holds for a state: a tensor, a number, or None."""
+    """The value of a state in the optimizer: a tensor, a number, or None."""
     return state.optimizers[spec.optimizer].state.get(entries[spec.param].tensor, {}).get(spec.key)
 
 

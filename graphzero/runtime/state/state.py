@@ -56,7 +56,7 @@ class Moved:
 class State:
     """The tensors of one Graph.
 
-    world: makes the world, for which all ranks are needed: whoever reads ``world`` has agreed on that with the others.
+    world: makes the world, for which all ranks are needed: they have agreed on it before ``world`` is read.
     modules: attribute -> module.  optimizers: as add_optimizer was called.
     random: the stream of draws.  moved: what programs have made lie otherwise than the user has placed it.
     counters: by the states that each counts for.  program: which one's state is bound, and as it was left; or None.
@@ -186,7 +186,7 @@ class State:
         self._binding = self._stateless = self.program = None
 
     def forget(self) -> None:
-        """What is kept of what has been looked at; nothing is bound any more."""
+        """Forget the watch of modules and the SBPs; nothing is bound any more."""
         self.invalidate()
         self._watch = self._nds = None
 
@@ -219,7 +219,7 @@ class State:
         partial_update.mark(self._states(), why)
 
     def partial_update_reason(self) -> str:
-        """What has happened to the first torn tensor, or nothing."""
+        """Reason of the first tensor that is marked as partly updated; empty without one."""
         if not partial_update.is_any_marked():
             return ""
         tensors = chain((entry.tensor for entry in self.tensors().values()), self._states())
@@ -245,7 +245,7 @@ class State:
         return entries, is_whole
 
     def read_pieces(self) -> None:
-        """Read pieces that are no views from the whole tensors."""
+        """Read pieces that are not views from the whole tensors."""
         if self._binding is not None and self._binding.copies:
             torch._foreach_copy_(
                 [piece for _, piece in self._binding.copies], [place for place, _ in self._binding.copies]

@@ -15,7 +15,7 @@ from graphzero import _compat
 
 
 class TensorRef:
-    """Of one tensor's memory, on this rank."""
+    """A weak reference to one tensor's memory, on this rank."""
 
     __slots__ = ("_storage",)
 
