@@ -237,7 +237,7 @@ def ranked_layouts(name: str, ranks: int, device: Device) -> tuple[Found, Any]:
         step = captured_step(train(name, placement("cpu", range(ranks))), workload.part(0, 0, ranks))
         tensor = tuple(n for n in (1, 2, 4, 8) if ranks % n == 0)
         search = Search(step, device, int(device.capacity), top=10**6, seconds=10**6)
-        return search.run(axes_of(ranks, step.rows, tensor)), step.names
+        return search.rank_layouts(axes_of(ranks, step.rows, tensor)), step.names
 
 
 def spread(prices: list[Price], count: int) -> list[Price]:

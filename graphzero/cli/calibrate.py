@@ -94,20 +94,22 @@ def run(options: argparse.Namespace) -> None:
         check_output("--output", options.output)
     where = factory.placement_of(options, launch.resolve(None).device_type)
     graph, args = factory.make(options.factory, where, options.stage)
-    found = calibrate(graph.placement, options.sizes, options.repeat)
-    device = measured_device(graph, args, {one.axis: one.link for one in found}, options.repeat)
+    measurements = calibrate(graph.placement, options.sizes, options.repeat)
+    device = measured_device(graph, args, {one.axis: one.link for one in measurements}, options.repeat)
     fewer = in_groups(device, graph.placement, options.sizes, options.repeat)
     if dist.get_rank() != int(graph.placement.ranks.flat[0]):
         return
-    device = replace(device, links=on_any_axes(found, device, graph.placement) | {one.axis: one.link for one in fewer})
-    found += fewer
+    device = replace(
+        device, links=on_any_axes(measurements, device, graph.placement) | {one.axis: one.link for one in fewer}
+    )
+    measurements += fewer
     facts = {
         "placement": repr(graph.placement),
         "torch": torch.__version__,
-        "measured": [one.facts() for one in found],
+        "measured": [one.facts() for one in measurements],
     }
     write_output("--output", options.output, json.dumps({**device.to_json(), **facts}, indent=2) + "\n")
-    print(table(found))
+    print(table(measurements))
     print(described(device))
     print(
         f'wrote {options.output}; graph.config.set_links("{options.output}") reads its links, '
@@ -134,13 +136,13 @@ def in_groups(
     Every rank calls it.  Fewer ranks wait for each other with less delay, and are often nearer to each other.
     """
     ranks = placement.size
-    found = []
+    measurements = []
     for width in range(2, ranks) if len(placement.names) == 1 else ():
         if ranks % width == 0:
             there = Placement(placement.device_type, placement.ranks.reshape(-1, width), ("groups", "group"), False)
             axis = f"{device.way(there, 'group')} {width}"
-            found.append(replace(_measure(ProcessWorld(there), "group", sizes, repeat), axis=axis))
-    return found
+            measurements.append(replace(_measure(ProcessWorld(there), "group", sizes, repeat), axis=axis))
+    return measurements
 
 
 def calibrate(placement: Placement, sizes: Sequence[int] = SIZES, repeat: int = 7) -> list[MeasuredLink]:
@@ -169,8 +171,8 @@ def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
     rows = torch.tensor([[s.messages / s.seconds, s.sent / s.seconds] for s in samples], dtype=torch.float64)
     scale = rows.norm(dim=0)
     ones = torch.ones(len(samples), 1, dtype=torch.float64)
-    found = torch.linalg.lstsq(rows / scale, ones, driver="gelsd").solution[:, 0] / scale
-    alpha, beta = float(found[0]), float(found[1])
+    solution = torch.linalg.lstsq(rows / scale, ones, driver="gelsd").solution[:, 0] / scale
+    alpha, beta = float(solution[0]), float(solution[1])
     if alpha < 0:
         alpha, beta = 0.0, float(rows[:, 1].sum() / scale[1] ** 2)
     if beta <= 0:
@@ -217,15 +219,15 @@ def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> flo
     start = _starter(world, kind, axis, count)
     start().wait()  # connections and buffers come to life
     calls = max(1, min(8, (1 << 18) // count))  # several of the short ones, one after the other
-    found = []
+    seconds = []
     for _ in range(repeat):
         _meet(world)
         began = time.perf_counter()
         for _ in range(calls):
             start().wait()
         synchronize(world.device)
-        found.append((time.perf_counter() - began) / calls)
-    return median(found)
+        seconds.append((time.perf_counter() - began) / calls)
+    return median(seconds)
 
 
 def _starter(world: World, kind: str, axis: str, count: int) -> Callable[[], Handle]:

@@ -81,9 +81,9 @@ def shares(base: Device, program: StepGraph, times: Sequence[StepTimes]) -> Devi
         if sum(seconds) and op in spent:
             reached[op] = min(max(sum(seconds) / own if own > 0 else most, least), most)
     typical = {
-        bound: median(found)
+        bound: median(fractions)
         for bound in (FLOPS, MEMORY)
-        if (found := [reached[e.kind] for e in events if e.kind in reached and (e.flops > 0) == (bound == FLOPS)])
+        if (fractions := [reached[e.kind] for e in events if e.kind in reached and (e.flops > 0) == (bound == FLOPS)])
     }
     beside = sum(seconds for op, seconds in spent.items() if op not in ideal)
     around, met = (median(_spent(one, what) for one in times) for what in ("overhead", "communication"))
@@ -109,11 +109,11 @@ def _by_op(times: Sequence[StepTimes]) -> dict[str, float]:
     """Seconds of one call by op, the median of the calls."""
     each = []
     for one in times:
-        found = {COPY: _spent(one, "copies")}
+        seconds_by_op = {COPY: _spent(one, "copies")}
         for (_, op), seconds in one.ops.items():
-            found[op] = found.get(op, 0.0) + seconds
-        each.append(found)
-    return {op: median(found[op] for found in each) for op in each[0]}
+            seconds_by_op[op] = seconds_by_op.get(op, 0.0) + seconds
+        each.append(seconds_by_op)
+    return {op: median(seconds_by_op[op] for seconds_by_op in each) for op in each[0]}
 
 
 def _spent(times: StepTimes, on: str) -> float:
@@ -147,14 +147,14 @@ def _call(where: torch.device, repeat: int, many: int = 1000) -> float:
 
 
 def _seconds(work: Callable[[], Any], where: torch.device, repeat: int) -> float:
-    found = []
+    seconds = []
     for _ in range(repeat + 1):
         synchronize(where)
         began = time.perf_counter()
         work()
         synchronize(where)
-        found.append(time.perf_counter() - began)
-    return median(found[1:])
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])
 
 
 def _capacity(kind: str) -> int:
@@ -165,5 +165,5 @@ def _capacity(kind: str) -> int:
 
 
 def _is_meta(graph: Graph) -> bool:
-    held = (x for x in vars(graph).values() if isinstance(x, torch.nn.Module))
-    return any(p.is_meta for module in held for p in module.parameters())
+    modules = (x for x in vars(graph).values() if isinstance(x, torch.nn.Module))
+    return any(p.is_meta for module in modules for p in module.parameters())

@@ -88,13 +88,13 @@ def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[G
     more: what else it is given, of which ``takes`` says whether it may be.
     Raises ConfigError where there is no such factory, where it raises, and where it gives something else.
     """
-    found = load(what)
-    _check_signature(what, found)
+    function = load(what)
+    _check_signature(what, function)
     with _told(what):
-        made = found(placement=where, stage=stage, **more)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Graph)):
-        raise ConfigError(f"{what} returned {_described(made)}; return (graph, example_args)")
-    graph, example = made
+        result = function(placement=where, stage=stage, **more)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Graph)):
+        raise ConfigError(f"{what} returned {_described(result)}; return (graph, example_args)")
+    graph, example = result
     arguments = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     if where is not None and graph.placement not in (where, launch.resolve(where)):
         raise ConfigError(
@@ -124,9 +124,9 @@ def planned(
 
 def takes(what: str, name: str) -> bool:
     """Whether the FACTORY has a parameter of that name.  Raises ConfigError where there is no factory."""
-    found = load(what)
+    function = load(what)
     try:
-        return name in inspect.signature(found).parameters
+        return name in inspect.signature(function).parameters
     except ValueError:  # a callable that shows no signature
         return False
 
@@ -142,13 +142,13 @@ def load(what: str) -> Callable[..., Any]:
     if path.suffix != ".py":
         raise ConfigError(f"{what}: {path} is no Python file; its name ends with .py")
     module = run_file(path, what)
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ConfigError(
             f"{what}: {file} has no callable {name!r}; define `{SIGNATURE.format(name=name)}` that returns "
             f"(graph, example_args){_others(module, name)}"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def run_file(path: Path, what: str) -> ModuleType:

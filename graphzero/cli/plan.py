@@ -21,7 +21,7 @@ import torch
 
 from graphzero.cli import factory, plan_table
 from graphzero.cli.least_ranks import Least, least_ranks
-from graphzero.cli.plan_report import Report, StagePlan
+from graphzero.cli.plan_report import PlanReport, StagePlan
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
 from graphzero.plan.plan import largest_at_peak, pieces_at_peak
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 def planned(
     what: str, where: Placement, stages: Sequence[int], device: Device, memory: int | None = None, jobs: int = 1
-) -> Report:
+) -> PlanReport:
     """The plans of the FACTORY of ``what`` on ``where`` at each stage.
 
     memory: bytes of a rank; if it is given, the least number of ranks that fit is searched.  jobs: processes.
@@ -90,16 +90,16 @@ def planned(
     if jobs > 1 and FORK in multiprocessing.get_all_start_methods():
         try:
             with ProcessPoolExecutor(jobs, multiprocessing.get_context(FORK)) as pool:
-                found = list(pool.map(_stage, *zip(*asked, strict=True)))
+                stage_plans = list(pool.map(_stage, *zip(*asked, strict=True)))
         except BrokenProcessPool:
             raise ConfigError(
                 f"one of {jobs} processes was ended from outside, as the kernel does where memory runs out; "
                 "use fewer: --jobs 1"
             ) from None
     else:
-        found = [_stage(*one) for one in asked]
+        stage_plans = [_stage(*one) for one in asked]
     _say("")
-    return Report(what, where, device, device.usable if memory is None else memory, found)
+    return PlanReport(what, where, device, device.usable if memory is None else memory, stage_plans)
 
 
 def _stage(what: str, where: Placement, stage: int, device: Device, memory: int | None) -> StagePlan:
@@ -152,8 +152,8 @@ def _with_least(one: StagePlan, what: str, where: Placement, memory: int) -> Sta
         return peak_at(what, there, one.stage)
 
     rest = where.size // where.hierarchy[axis]
-    found = least_ranks(peak, where.hierarchy[axis], one.peak, memory, one.pieces)
-    return replace(one, least=found.times(rest))
+    least = least_ranks(peak, where.hierarchy[axis], one.peak, memory, one.pieces)
+    return replace(one, least=least.times(rest))
 
 
 def _say(doing: str) -> None:

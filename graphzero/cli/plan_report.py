@@ -12,7 +12,7 @@ from graphzero.plan.timeline import Timeline
 from graphzero.sbp.placement import Placement
 
 
-class Group(NamedTuple):
+class TransferGroup(NamedTuple):
     """Transfers of one kind and purpose along one axis.
 
     nbytes: sent by one rank.  psi: elements of parameters and gradients among them, in multiples of the parameters.
@@ -28,17 +28,17 @@ class Group(NamedTuple):
     seconds: float
 
 
-def traffic(plan: Plan, placement: Placement, device: Device) -> list[Group]:
+def traffic(plan: Plan, placement: Placement, device: Device) -> list[TransferGroup]:
     """The transfers of a step, in groups."""
     ranks = dict(zip(placement.names, placement.hierarchy, strict=True))
-    found: dict[tuple[str, str, str], list[float]] = {}
+    totals: dict[tuple[str, str, str], list[float]] = {}
     for call in plan.collectives:
         seconds = device.link(placement, call.axis).seconds(call.kind, call.bytes, ranks[call.axis])
-        group = found.setdefault((call.axis, call.kind, call.what_for), [0.0, 0.0, 0.0, 0.0])
+        group = totals.setdefault((call.axis, call.kind, call.what_for), [0.0, 0.0, 0.0, 0.0])
         for i, more in enumerate((1, call.bytes, call.elements / max(plan.parameters, 1), seconds)):
             group[i] += more
-    made = [Group(*key, int(calls), *rest) for key, (calls, *rest) in found.items()]
-    return sorted(made, key=lambda group: (placement.axis(group.axis), group.what_for, group.kind))
+    transfer_groups = [TransferGroup(*key, int(calls), *rest) for key, (calls, *rest) in totals.items()]
+    return sorted(transfer_groups, key=lambda group: (placement.axis(group.axis), group.what_for, group.kind))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """What the command found.  memory: bytes that a rank may have, of the command line or of the device."""
 
     factory: str

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from graphzero.cli.least_ranks import Least
-from graphzero.cli.plan_report import Report, StagePlan, traffic
+from graphzero.cli.plan_report import PlanReport, StagePlan, traffic
 from graphzero.plan.plan import CATEGORIES, mega
 
 WIDTH = 13  # of a column
 PHASES = ("forward", "backward", "update")
 
 
-def text(report: Report) -> str:
+def text(report: PlanReport) -> str:
     """The table, and what makes the peaks."""
     rows = [*_memory(report), (), *_traffic(report), (), *_seconds(report)]
     label = max(len(row[0]) for row in rows if row) + 2
@@ -23,14 +23,14 @@ def text(report: Report) -> str:
     return "\n".join([*(line.rstrip() for line in lines), "", *_notes(report)])
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: PlanReport) -> Iterator[str]:
     place, device, first = report.placement, report.device, report.stages[0].plan
     axes = ", ".join(f"{name}={size}" for name, size in zip(place.names, place.hierarchy, strict=True))
     yield f"plan of {first.name} ({report.factory}), Psi = {first.parameters:,} parameters"
     yield f"on {place.size} ranks ({axes}) of {device.name}: modelled, nothing has run; bytes and seconds of one rank"
 
 
-def _memory(report: Report) -> Iterator[Sequence[str]]:
+def _memory(report: PlanReport) -> Iterator[Sequence[str]]:
     plans = [one.plan.memory for one in report.stages]
     yield ("bytes at the peak",)
     yield from _rows(CATEGORIES, lambda name: [plan.at_peak[name] for plan in plans], mega)
@@ -43,15 +43,15 @@ def _memory(report: Report) -> Iterator[Sequence[str]]:
         yield ("  least ranks that fit", *map(_ranks, least))
 
 
-def _traffic(report: Report) -> Iterator[Sequence[str]]:
-    found = [
+def _traffic(report: PlanReport) -> Iterator[Sequence[str]]:
+    groups_by_stage = [
         {group[:3]: group for group in traffic(one.plan, report.placement, report.device)} for one in report.stages
     ]
     axis = report.placement.axis
-    keys = sorted({key for groups in found for key in groups}, key=lambda key: (axis(key[0]), key[2], key[1]))
+    keys = sorted({key for groups in groups_by_stage for key in groups}, key=lambda key: (axis(key[0]), key[2], key[1]))
     yield ("sent in a step",)
     for key in keys:
-        cells = [groups.get(key) for groups in found]
+        cells = [groups.get(key) for groups in groups_by_stage]
         yield (f"  {key[0]} {key[1]} {key[2]}", *(mega(group.nbytes) if group else "-" for group in cells))
         if any(group.psi for group in cells if group):
             yield ("    in Psi", *(f"{group.psi:.3f}" if group else "-" for group in cells))
@@ -60,7 +60,7 @@ def _traffic(report: Report) -> Iterator[Sequence[str]]:
     yield ("    in calls", *(f"{len(one.plan.collectives):,}" for one in report.stages))
 
 
-def _seconds(report: Report) -> Iterator[Sequence[str]]:
+def _seconds(report: PlanReport) -> Iterator[Sequence[str]]:
     steps = [one.timeline for one in report.stages]
     phases = [step.by_phase() for step in steps]
     yield ("time",)
@@ -78,19 +78,19 @@ def _rows(
 ) -> Iterator[Sequence[str]]:
     """A row for each name of which any cell is not 0."""
     for name in names:
-        found = cells(name)
-        if any(found):
-            yield (" " * indent + name.replace("_", " "), *map(shown, found))
+        numbers = cells(name)
+        if any(numbers):
+            yield (" " * indent + name.replace("_", " "), *map(shown, numbers))
 
 
-def _notes(report: Report) -> Iterator[str]:
+def _notes(report: PlanReport) -> Iterator[str]:
     """What makes each peak, what was decided, and what the seconds are from."""
     for alike in _with_one_peak(report.stages):
         one, stages = alike[0], ", ".join(str(stage.stage) for stage in alike)
         yield f"stage {stages}: the peak is at {one.plan.memory.peak_at}; what weighs most there:"
-        for held in one.largest:
-            source = f", {held.source}" if held.source else ""
-            yield f"  {mega(held.nbytes):>10}  {held.name} ({held.category}){source}"
+        for storage in one.largest:
+            source = f", {storage.source}" if storage.source else ""
+            yield f"  {mega(storage.nbytes):>10}  {storage.name} ({storage.category}){source}"
     for one in report.stages:
         why = f"no least number of ranks: {one.least.why}" if one.least is not None and one.least.why else ""
         other = "" if one.plan.stage == one.stage else _other_stage(one)
@@ -110,17 +110,17 @@ def _other_stage(one: StagePlan) -> str:
 
 def _with_one_peak(stages: Sequence[StagePlan]) -> list[list[StagePlan]]:
     """Stages whose peaks are made of the same values."""
-    found: dict[str, list[StagePlan]] = {}
+    stages_by_peak: dict[str, list[StagePlan]] = {}
     for one in stages:
-        found.setdefault(f"{one.plan.memory.peak_at} {one.largest}", []).append(one)
-    return list(found.values())
+        stages_by_peak.setdefault(f"{one.plan.memory.peak_at} {one.largest}", []).append(one)
+    return list(stages_by_peak.values())
 
 
 def _ranks(least: Least | None) -> str:
     return "" if least is None else "none" if least.ranks is None else f"{least.ranks:,}"
 
 
-def _unused(report: Report) -> Iterator[str]:
+def _unused(report: PlanReport) -> Iterator[str]:
     """Axes on which nothing happens, so that its ranks do the same work."""
     used = {call.axis for one in report.stages for call in one.plan.collectives}
     for name, ranks in zip(report.placement.names, report.placement.hierarchy, strict=True):

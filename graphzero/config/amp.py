@@ -119,5 +119,5 @@ def amp_of(mode: bool, dtype: Any, **more: Any) -> AmpSettings:
         raise ConfigError(f"enable_amp({mode!r}): the first argument says yes or no; write dtype={mode!r}")
     if dtype is None:
         raise settings_of(AmpSettings)["dtype"].refusal(dtype)
-    made = AmpSettings(dtype, **more)
-    return made if mode else AmpSettings()
+    settings = AmpSettings(dtype, **more)
+    return settings if mode else AmpSettings()

@@ -46,10 +46,10 @@ def links_of(given: Any, placement: Placement) -> Links:
 
 def _read(path: str | os.PathLike[str], what: str) -> Any:
     how = f"`graphzero calibrate FILE:FACTORY --output {os.fspath(path)}` writes one, and every rank needs it"
-    found = read_json(path, what, how)
-    if not isinstance(found, Mapping) or not isinstance(found.get("links"), Mapping):
+    document = read_json(path, what, how)
+    if not isinstance(document, Mapping) or not isinstance(document.get("links"), Mapping):
         raise ConfigError(f'{what}: it has no "links" by axis name; `graphzero calibrate` writes them')
-    return {name: link for name, link in found["links"].items() if not is_way(name)}
+    return {name: link for name, link in document["links"].items() if not is_way(name)}
 
 
 def _axes(placement: Placement) -> str:

@@ -75,8 +75,8 @@ class Setting:
 def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_program: bool = True) -> T:
     """A field that is a setting; see ``Setting``."""
     facts = {"check": check, "said": said, "doc": doc, "in_program": in_program}
-    made: T = field(default=default, metadata=facts)
-    return made
+    default_field: T = field(default=default, metadata=facts)
+    return default_field
 
 
 def settings_of(kind: type[Checked]) -> dict[str, Setting]:

@@ -83,8 +83,8 @@ def zero_of(
         raise ConfigError(f"enable_zero({mode!r}): the first argument says yes or no; write stage={mode!r}")
     if isinstance(stage, int) and stage == 0:  # which ``mode`` says
         raise settings_of(ZeroSettings)["stage"].refusal(stage)
-    made = ZeroSettings(stage, _axes(axis, placement) if mode else (), shard_min_size, _names(keep_gathered))
-    return made if mode else ZeroSettings()
+    settings = ZeroSettings(stage, _axes(axis, placement) if mode else (), shard_min_size, _names(keep_gathered))
+    return settings if mode else ZeroSettings()
 
 
 def _names(keep_gathered: bool | Iterable[str]) -> tuple[str, ...]:

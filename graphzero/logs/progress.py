@@ -166,11 +166,11 @@ def _create_bar() -> Any:
     """A line of tqdm's that is cleared at its end, without the thread and the lock between processes of its bars."""
     from tqdm import tqdm
 
-    class Line(tqdm):  # type: ignore[misc]
+    class ProgressLine(tqdm):  # type: ignore[misc]
         monitor_interval = 0
 
-    Line.set_lock(threading.RLock())
-    return Line(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
+    ProgressLine.set_lock(threading.RLock())
+    return ProgressLine(bar_format="{desc}", leave=False, file=sys.stderr, dynamic_ncols=True)
 
 
 def _write(text: str) -> None:

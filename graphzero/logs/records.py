@@ -25,7 +25,7 @@ _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 @dataclass
-class Options:
+class LogOptions:
     """file: the path of JSON lines; None for none.  steps: whether each step is an event.  progress: of ``PROGRESS``.
 
     rank: of this process, as far as it is known.
@@ -56,7 +56,7 @@ class Options:
                 self._opened.close()
             self._opened = None
 
-    def write(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Add a line.  A file that cannot be written is warned of once and given up: a log stops no training."""
         with self._lock:
             try:
@@ -114,10 +114,10 @@ def event(name: str, message: str, level: int = logging.INFO, **fields: Any) -> 
     if OPTIONS.writes:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         head = {"time": now, "level": logging.getLevelName(level), "rank": OPTIONS.rank, "event": name}
-        OPTIONS.write(json.dumps({**head, "message": message, **fields}, default=str))
+        OPTIONS.write_line(json.dumps({**head, "message": message, **fields}, default=str))
 
 
-def _from_environment() -> Options:
+def _from_environment() -> LogOptions:
     read = os.environ.get
     progress = read(_PROGRESS, "auto").lower()
     progress = "off" if progress in _NO[1:] else progress
@@ -126,7 +126,7 @@ def _from_environment() -> Options:
         progress = "auto"
     rank = read("RANK", "0")
     steps = read(_STEPS, "").lower() in _YES
-    return Options(read(_FILE) or None, steps, progress, int(rank) if rank.isdigit() else 0)
+    return LogOptions(read(_FILE) or None, steps, progress, int(rank) if rank.isdigit() else 0)
 
 
 OPTIONS = _from_environment()

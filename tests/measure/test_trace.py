@@ -193,7 +193,7 @@ def test_a_devices_clock_tells_the_seconds_of_its_queue() -> None:
         def synchronize(device: torch.device) -> None: ...
 
     clock = DeviceClock(torch.device("cuda", 0), Module)
-    first, second = clock.seconds([clock.read(), clock.read()])
+    first, second = clock.seconds([clock.read_time(), clock.read_time()])
     assert second - first == pytest.approx(1e-3)
 
 

@@ -268,7 +268,7 @@ def test_an_unknown_device_is_refused_with_those_that_are_known(command):
 
 def test_a_report_says_that_nothing_is_worth_splitting():
     step = captured("scaled")
-    found = Search(step, WILLING, 10**9, top=2).run([DATA, GRID])
+    found = Search(step, WILLING, 10**9, top=2).rank_layouts([DATA, GRID])
     assert "no weights are worth splitting" in report(found, step, WILLING, "train.py:make", 2)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphzero.errors import ConfigError
-from graphzero.plugins.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED, Key
+from graphzero.plugins.deepspeed.keys import ALIASES, AUTO, HONOURED, KEYS, REFUSED, REPLACED, KeyRule
 
 _BY_PATH = {key.path: key for key in KEYS}
 _SECTIONS = {path.rpartition(".")[0] for path in _BY_PATH} - {""}
@@ -59,20 +59,20 @@ class Document:
                 self._values[path] = value
                 yield from _strangers(said, value, _BY_PATH[path].holds)
 
-    def get(self, path: str, default: Any = None) -> Any:
+    def value(self, path: str, default: Any = None) -> Any:
         """The value of a key; ``default`` where it is not given, or "auto" and so to be computed here."""
         value = self._values.get(path)
         return default if value is None or value == AUTO else value
 
     def flag(self, path: str, default: bool = False) -> bool:
-        value = self.get(path, default)
+        value = self.value(path, default)
         if not isinstance(value, bool):
             raise self.wrong(path, "write true or false")
         return value
 
     def number(self, path: str, default: float | None = None, least: float = 0) -> Any:
         """A finite number of ``least`` or more."""
-        value = self.get(path, default)
+        value = self.value(path, default)
         if value is not None and not (is_number(value) and value >= least):
             raise self.wrong(path, f"write a number, {least:g} or more")
         return value
@@ -86,7 +86,7 @@ class Document:
 
     def section(self, path: str) -> dict[str, Any]:
         """A section whose names are not the table's."""
-        value = self.get(path, {})
+        value = self.value(path, {})
         if not isinstance(value, Mapping):
             raise self.wrong(path, "it is a section; write {...}")
         return dict(value)
@@ -97,8 +97,8 @@ class Document:
     @property
     def replaced(self) -> list[str]:
         """A line for each key that something else does the work of, or whose meaning hangs on DeepSpeed's release."""
-        found = ((path, _BY_PATH[path], value) for path, value in self._values.items())
-        lines = [f"{path}: {key.text}" for path, key, value in found if _speaks(key, value, REPLACED)]
+        rules = ((path, _BY_PATH[path], value) for path, value in self._values.items())
+        lines = [f"{path}: {key.text}" for path, key, value in rules if _speaks(key, value, REPLACED)]
         return lines if "gradient_clipping" in self._values else [*lines, UNCLIPPED]
 
 
@@ -122,9 +122,9 @@ def _strangers(said: str, value: Any, holds: tuple[str, ...]) -> Iterator[str]:
 def _near(path: str, prefix: str) -> list[str]:
     """The known keys nearest to one: by its name among those beside it, else by its whole path."""
     beside = {known[len(prefix) :].partition(".")[0]: known for known in _BY_PATH if known.startswith(prefix)}
-    found = difflib.get_close_matches(path[len(prefix) :], beside, n=1, cutoff=0.6)
-    if found:
-        return [f"{prefix}{found[0]}"]
+    matches = difflib.get_close_matches(path[len(prefix) :], beside, n=1, cutoff=0.6)
+    if matches:
+        return [f"{prefix}{matches[0]}"]
     last = {known.rpartition(".")[2]: known for known in _BY_PATH}
     return [last[name] for name in difflib.get_close_matches(path.rpartition(".")[2], last, n=1, cutoff=0.6)]
 
@@ -139,7 +139,7 @@ def _problems(path: str, value: Any) -> Iterator[str]:
         yield f"{path}: {key.text}"
 
 
-def _speaks(key: Key, value: Any, way: str) -> bool:
+def _speaks(key: KeyRule, value: Any, way: str) -> bool:
     return key.way == way and value != AUTO and value is not None and not key.is_idle(value)
 
 
@@ -166,8 +166,8 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return found
+    return values

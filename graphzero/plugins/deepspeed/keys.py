@@ -42,7 +42,7 @@ OFF, ON = idle_at(False), idle_at(True)
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyRule:
     """What becomes of one key, or of a section of which nothing further is read.
 
     path: names joined by dots.
@@ -61,21 +61,21 @@ class Key:
     holds: tuple[str, ...] = ()
 
 
-def _honoured(path: str, text: str, auto: str | None = None) -> Key:
-    return Key(path, HONOURED, text, always, auto)
+def _honoured(path: str, text: str, auto: str | None = None) -> KeyRule:
+    return KeyRule(path, HONOURED, text, always, auto)
 
 
-def _replaced(path: str, text: str, is_idle: Idle = OFF, auto: str | None = None) -> Key:
-    return Key(path, REPLACED, text, is_idle, auto)
+def _replaced(path: str, text: str, is_idle: Idle = OFF, auto: str | None = None) -> KeyRule:
+    return KeyRule(path, REPLACED, text, is_idle, auto)
 
 
-def _refused(path: str, text: str, is_idle: Idle = OFF) -> Key:
-    return Key(path, REFUSED, text, is_idle)
+def _refused(path: str, text: str, is_idle: Idle = OFF) -> KeyRule:
+    return KeyRule(path, REFUSED, text, is_idle)
 
 
-def _section(path: str, way: str, text: str, is_idle: Idle = is_disabled, holds: str = "") -> Key:
+def _section(path: str, way: str, text: str, is_idle: Idle = is_disabled, holds: str = "") -> KeyRule:
     """A section that counts as a whole.  holds: its names, apart by spaces."""
-    return Key(path, way, text, is_idle, holds=tuple(holds.split()))
+    return KeyRule(path, way, text, is_idle, holds=tuple(holds.split()))
 
 
 _SCALE = "enable_amp({}=...)"

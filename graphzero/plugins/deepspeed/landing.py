@@ -28,10 +28,10 @@ def land(document: Document, placement: Placement, config: GraphConfig) -> DeepS
     rest = ported(document, batch)
     config.set_gradient_accumulation_steps(batch.steps)
     _zero(document, batch, config)
-    told = _precision(document)
-    if told:
-        config.enable_amp(**told)
-    _buckets(document, told, config)
+    precision = _precision(document)
+    if precision:
+        config.enable_amp(**precision)
+    _buckets(document, precision, config)
     return rest
 
 
@@ -95,7 +95,7 @@ def _buckets(document: Document, amp: dict[str, Any], config: GraphConfig) -> No
 
 
 def _dtype(document: Document, path: str) -> torch.dtype | None:
-    name = document.get(path)
+    name = document.value(path)
     if name is not None and str(name).removeprefix("torch.").lower() not in DTYPES:
         raise document.wrong(path, "write fp16, bf16 or fp32")
     return None if name is None else DTYPES[str(name).removeprefix("torch.").lower()]

@@ -44,30 +44,30 @@ def optimizer_of(kind: str, given: dict[str, Any]) -> tuple[type[Optimizer], dic
         raise ConfigError(f"optimizer.type: torch has no {kind} as DeepSpeed has it; {INSTEAD[name]}")
     if "max_grad_norm" in given:
         raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed refuses it too; write gradient_clipping")
-    told = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    made, told = _adam(name, told) if name in ADAMS else (_torchs(kind), told)
-    known = [key for key in inspect.signature(made).parameters if key != "params"]
-    for key in told:
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    optimizer_class, arguments = _adam(name, arguments) if name in ADAMS else (_torchs(kind), arguments)
+    known = [key for key in inspect.signature(optimizer_class).parameters if key != "params"]
+    for key in arguments:
         if key not in known:
             raise ConfigError(f"optimizer.params.{key}: {kind} has no such parameter; it has {', '.join(known)}")
-    return made, told
+    return optimizer_class, arguments
 
 
 def _adam(name: str, told: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     is_torchs, is_decoupled = told.pop("torch_adam", False), told.pop("adam_w_mode", True) or name == "adamw"
-    made = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    optimizer_class = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     if is_torchs:
-        return made, told
+        return optimizer_class, told
     if not told.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction: false; torch's Adam corrects its moments, always")
     if told.pop("amsgrad", False):
         raise ConfigError("optimizer.params.amsgrad: DeepSpeed's Adam has none either; write torch_adam true beside it")
     told = {key: value for key, value in told.items() if key not in IGNORED}
-    return made, {"weight_decay": 0.0, **told}
+    return optimizer_class, {"weight_decay": 0.0, **told}
 
 
 def _torchs(kind: str) -> type[Optimizer]:
-    for name, held in vars(torch.optim).items():
-        if name.lower() == kind.lower() and inspect.isclass(held) and issubclass(held, Optimizer):
-            return held
+    for name, attribute in vars(torch.optim).items():
+        if name.lower() == kind.lower() and inspect.isclass(attribute) and issubclass(attribute, Optimizer):
+            return attribute
     raise ConfigError(f"optimizer.type: {kind!r} is neither DeepSpeed's nor in torch.optim")

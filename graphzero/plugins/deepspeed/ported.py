@@ -48,8 +48,8 @@ class DeepSpeed:
         if self._optimizer is None:
             raise ConfigError("the DeepSpeed configuration has no optimizer section; give an optimizer of your own")
         kind, given = self._optimizer
-        made, told = optimizers.optimizer_of(kind, given)
-        return made(params, **told)
+        optimizer_class, arguments = optimizers.optimizer_of(kind, given)
+        return optimizer_class(params, **arguments)
 
     def make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """The JSON's schedule for an optimizer, DeepSpeed's rates step by step; None if it names none."""
@@ -65,25 +65,27 @@ class DeepSpeed:
 
             self.add_optimizer(**self.config.deepspeed.optimizer_arguments(model.parameters()))
         """
-        made = made_or_params if isinstance(made_or_params, Optimizer) else self.make_optimizer(made_or_params)
-        return {"optim": made, "lr_sch": self.make_scheduler(made), "clip_grad_norm": self.gradient_clipping}
+        optimizer = made_or_params if isinstance(made_or_params, Optimizer) else self.make_optimizer(made_or_params)
+        return {"optim": optimizer, "lr_sch": self.make_scheduler(optimizer), "clip_grad_norm": self.gradient_clipping}
 
 
 def ported(document: Document, batch: Batch) -> DeepSpeed:
     """What a JSON says beside settings.  Raises ConfigError for an optimizer or a schedule that cannot be made."""
     optimizer, scheduler = _optimizer(document), _scheduler(document)
     clipping = document.number("gradient_clipping", 0)
-    made = DeepSpeed(batch.all, batch.micro, batch.steps, float(clipping) if clipping else None, optimizer, scheduler)
+    deepspeed = DeepSpeed(
+        batch.all, batch.micro, batch.steps, float(clipping) if clipping else None, optimizer, scheduler
+    )
     try:
-        _try(made, optimizer, scheduler)
+        _try(deepspeed, optimizer, scheduler)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{document.name}: the optimizer or the scheduler cannot be made: {error}") from error
-    return made
+    return deepspeed
 
 
 def _try(made: DeepSpeed, optimizer: Section, scheduler: Section) -> None:
     """Make both once, for parameters of no use.  Raises what torch raises for wrong values."""
-    lists = [held for held in scheduler[1].values() if isinstance(held, list)] if scheduler else []
+    lists = [values for values in scheduler[1].values() if isinstance(values, list)] if scheduler else []
     groups = [{"params": [torch.zeros(())]} for _ in range(max(map(len, lists), default=1))]
     made.make_scheduler(made.make_optimizer(groups) if optimizer else torch.optim.SGD(groups))
 
@@ -98,13 +100,13 @@ def _optimizer(document: Document) -> Section:
 
 def _section(document: Document, name: str) -> tuple[str | None, dict[str, Any]]:
     """The type and the parameters of a section; None where it is not there."""
-    kind, given = document.get(f"{name}.type"), document.section(f"{name}.params")
+    kind, given = document.value(f"{name}.type"), document.section(f"{name}.params")
     if (kind is None and given) or not isinstance(kind, (str, type(None))):
         raise document.wrong(f"{name}.type", "write the name of one")
-    for key, held in given.items():
-        for value in held if isinstance(held, list) else [held]:
+    for key, given_value in given.items():
+        for value in given_value if isinstance(given_value, list) else [given_value]:
             if isinstance(value, str) and _is_number(value):
-                what = f"{name}.params.{key}: {held!r}; write the number, without quotes: {value}"
+                what = f"{name}.params.{key}: {given_value!r}; write the number, without quotes: {value}"
                 raise ConfigError(f"{document.name}: {what}")
     return kind, given
 

@@ -159,7 +159,7 @@ FILLED = {  # what the Hugging Face Trainer fills in for "auto"
 }
 
 
-class Schedule(LRScheduler):
+class RateSchedule(LRScheduler):
     """A schedule of DeepSpeed's on a torch optimizer: one ``Rate`` for each parameter group."""
 
     def __init__(self, optimizer: Optimizer, rates: list[Rate]) -> None:
@@ -176,7 +176,7 @@ class Schedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Without the rates, which the JSON says."""
-        return {name: held for name, held in super().state_dict().items() if name != "_rates"}
+        return {name: entry for name, entry in super().state_dict().items() if name != "_rates"}
 
 
 def make_schedule(kind: str, given: dict[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -184,7 +184,7 @@ def make_schedule(kind: str, given: dict[str, Any], optimizer: Optimizer) -> LRS
     if kind not in SCHEDULES:
         return _torchs(kind)(optimizer, **given)
     bases = [group["lr"] for group in optimizer.param_groups]
-    return Schedule(optimizer, [_rate(kind, given, at, len(bases), base) for at, base in enumerate(bases)])
+    return RateSchedule(optimizer, [_rate(kind, given, at, len(bases), base) for at, base in enumerate(bases)])
 
 
 def _rate(kind: str, given: dict[str, Any], at: int, groups: int, base: float) -> Rate:
@@ -198,8 +198,8 @@ def _rate(kind: str, given: dict[str, Any], at: int, groups: int, base: float) -
 
 def _torchs(kind: str) -> Callable[..., LRScheduler]:
     """torch's class of that name, which DeepSpeed looks for too."""
-    found = vars(torch.optim.lr_scheduler).get(kind)
-    if not (inspect.isclass(found) and issubclass(found, LRScheduler)):
+    scheduler_class = vars(torch.optim.lr_scheduler).get(kind)
+    if not (inspect.isclass(scheduler_class) and issubclass(scheduler_class, LRScheduler)):
         own = ", ".join(SCHEDULES)
         raise ConfigError(f"scheduler.type: {kind!r} is neither DeepSpeed's ({own}) nor in torch.optim.lr_scheduler")
-    return found
+    return scheduler_class

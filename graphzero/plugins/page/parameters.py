@@ -27,7 +27,7 @@ def parameters_data(graph: StepGraph) -> dict[str, Any]:
     ranks: the same over all parameters.
     """
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    held = _Held(graph)
+    held = _RankBytes(graph)
     states: dict[str, list[fx.Node]] = {}
     for node in graph.placeholders("state"):
         states.setdefault(node.meta["role"].of, []).append(node)
@@ -37,16 +37,20 @@ def parameters_data(graph: StepGraph) -> dict[str, Any]:
     for node in graph.placeholders("param"):
         path, type_ = node.meta["role"].of, value.tensor_type(node)
         gradient = [gradients[path]] if path in gradients else []
-        parts = {"parameter": held.of([node]), "states": held.of(states.pop(path, [])), "gradient": held.of(gradient)}
+        parts = {
+            "parameter": held.sum_bytes([node]),
+            "states": held.sum_bytes(states.pop(path, [])),
+            "gradient": held.sum_bytes(gradient),
+        }
         totals = {name: _sum(total, parts[name]) for name, total in totals.items()}
         owners = {name: _runs(owned) for name, owned in parts.items()}
         rows.append([path, numbers[node], str(type_), sbp_text(node), type_.nbytes, *owners.values()])
     for shared in states.values():  # of several parameters
-        totals["states"] = _sum(totals["states"], held.of(shared))
+        totals["states"] = _sum(totals["states"], held.sum_bytes(shared))
     return {"rows": rows, "ranks": {name: _runs(owned) for name, owned in totals.items()}}
 
 
-class _Held:
+class _RankBytes:
     """Bytes of values on every rank of a program's placement."""
 
     def __init__(self, graph: StepGraph) -> None:
@@ -59,7 +63,7 @@ class _Held:
 
         self._nbytes = nbytes
 
-    def of(self, nodes: list[fx.Node]) -> Owned:
+    def sum_bytes(self, nodes: list[fx.Node]) -> Owned:
         found = self.none
         for node in nodes:
             found = _sum(found, self._nbytes(value.tensor_type(node), value.nd_of(node)))

@@ -25,7 +25,7 @@ _STEP = 0  # thread of the whole call
 def document(trace: TraceData) -> Json:
     """The file's content."""
     since = min(rank.begin for rank in trace.ranks)
-    launches = {node.name: found.node.name for node in trace.program.nodes if (found := awaited(node)) is not None}
+    launches = {node.name: launch.node.name for node in trace.program.nodes if (launch := awaited(node)) is not None}
     events: list[Json] = []
     for rank in trace.ranks:
         events += _rank(rank, since, launches)
@@ -61,8 +61,8 @@ def _streams(events: Sequence[Event], process: int, since: float) -> Iterator[Js
     for event in sorted(events, key=lambda event: event.begin):
         by_stream.setdefault(event.stream, []).append(event)
     thread = _STEP
-    for stream, held in by_stream.items():
-        for number, lane in enumerate(_lanes(held), 1):
+    for stream, stream_events in by_stream.items():
+        for number, lane in enumerate(_lanes(stream_events), 1):
             thread += 1
             yield _named("thread", process, thread, stream if number == 1 else f"{stream} ({number})")
             for event in lane:

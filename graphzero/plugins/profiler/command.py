@@ -73,24 +73,24 @@ def run(options: argparse.Namespace) -> int:
     where = placement_of(options)
     graph, example = factory.make(options.factory, where, stages[0])
     args, kwargs = whole_batch(graph, example) if graph.placement.virtual else (example, {})
-    found = trace(graph, *args, steps=options.steps, device=options.device, **kwargs)
+    measured = trace(graph, *args, steps=options.steps, device=options.device, **kwargs)
     if not graph.placement.virtual and dist.get_rank() != int(graph.placement.ranks.flat[0]):
         return 0
-    print(found.report(options.threshold / 100))
-    write_output("--output", options.output, json.dumps(found.to_chrome()))
+    print(measured.report(options.threshold / 100))
+    write_output("--output", options.output, json.dumps(measured.to_chrome()))
     print(f"wrote {options.output}; open it at https://ui.perfetto.dev or chrome://tracing")
     if options.timeline is not None:
-        write_output("--timeline", options.timeline, json.dumps(found.to_timeline()))
+        write_output("--timeline", options.timeline, json.dumps(measured.to_timeline()))
         print(f"wrote {options.timeline}")
-    return int(bool(found.broken()))
+    return int(bool(measured.broken()))
 
 
 def placement_of(options: argparse.Namespace) -> Placement | None:
     """Real ranks under a launcher, virtual ones without."""
     if launch.has_world() or launch.has_launcher():
         return factory.placement_of(options, launch.resolve(None).device_type)
-    found = factory.placement_of(options, options.on)
-    return None if found is None else placement(options.on, found.ranks, found.names, virtual=True)
+    ranks = factory.placement_of(options, options.on)
+    return None if ranks is None else placement(options.on, ranks.ranks, ranks.names, virtual=True)
 
 
 def whole_batch(graph: Graph, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

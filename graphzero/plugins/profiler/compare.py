@@ -53,10 +53,10 @@ def exact(plan: Plan, sent: Sequence[Sent], peak: int | None) -> list[Difference
 
 
 def _traffic(collectives: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], Counter[str]]:
-    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    totals: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for kind, axis, nbytes in collectives:
-        found[kind, axis].update({"calls": 1, "bytes": nbytes})
-    return found
+        totals[kind, axis].update({"calls": 1, "bytes": nbytes})
+    return totals
 
 
 def peak_of(graph: Graph, args: Any, kwargs: Any) -> tuple[int | None, str]:
@@ -74,12 +74,12 @@ def by_op(events: Iterable[Event], kinds: Mapping[str, str]) -> dict[str, float]
 
     kinds: what ops are called, by value, where the plan calls them otherwise than the program.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_op: dict[str, float] = defaultdict(float)
     for event in events:
         if event.stream == COMPUTE:
             kind = COPY if event.kind in COPIES else kinds.get(event.name, event.kind)
-            found[EXPOSED if event.kind in (LAUNCH, AWAIT) else f"{event.phase} {kind}"] += event.seconds
-    return found
+            seconds_by_op[EXPOSED if event.kind in (LAUNCH, AWAIT) else f"{event.phase} {kind}"] += event.seconds
+    return seconds_by_op
 
 
 def shares(planned: Timeline, measured: RankTrace, threshold: float) -> list[Difference]:

@@ -1,6 +1,6 @@
 """When each line of a program began and ended, on every rank that lives in this process.
 
-A ``Recorder`` notes the time at every line and makes events of that behind the run.  On a device that works
+A ``StepRecorder`` notes the time at every line and makes events of that behind the run.  On a device that works
 asynchronously it notes events in the device's queue, which are as late as the kernels before them.
 
 Beside the ops, a rank's stream of compute has what the executor does around collectives: "pack" and "unpack" (copies
@@ -31,7 +31,7 @@ ALL = -1  # in place of a local rank: they meet
 class HostClock:
     """Seconds of ``time.perf_counter``."""
 
-    read = staticmethod(time.perf_counter)
+    read_time = staticmethod(time.perf_counter)
 
     def seconds(self, noted: Sequence[Any]) -> list[float]:
         return list(noted)
@@ -44,9 +44,9 @@ class DeviceClock:
         self._make: Callable[[], Any] = lambda: module.Event(enable_timing=True)
         self._wait = module.synchronize
         self._wait(device)
-        self._device, self._began, self._first = device, time.perf_counter(), self.read()
+        self._device, self._began, self._first = device, time.perf_counter(), self.read_time()
 
-    def read(self) -> Any:
+    def read_time(self) -> Any:
         event = self._make()
         event.record()
         return event
@@ -62,7 +62,7 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
     return HostClock() if kind is None else DeviceClock(device, kind.module)
 
 
-class Recorder:
+class StepRecorder:
     """Given to an executor as its ``meter``; ``events`` has what it has seen, one list per local rank."""
 
     def __init__(self, graph: StepGraph, world: World) -> None:
@@ -84,13 +84,13 @@ class Recorder:
         """What ran since the last call belongs to what was entered then; several lines of a node are one event."""
         if node != self._node or not node:
             self._node = node
-            self._marks.append((self._local, node, self._clock.read()))
+            self._marks.append((self._local, node, self._clock.read_time()))
 
     def meet(self, node: fx.Node) -> None:
         """The ranks meet at ``node``."""
         self._node = ""
         self._met.append((len(self._marks), len(self._world.trace or ())))
-        self._marks.append((ALL, node.name, self._clock.read()))
+        self._marks.append((ALL, node.name, self._clock.read_time()))
 
     def add_result(self, x: Any, names: Sequence[Any]) -> None:
         """Results do not matter here."""
@@ -98,7 +98,7 @@ class Recorder:
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """Nor do storages."""
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,14 +115,14 @@ class Recorder:
         """When the program began and ended; and the events of each local rank, in order of their beginning."""
         times = self._clock.seconds([noted for _, _, noted in self._marks])
         sent = self._sent()
-        made = [_Track() for _ in self._world.local_ranks]
+        tracks = [_Track() for _ in self._world.local_ranks]
         for i, (local, name, _) in enumerate(self._marks[:-1]):
             node = self._nodes.get(name)
             if node is None:
                 continue
-            for track in made if local == ALL else made[local : local + 1]:
+            for track in tracks if local == ALL else tracks[local : local + 1]:
                 track.add(node, times[i], times[i + 1], sent.get(i))
-        return (times[0], times[-1]), [sorted(track.events, key=lambda event: event.begin) for track in made]
+        return (times[0], times[-1]), [sorted(track.events, key=lambda event: event.begin) for track in tracks]
 
     def _sent(self) -> dict[int, float]:
         """Number of a mark where ranks meet -> the bytes that a rank began to send there."""
@@ -152,11 +152,11 @@ class _Track:
             self._under_way[node.name] = begin, nbytes  # ranks may meet there before: the last time counts
             self._note(node, COMPUTE, LAUNCH, begin, end)
         else:
-            found = over or moves
-            assert found is not None
-            began, sent = self._under_way.pop(found.node.name, (begin, nbytes))
+            transfer = over or moves
+            assert transfer is not None
+            began, sent = self._under_way.pop(transfer.node.name, (begin, nbytes))
             self._note(node, COMPUTE, AWAIT, begin, end)
-            self._note(found.node, f"communication {found.axis}", found.kind, began, end, sent)
+            self._note(transfer.node, f"communication {transfer.axis}", transfer.kind, began, end, sent)
 
     def _is_over(self, node: fx.Node, moves: Transfer) -> bool:
         """Whether the lines of a transfer that is not launched are those behind it."""

@@ -18,7 +18,7 @@ from graphzero.plan.timeline import Event, timeline
 from graphzero.plugins.profiler import chrome, compare, words
 from graphzero.plugins.profiler.clocks import Offsets, compare_clocks
 from graphzero.plugins.profiler.data import RankTrace, TraceData
-from graphzero.plugins.profiler.recorder import Recorder
+from graphzero.plugins.profiler.recorder import StepRecorder
 from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import Sent
@@ -52,10 +52,10 @@ class Trace(TraceData):
     def to_timeline(self) -> dict[str, list[dict[str, Any]]]:
         """Planned and measured events of the first rank as plain data; the program begins at 0."""
         since = self.first.program[0]
-        found = {"measured": [as_data(event, since) for event in self.first.events]}
+        timelines = {"measured": [as_data(event, since) for event in self.first.events]}
         if self.planned is not None:
-            found["planned"] = [as_data(event, 0.0) for event in self.planned.events]
-        return found
+            timelines["planned"] = [as_data(event, 0.0) for event in self.planned.events]
+        return timelines
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write ``to_chrome()`` as JSON.  Raises ConfigError where it cannot be written."""
@@ -107,13 +107,13 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
     first = everywhere[ranks.ids.index(order[0]) if ranks.active else 0]  # which holds the fullest pieces, as planned
     seconds = [one[0].seconds for one in first.traced]
     chosen = _median_step(seconds)
-    found = _aligned([each.traced[chosen] for each in everywhere], clocks)
+    rank_traces = _aligned([each.traced[chosen] for each in everywhere], clocks)
     return Trace(
         name=graph.name,
         placement=repr(graph.placement),
         program=prepared.program.graph,
         plan=prepared.program.plan,
-        ranks=tuple(sorted(found, key=lambda one: order.index(one.rank))),
+        ranks=tuple(sorted(rank_traces, key=lambda one: order.index(one.rank))),
         traced=median(seconds),
         untraced=median(first.untraced),
         clock_error=clocks.error,
@@ -142,8 +142,8 @@ def _take_steps(
     _, sent = _traced(prepared, graph, args, kwargs)  # lines that tell the recorder are compiled when they first run
     for _ in range(steps):
         untraced.append(_plain(prepared, graph, args, kwargs))
-        found, sent = _traced(prepared, graph, args, kwargs)
-        traced.append(found)
+        step_traces, sent = _traced(prepared, graph, args, kwargs)
+        traced.append(step_traces)
     peak, no_peak = compare.peak_of(graph, args, kwargs)
     return _Own(traced, untraced, sent, peak), no_peak
 
@@ -173,7 +173,7 @@ def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tup
     """One call: of each local rank, and the collectives of the first."""
     executor, world = prepared.executor, prepared.source.world
     sent = world.trace = []
-    executor.meter = recorder = Recorder(executor.graph, world)
+    executor.meter = recorder = StepRecorder(executor.graph, world)
     began = time.perf_counter()
     try:
         graph(*args, **kwargs)
@@ -187,8 +187,8 @@ def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tup
         program, events = recorder.events()
     finally:
         executor.meter = world.trace = None
-    found = zip(world.rank_ids, events, strict=True)
-    return [RankTrace(rank, began, ended, program, tuple(held)) for rank, held in found], sent
+    rank_events = zip(world.rank_ids, events, strict=True)
+    return [RankTrace(rank, began, ended, program, tuple(events_of_rank)) for rank, events_of_rank in rank_events], sent
 
 
 def _median_step(seconds: Sequence[float]) -> int:

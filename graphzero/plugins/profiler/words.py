@@ -26,14 +26,14 @@ def report(trace: TraceData, threshold: float) -> str:
 
 def _parts(trace: TraceData) -> list[tuple[str, float]]:
     """Where the first rank's call went."""
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_part: dict[str, float] = defaultdict(float)
     for event in trace.first.events:
         if event.stream == COMPUTE:
-            found[_part(event)] += event.seconds
+            seconds_by_part[_part(event)] += event.seconds
     if trace.is_virtual:
-        found["other virtual ranks"] = trace.first.seconds - trace.first.own
-    found["around the program"] = trace.first.around
-    return list(found.items())
+        seconds_by_part["other virtual ranks"] = trace.first.seconds - trace.first.own
+    seconds_by_part["around the program"] = trace.first.around
+    return list(seconds_by_part.items())
 
 
 def _part(event: Event) -> str:

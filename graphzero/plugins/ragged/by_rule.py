@@ -14,7 +14,7 @@ from torch import fx
 from graphzero.ir import calls, value
 from graphzero.ir.ragged import Along
 from graphzero.plugins.ragged.table import bounds
-from graphzero.plugins.ragged.work import Work
+from graphzero.plugins.ragged.work import PaddedOp
 from graphzero.sbp import registry
 from graphzero.sbp.signature import Signature
 
@@ -33,7 +33,7 @@ TRUTHS = {
 }
 
 
-def _signatures(work: Work, sections: set[int]) -> Sequence[Signature]:
+def _signatures(work: PaddedOp, sections: set[int]) -> Sequence[Signature]:
     node = work.node
     kwargs = value.own_kwargs(node)
     return registry.signatures(
@@ -45,7 +45,7 @@ def _signatures(work: Work, sections: set[int]) -> Sequence[Signature]:
     )
 
 
-def speak_for_one(work: Work, flat: Collection[fx.Node]) -> None:
+def speak_for_one(work: PaddedOp, flat: Collection[fx.Node]) -> None:
     """Speak for one padded dim, and the dims of other operands that belong to it.
 
     flat: values of one number everywhere, whose ragged dims may be any.
@@ -65,32 +65,34 @@ def speak_for_one(work: Work, flat: Collection[fx.Node]) -> None:
                 work.fill(j, mate, zeros[j])
         for result, sbp in _results(work.node, signature):
             if sbp.is_split:
-                work.make(result, Along(along.name, sbp.dim, sbp.sections, along.more))
+                work.mark_result(result, Along(along.name, sbp.dim, sbp.sections, along.more))
         return
     raise work.refusal(along.name, "reads all of it at once, and nothing tells it what is padding")
 
 
-def _fitting(work: Work, i: int, along: Along) -> list[Signature]:
+def _fitting(work: PaddedOp, i: int, along: Along) -> list[Signature]:
     """Those that cut the dim and take nothing for partial; first those whose results are cut."""
     found = [s for s in _signatures(work, {along.sections}) if s.inputs[i] is along.sbp
              and not any(sbp.is_partial for sbp in s.inputs)]  # fmt: skip
     return sorted(found, key=lambda s: sum(not sbp.is_split for sbp in s.outputs))
 
 
-def _mates(work: Work, signature: Signature, along: Along, flat: Collection[fx.Node]) -> list[tuple[int, Along]] | None:
+def _mates(
+    work: PaddedOp, signature: Signature, along: Along, flat: Collection[fx.Node]
+) -> list[tuple[int, Along]] | None:
     """What a signature cuts, by operand; None if it would cut what is not padded."""
     wanted = [(j, Along(along.name, sbp.dim, sbp.sections, along.more))
               for j, sbp in enumerate(signature.inputs) if sbp.is_split]  # fmt: skip
     return wanted if all(one in work.left or _may_be(work, flat, *one) for one in wanted) else None
 
 
-def _may_be(work: Work, flat: Collection[fx.Node], j: int, along: Along) -> bool:
+def _may_be(work: PaddedOp, flat: Collection[fx.Node], j: int, along: Along) -> bool:
     """Whether an operand is one number everywhere, in a dim that may be padded so."""
     x = work.operands[j]
     return x in flat and work.sizes.fits(x, 0, along)
 
 
-def _has_results(work: Work, signature: Signature, along: Along) -> bool:
+def _has_results(work: PaddedOp, signature: Signature, along: Along) -> bool:
     return all(
         work.sizes.fits(work.node, result, Along(along.name, sbp.dim, sbp.sections, along.more))
         for result, sbp in _results(work.node, signature)
@@ -98,7 +100,7 @@ def _has_results(work: Work, signature: Signature, along: Along) -> bool:
     )
 
 
-def _zeros(work: Work, signature: Signature, cut: Sequence[int]) -> dict[int, float] | None:
+def _zeros(work: PaddedOp, signature: Signature, cut: Sequence[int]) -> dict[int, float] | None:
     """What operands hold in padded places so that these add nothing to results that are sums; None for nothing."""
     node, found = work.node, dict[int, float]()
     for result, sbp in _results(node, signature):
@@ -111,7 +113,7 @@ def _zeros(work: Work, signature: Signature, cut: Sequence[int]) -> dict[int, fl
     return found
 
 
-def _neutral(work: Work, reduction: str, result: int, cut: Sequence[int]) -> dict[int, float] | None:
+def _neutral(work: PaddedOp, reduction: str, result: int, cut: Sequence[int]) -> dict[int, float] | None:
     target, x = work.node.target, value.tensor_type(work.operands[cut[0]])
     if target in TRUTHS:
         return {cut[0]: TRUTHS[target]}
@@ -129,7 +131,7 @@ def _neutral(work: Work, reduction: str, result: int, cut: Sequence[int]) -> dic
     return dict.fromkeys(linear | real, 0)
 
 
-def _linear(work: Work, result: int, cut: Sequence[int]) -> set[int]:
+def _linear(work: PaddedOp, result: int, cut: Sequence[int]) -> set[int]:
     """Some of the operands that are cut such that a result is a sum over them: it is zero where they are."""
     for signature in _signatures(work, {1}):
         partial = {i for i, sbp in enumerate(signature.inputs) if sbp.is_partial and sbp.reduction == "sum"}
@@ -140,7 +142,7 @@ def _linear(work: Work, result: int, cut: Sequence[int]) -> set[int]:
     return set()
 
 
-def create(work: Work) -> None:
+def create(work: PaddedOp) -> None:
     """Dims that the op makes by itself, one as the other: an ``expand``, a ``full``."""
     for result, shape in enumerate(value.shapes(work.node)):
         for dim in range(len(shape)):
@@ -148,10 +150,10 @@ def create(work: Work) -> None:
             for name in work.sizes.dims(work.node, result, dim):
                 found = work.sizes.straight(work.node, result, dim, name) if name in work.ragged else None
                 if name not in have and found is not None and _creates(work, result, found):
-                    work.make(result, found)
+                    work.mark_result(result, found)
 
 
-def _creates(work: Work, result: int, along: Along) -> bool:
+def _creates(work: PaddedOp, result: int, along: Along) -> bool:
     return any(
         all(sbp.is_broadcast for sbp in s.inputs) and dict(_results(work.node, s)).get(result) is along.sbp
         for s in _signatures(work, {1})

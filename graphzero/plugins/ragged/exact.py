@@ -37,7 +37,7 @@ from graphzero.plugins.ragged.by_rule import create, speak_for_one
 from graphzero.plugins.ragged.masks import Masks
 from graphzero.plugins.ragged.numbers import write_numbers
 from graphzero.plugins.ragged.sizes import Sizes
-from graphzero.plugins.ragged.work import Dims, Work
+from graphzero.plugins.ragged.work import Dims, PaddedOp
 
 aten = torch.ops.aten
 _ALIKE = (aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
@@ -63,10 +63,10 @@ def exact(graph: StepGraph, sizes: Sizes, ragged: Sequence[Ragged], inputs: Mapp
     sizes: what in it hangs on which ragged dim.  inputs: name -> dim -> the ragged dim that goes by it.
     Raises CaptureError for what padding cannot be kept out of, with the op and the line.
     """
-    return _Walk(graph, sizes, {dim.name: dim for dim in ragged}, inputs).run()
+    return _ExactRewrite(graph, sizes, {dim.name: dim for dim in ragged}, inputs).rewrite()
 
 
-class _Walk:
+class _ExactRewrite:
     def __init__(
         self, graph: StepGraph, sizes: Sizes, ragged: Mapping[str, Ragged], inputs: Mapping[str, Mapping[int, str]]
     ) -> None:
@@ -78,7 +78,7 @@ class _Walk:
         self.flat: set[fx.Node] = set()  # values of one number everywhere, whose ragged dims may be any
         self.least: dict[str, int] = {}
 
-    def run(self) -> Exact:
+    def rewrite(self) -> Exact:
         for node in self.nodes:
             if node.op == "placeholder":
                 self.found[node] = self._given(node)
@@ -109,7 +109,7 @@ class _Walk:
         flat = any(x in self.flat for x in operands)
         if not any(given) and not flat and not self.sizes.is_ragged(node) and not self.sizes.numbers(node):
             return tuple(frozenset[Along]() for _ in value.shapes(node))
-        work = Work(node, self.sizes, self.masks, operands, given, self.counts, self.least)
+        work = PaddedOp(node, self.sizes, self.masks, operands, given, self.counts, self.least)
         self._check_counts(work)
         if is_name(target) or target is ops.use:
             return tuple(given[:1])
@@ -131,7 +131,7 @@ class _Walk:
         self._count(node)
         return tuple(frozenset(made) for made in work.made)
 
-    def _is_flat(self, work: Work) -> bool:
+    def _is_flat(self, work: PaddedOp) -> bool:
         """Whether the op makes one number everywhere, in dims that hang on sizes in any way."""
         node = work.node
         if any(work.given) or not self.sizes.is_ragged(node) or not value.is_tensor(node):
@@ -154,13 +154,13 @@ class _Walk:
         names = self.sizes.dims(node, 0, dim)
         return bool(names) and (len(names) > 1 or self.sizes.straight(node, 0, dim, names[0]) is None)
 
-    def _name(self, work: Work) -> str:
+    def _name(self, work: PaddedOp) -> str:
         names = [along.name for dims in work.given for along in dims]
         return sorted(names)[0] if names else next(iter(self.masks.ragged))
 
     # ---- what must hold
 
-    def _check_shapes(self, work: Work) -> None:
+    def _check_shapes(self, work: PaddedOp) -> None:
         for result, shape in enumerate(value.shapes(work.node)):
             for dim in range(len(shape)):
                 wanted = set(self.sizes.dims(work.node, result, dim))
@@ -170,7 +170,7 @@ class _Walk:
                     what = f"makes {list(shape)}, whose dim {dim} hangs on its size in a way that is not known"
                     raise work.refusal(name, what)
 
-    def _check_flat(self, work: Work) -> None:
+    def _check_flat(self, work: PaddedOp) -> None:
         """What is one number everywhere is read only where something else says which of its places are padded."""
         for j, x in enumerate(work.operands):
             for dim in range(len(value.tensor_type(x).shape)) if x in self.flat else ():
@@ -178,7 +178,7 @@ class _Walk:
                     if (j, dim, name) not in work.cut:
                         raise work.refusal(name, "reads places of which it is not known whether they are padded")
 
-    def _check_counts(self, work: Work) -> None:
+    def _check_counts(self, work: PaddedOp) -> None:
         """Row numbers are others without padding where each rank's share ends in padding."""
         for x in work.operands:
             name = self.counts.get(x, "")
@@ -238,7 +238,7 @@ class _Walk:
 
     # ---- writing
 
-    def _write_fills(self, work: Work) -> None:
+    def _write_fills(self, work: PaddedOp) -> None:
         if work.fills:
             new = [
                 self.masks.filled(x, work.fills[i].items(), work.node) if i in work.fills else x

@@ -7,12 +7,12 @@ from torch import fx
 
 from graphzero.ir import value
 from graphzero.plugins.ragged.table import dim_of, ndim_of, rule
-from graphzero.plugins.ragged.work import Work, fill_all
+from graphzero.plugins.ragged.work import PaddedOp, fill_all
 
 aten = torch.ops.aten
 
 
-def _point_inside(work: Work, i: int) -> None:
+def _point_inside(work: PaddedOp, i: int) -> None:
     """What points anywhere in padded places, and is not read there, must still point at something."""
     if work.operands[i] not in work.counts and value.tensor_type(work.operands[i]).dtype is not torch.bool:
         for along in work.given[i]:
@@ -20,12 +20,12 @@ def _point_inside(work: Work, i: int) -> None:
 
 
 @rule(aten.embedding.default, aten.embedding_dense_backward.default)
-def embedding(work: Work) -> None:
+def embedding(work: PaddedOp) -> None:
     _point_inside(work, 1)
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(work: Work) -> None:
+def index(work: PaddedOp) -> None:
     """A dim that is read at its own places, one after the other, is what it was."""
     for i in range(1, len(work.operands)):
         _point_inside(work, i)
@@ -36,7 +36,7 @@ def index(work: Work) -> None:
 
 
 @rule(aten.gather.default, aten.index_select.default)
-def pointed(work: Work) -> None:
+def pointed(work: PaddedOp) -> None:
     """An index points into what was given, or the step would fail without padding."""
     _point_inside(work, 1)
     along = work.plain(0, dim_of(work, 1, "dim", ndim_of(work.operands[0])))
@@ -45,14 +45,14 @@ def pointed(work: Work) -> None:
 
 
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_add.default)
-def put(work: Work) -> None:
+def put(work: PaddedOp) -> None:
     """Where it points to, in a dim that is padded, was given.  What is padded in the index adds zeros, if it adds."""
     _point_inside(work, 1)
     dim = dim_of(work, 1, "dim", ndim_of(work.operands[0]))
     along = work.plain(0, dim)
     if along is not None:
         work.take(0, along)
-        work.make(0, along)
+        work.mark_result(0, along)
     if work.node.target in (aten.scatter_add.default, aten.index_add.default):
         alone = work.node.target is aten.index_add.default  # its index has one dim
         fill_all(work, 2, 0.0, [dim])

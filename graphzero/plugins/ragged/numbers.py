@@ -11,7 +11,7 @@ from graphzero.ir import value
 from graphzero.ir.value import TensorType
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.sizes import Formula, Place
-from graphzero.plugins.ragged.work import Work
+from graphzero.plugins.ragged.work import PaddedOp
 from graphzero.sbp import rank_call
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ WITH_NUMBER = {getattr(aten, name).Scalar: getattr(aten, name).Tensor for name i
 WITH_TENSOR = (aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor)
 
 
-def write_numbers(work: Work) -> None:
+def write_numbers(work: PaddedOp) -> None:
     """Let the op read every number that hangs on sizes at the sizes of what was given.
 
     Raises CaptureError for a number that is not known as a count, or that the op does not take as a value.
@@ -38,7 +38,7 @@ def write_numbers(work: Work) -> None:
             )
 
 
-def _put(work: Work, place: Place, formula: Formula) -> bool:
+def _put(work: PaddedOp, place: Place, formula: Formula) -> bool:
     """Let the op read a number of what was given; whether it can."""
     node, type_ = work.node, value.type_of(work.node)
     if node.target is aten.full.default and place == 1:
@@ -81,7 +81,7 @@ def _dtype_made(node: fx.Node) -> torch.dtype:
     return found
 
 
-def _cast(work: Work, made: torch.dtype, type_: TensorType) -> None:
+def _cast(work: PaddedOp, made: torch.dtype, type_: TensorType) -> None:
     """The op becomes the cast of what it makes."""
     node, graph = work.node, work.masks.graph
     with graph.graph.inserting_before(node):

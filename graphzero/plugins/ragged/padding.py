@@ -236,7 +236,7 @@ class Padding:
     def _length(self, some: Sequence[_Found], sizes: Sequence[int]) -> Length:
         first, most, bucket = some[0], max(sizes), self.shapes.bucket(some[0].name)
         nd = next((one.nd for one in some if any(sbp.is_split for sbp in one.nd)), first.nd)
-        room = bucket.of(most)
+        room = bucket.padded_size(most)
         if most == 0:
             raise ConfigError(f"{first.at} has no places on any rank: there is nothing to compute")
         if room is None:

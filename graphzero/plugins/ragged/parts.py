@@ -12,7 +12,7 @@ from graphzero.ir.ragged import Along
 from graphzero.ops import UNIFORM_LIKE
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.table import dim_of, ndim_of, rule
-from graphzero.plugins.ragged.work import Work, fill_all
+from graphzero.plugins.ragged.work import PaddedOp, fill_all
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def arange(work: Work) -> None:
+def arange(work: PaddedOp) -> None:
     """Places are numbered from the front: what was given is a prefix."""
     for place in (0,) if work.node.target is aten.arange.default else (1,):
         work.numbers.pop(place, None)
@@ -31,21 +31,21 @@ def arange(work: Work) -> None:
             raise work.refusal(name, "counts to a number that is not known to be a size")
         if not work.ragged[name].is_prefix and work.args[:-1] not in ((), (0,)):
             raise work.refusal(name, "counts rows, which hang on how many rows the other ranks have")
-        work.make(0, found)
+        work.mark_result(0, found)
 
 
 @rule(aten.tril.default, aten.triu.default)
-def triangle(work: Work) -> None:
+def triangle(work: PaddedOp) -> None:
     ndim = ndim_of(work.node)
     for dim in (ndim - 2, ndim - 1):
         along = work.plain(0, dim)
         if along is not None:
             work.take(0, along)
-            work.make(0, along)
+            work.mark_result(0, along)
 
 
 @rule(UNIFORM_LIKE)
-def uniform_like(work: Work) -> None:
+def uniform_like(work: PaddedOp) -> None:
     """Draws are those of the padded shape."""
     work.numbers.clear()
 
@@ -54,7 +54,7 @@ def uniform_like(work: Work) -> None:
 
 
 @rule(aten.slice.Tensor)
-def slice_(work: Work) -> None:
+def slice_(work: PaddedOp) -> None:
     x, dim = work.operands[0], dim_of(work, 1, "dim", ndim_of(work.node))
     along = work.plain(0, dim) if work.at(0, dim) else None
     names = work.sizes.dims(work.node, 0, dim)
@@ -74,22 +74,22 @@ def slice_(work: Work) -> None:
         found = work.sizes.straight(work.node, 0, dim, names[0]) if names == [name] else None
         if found is None or (along is not None and start + found.more > along.more):
             raise work.refusal(name, "takes a part of it whose length is not that of the dim, give or take some places")
-        work.make(0, found)
+        work.mark_result(0, found)
     elif along is not None:
         _need(work, name, start + made - along.more)
     work.numbers.pop(3, None)
 
 
-def _is_prefix(work: Work, name: str) -> bool:
+def _is_prefix(work: PaddedOp, name: str) -> bool:
     return name in work.ragged and work.ragged[name].is_prefix
 
 
-def _need(work: Work, name: str, places: int) -> None:
+def _need(work: PaddedOp, name: str, places: int) -> None:
     work.least[name] = max(work.least.get(name, 1), places)
 
 
 @rule(aten.slice_backward.default)
-def slice_backward(work: Work) -> None:
+def slice_backward(work: PaddedOp) -> None:
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     names, mine = work.sizes.dims(work.node, 0, dim), work.at(0, dim)
     if not names and not mine:
@@ -104,12 +104,12 @@ def slice_backward(work: Work) -> None:
         straight = work.sizes.straight(work.node, 0, dim, found)
         if straight is None:
             raise work.refusal(found, "makes a dim of another length")
-        work.make(0, straight)
+        work.mark_result(0, straight)
     work.numbers.pop(4, None)
 
 
 @rule(aten.slice_scatter.default)
-def slice_scatter(work: Work) -> None:
+def slice_scatter(work: PaddedOp) -> None:
     """What is written reaches as far as what it is written to."""
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     if not work.at(0, dim) and not work.at(1, dim):
@@ -121,12 +121,12 @@ def slice_scatter(work: Work) -> None:
         raise work.refusal(name, "writes places that are counted from its end, or not all up to its end")
     work.take(0, onto)
     work.take(1, what)
-    work.make(0, onto)
+    work.mark_result(0, onto)
     work.numbers.pop(4, None)
 
 
 @rule(aten.select_scatter.default)
-def select_scatter(work: Work) -> None:
+def select_scatter(work: PaddedOp) -> None:
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     along = work.plain(0, dim)
     if along is None:
@@ -136,10 +136,10 @@ def select_scatter(work: Work) -> None:
         raise work.refusal(along.name, "writes a place that is counted from its end")
     _need(work, along.name, index + 1 - along.more)
     work.take(0, along)
-    work.make(0, along)
+    work.mark_result(0, along)
 
 
-def _back(work: Work, place: int, along: Along) -> int | None:
+def _back(work: PaddedOp, place: int, along: Along) -> int | None:
     """How many places before the end of a padded dim an index points; None where it counts from the front."""
     index = work.argument(place, "index")
     if place in work.numbers:
@@ -154,7 +154,7 @@ def _back(work: Work, place: int, along: Along) -> int | None:
 
 
 @rule(aten.select.int)
-def select(work: Work) -> None:
+def select(work: PaddedOp) -> None:
     """From the front a place is what it is; one that is counted from the end is another one in each call."""
     x = work.operands[0]
     dim = dim_of(work, 1, "dim", ndim_of(x))
@@ -176,14 +176,14 @@ def select(work: Work) -> None:
 
 
 @rule(aten.select_backward.default)
-def select_backward(work: Work) -> None:
+def select_backward(work: PaddedOp) -> None:
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     for name in work.sizes.dims(work.node, 0, dim):
         found = work.sizes.straight(work.node, 0, dim, name)
         if found is None or not _is_prefix(work, name):
             raise work.refusal(name, "puts a place back in a dim of another length")
         back = _back(work, 3, found)
-        work.make(0, found)
+        work.mark_result(0, found)
         if back is None:
             continue
         w, grad = DefinitionWriter(work.masks.graph, work.node), work.operands[0]
@@ -202,7 +202,7 @@ def _around(w: DefinitionWriter, vector: fx.Node, dim: int, ndim: int) -> fx.Nod
 
 
 @rule(aten.constant_pad_nd.default)
-def constant_pad(work: Work) -> None:
+def constant_pad(work: PaddedOp) -> None:
     """What the user pads with stands where what was given ends."""
     pad, ndim = list(work.args[1]), ndim_of(work.node)
     for i in range(len(pad) // 2):
@@ -210,15 +210,15 @@ def constant_pad(work: Work) -> None:
         along = work.plain(0, dim) if (left, right) != (0, 0) else None
         if along is not None:
             fill_all(work, 0, float(work.argument(2, "value", 0.0)), [dim])
-            work.make(0, Along(along.name, dim, 1, along.more + left + right))
+            work.mark_result(0, Along(along.name, dim, 1, along.more + left + right))
 
 
 @rule(aten.cat.default)
-def cat(work: Work) -> None:
+def cat(work: PaddedOp) -> None:
     """One operand beside empty ones is that operand."""
     dim = dim_of(work, 1, "dim", ndim_of(work.node))
     full = [i for i, x in enumerate(work.operands) if value.tensor_type(x).numel]
     if len(full) == 1:
         for along in work.at(full[0], dim):
             work.take(full[0], along)
-            work.make(0, along)
+            work.mark_result(0, along)

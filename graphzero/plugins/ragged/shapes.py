@@ -19,13 +19,13 @@ def is_pattern(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SizeBuckets:
     """Sizes of one ragged dim.  given: a number, of which multiples are meant; "powers", of two; or the sizes."""
 
     name: str
     given: int | str | tuple[int, ...]
 
-    def of(self, size: int) -> int | None:
+    def padded_size(self, size: int) -> int | None:
         """The least of them that has room; None if none has."""
         if self.given == POWERS:
             return 1 << max(size - 1, 0).bit_length()
@@ -52,7 +52,7 @@ class Shapes:
     """
 
     inputs: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
-    sizes: tuple[Bucket, ...]
+    sizes: tuple[SizeBuckets, ...]
     fill: tuple[tuple[str, float], ...] = ()
 
     def dims(self, name: str, ndim: int) -> dict[int, str]:
@@ -75,7 +75,7 @@ class Shapes:
         """Whether ``fill`` speaks of an input."""
         return any(fits(key, name) for key, _ in self.fill)
 
-    def bucket(self, name: str) -> Bucket:
+    def bucket(self, name: str) -> SizeBuckets:
         """The sizes of a ragged dim."""
         return next(one for one in self.sizes if one.name == name)
 
@@ -130,7 +130,7 @@ def shapes_of(inputs: Any, sizes: Any, fill: Any) -> Shapes:
             raise ConfigError(
                 f"set_shapes(...): sizes for {name!r}, but no dim has that name; they are {_listed(named)}"
             )
-    buckets = tuple(Bucket(name, _sizes(name, given)) for name, given in sizes.items())
+    buckets = tuple(SizeBuckets(name, _sizes(name, given)) for name, given in sizes.items())
     return Shapes(dims, buckets, tuple(_filling(fill)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphzero.ir import value
-from graphzero.plugins.ragged.work import Rule, Work
+from graphzero.plugins.ragged.work import PaddedOp, Rule
 
 INF = float("inf")
 TABLE: dict[Any, Rule] = {}
@@ -29,7 +29,7 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
-def dim_of(work: Work, place: int, name: str, ndim: int) -> int:
+def dim_of(work: PaddedOp, place: int, name: str, ndim: int) -> int:
     return int(work.argument(place, name, 0)) % max(ndim, 1)
 
 

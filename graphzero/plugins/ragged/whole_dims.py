@@ -12,7 +12,7 @@ from graphzero.ir.ragged import Along
 from graphzero.ops import ATTENTION, ATTENTION_BACKWARD
 from graphzero.passes.place.expand import DefinitionWriter
 from graphzero.plugins.ragged.table import INF, TABLE, bounds, dim_of, ndim_of, rule
-from graphzero.plugins.ragged.work import Rule, Work, fill_all
+from graphzero.plugins.ragged.work import PaddedOp, Rule, fill_all
 
 aten = torch.ops.aten
 SUM = 2  # of a loss's reductions
@@ -22,12 +22,12 @@ SUM = 2  # of a loss's reductions
 
 
 @rule(aten.cumsum.default)
-def cumsum(work: Work) -> None:
+def cumsum(work: PaddedOp) -> None:
     """Each place hangs on those before it."""
     along = work.plain(0, dim_of(work, 1, "dim", ndim_of(work.node)))
     if along is not None:
         work.take(0, along)
-        work.make(0, along)
+        work.mark_result(0, along)
 
 
 LEAST, ZERO, MOST = -INF, 0.0, INF
@@ -36,26 +36,26 @@ LEAST, ZERO, MOST = -INF, 0.0, INF
 def _rows(operands: int, number: float) -> Rule:
     """An op over the places of a dim that is to see ``number`` where they are padded."""
 
-    def along_dim(work: Work) -> None:
+    def along_dim(work: PaddedOp) -> None:
         dims = work.args[operands]
         ndim = ndim_of(work.operands[0])
         for dim in {int(d) % max(ndim, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}:
             for i in range(operands):
                 for along in fill_all(work, i, number, [dim]):
                     if i == 0 and along.name in work.sizes.dims(work.node, 0, along.dim):
-                        work.make(0, along)
+                        work.mark_result(0, along)
 
     return along_dim
 
 
 @rule(aten.logsumexp.default)
-def logsumexp(work: Work) -> None:
+def logsumexp(work: PaddedOp) -> None:
     ndim = ndim_of(work.operands[0])
     fill_all(work, 0, LEAST, [int(dim) % max(ndim, 1) for dim in work.args[1]])
 
 
 @rule(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
-def extreme(work: Work) -> None:
+def extreme(work: PaddedOp) -> None:
     """The place of a maximum: the first of those that are as large, so one that was given."""
     if work.argument(1, "dim") is None:
         return
@@ -75,7 +75,7 @@ for _op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss(work: Work) -> None:
+def nll_loss(work: PaddedOp) -> None:
     """Targets that are ignored weigh nothing."""
     if work.args[3] != SUM:
         return
@@ -90,7 +90,7 @@ def nll_loss(work: Work) -> None:
 def _attention(names: tuple[str, ...], bias: int) -> Rule:
     """names: of the operands ahead of ``bias``, which is an argument's number; those with queries are in upper case."""
 
-    def attention(work: Work) -> None:
+    def attention(work: PaddedOp) -> None:
         node = work.node
         causal, mask = bool(work.argument(bias + 1, "causal")), work.argument(bias, "bias")
         operands = {name: work.number_of(i) for i, name in enumerate(names)}
@@ -118,12 +118,12 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
         for along, made in results:
             for result in made:
                 if along is not None:
-                    work.make(result, Along(along.name, 2, 1, along.more))
+                    work.mark_result(result, Along(along.name, 2, 1, along.more))
 
     return attention
 
 
-def _hiding(work: Work, keys: Along, query: Any, key: Any) -> fx.Node:
+def _hiding(work: PaddedOp, keys: Along, query: Any, key: Any) -> fx.Node:
     """A mask that is added to scores: nothing for what was given, -inf for padding."""
     w, places = DefinitionWriter(work.masks.graph, work.node), value.tensor_type(key).shape[2]
     dtype, rows = value.tensor_type(query).dtype, value.tensor_type(query).shape[2]
@@ -131,7 +131,7 @@ def _hiding(work: Work, keys: Along, query: Any, key: Any) -> fx.Node:
     return work.masks.filled(zeros, [(Along(keys.name, 3, 1, keys.more), -INF)], work.node)
 
 
-def _shift(work: Work, at: int) -> None:
+def _shift(work: PaddedOp, at: int) -> None:
     """There is one operand more."""
     work.left = {(i + (i >= at), along) for i, along in work.left}
     work.fills = {i + (i >= at): fills for i, fills in work.fills.items()}

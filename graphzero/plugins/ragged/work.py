@@ -19,7 +19,7 @@ Dims = frozenset[Along]
 
 
 @dataclass
-class Work:
+class PaddedOp:
     """One op.
 
     operands: its tensors, in the order of its arguments.  given: along what each of them is padded; left: of that, what
@@ -94,7 +94,7 @@ class Work:
         """Let the op read ``number`` where an operand is padded."""
         self.fills.setdefault(operand, {})[along] = number
 
-    def make(self, result: int, along: Along) -> None:
+    def mark_result(self, result: int, along: Along) -> None:
         """Say along what a result is padded."""
         if not self.sizes.fits(self.node, result, along) or along in self.made[result]:
             raise self.refusal(
@@ -123,10 +123,10 @@ def _shape(node: fx.Node, result: int) -> str:
     return str(list(value.shapes(node)[result]))
 
 
-Rule = Callable[[Work], None]
+Rule = Callable[[PaddedOp], None]
 
 
-def fill_all(work: Work, operand: int, number: float, dims: Iterable[int] | None = None) -> list[Along]:
+def fill_all(work: PaddedOp, operand: int, number: float, dims: Iterable[int] | None = None) -> list[Along]:
     """Fill an operand wherever it is padded along ``dims``, and speak for that; what it was."""
     found = [a for i, a in sorted(work.left, key=lambda x: (x[0], x[1].dim, x[1].sections, x[1].name)) if i == operand
              and (dims is None or a.dim in dims)]  # fmt: skip

@@ -97,7 +97,7 @@ class StackUpdates(BuiltinPass):
             if len(chains) > 1 and over:
                 behind = _before_update(graph)
                 for some in _parts(chains, prod(axis.ranks for axis in over), limit):
-                    behind = _Stack(graph, over, some).write(behind)
+                    behind = _Stack(graph, over, some).write_chain(behind)
         return graph
 
 
@@ -125,7 +125,7 @@ class _Stack:
         self.stacks: set[fx.Node] = set()  # those of which it is a stack, and not what all chains share
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
-    def write(self, behind: fx.Node) -> fx.Node:
+    def write_chain(self, behind: fx.Node) -> fx.Node:
         """Put it behind ``behind`` and the last value that a chain reads; what reads results above that comes after it.
 
         Returns its last op.

@@ -68,7 +68,7 @@ def _moves_pieces(axis: AxisPropagation, node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ChainGroup:
     """Ops that belong to one chain, with what they follow from, up to what the update is given, and what follows."""
 
     seeds: set[fx.Node]
@@ -85,7 +85,7 @@ class _Finder:
 
     # ---- which ops belong to one chain
 
-    def groups(self, seeds: list[fx.Node]) -> list[_Group]:
+    def groups(self, seeds: list[fx.Node]) -> list[_ChainGroup]:
         """Ops that move pieces, together where one follows from another or both from one split value."""
         leader: dict[fx.Node, fx.Node] = {}
 
@@ -102,7 +102,7 @@ class _Finder:
         found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for seed in seeds:
             found[find(seed)].append(seed)
-        groups = [_Group(set(some), _walk(some, _above), _walk(some, _below)) for some in found.values()]
+        groups = [_ChainGroup(set(some), _walk(some, _above), _walk(some, _below)) for some in found.values()]
         read = [node for group in groups for node in group.above if not value.is_scalar(node)]
         self.split = [axis for axis in self.axes if any(is_split([axis], node) for node in read)]
         self.often = _twice(group.above for group in groups) | _twice(group.below for group in groups)
@@ -110,7 +110,7 @@ class _Finder:
 
     # ---- how far it reaches
 
-    def chain(self, group: _Group) -> Chain | None:
+    def chain(self, group: _ChainGroup) -> Chain | None:
         """The chain around some ops, or None where a stack cannot go through it."""
         between = {node for node in group.above & group.below if _is_movable(node)}
         free = [node for node in group.above ^ group.below if _is_movable(node) and node not in self.often]
@@ -122,7 +122,7 @@ class _Finder:
             return None
         return Chain(tuple(ordered), entries, results, self._key(ordered, entries))
 
-    def _beside(self, group: _Group, between: set[fx.Node], free: list[fx.Node]) -> set[fx.Node]:
+    def _beside(self, group: _ChainGroup, between: set[fx.Node], free: list[fx.Node]) -> set[fx.Node]:
         """Which of the free ops belong to the chain: of equal cuts the one that takes most of them.
 
         With an op comes what lies between it and the seeds.

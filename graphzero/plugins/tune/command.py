@@ -89,7 +89,7 @@ def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, 
         grids = [_axes(said, step)] if said is not None else _grids(options, step, device)
         told = (lambda _: None) if options.quiet else _progress
         search = Search(step, device, room, top=options.top, seconds=options.seconds, told=told)
-        found = search.run(grids, [] if said is not None else _uneven(options, step, device))
+        found = search.rank_layouts(grids, [] if said is not None else _uneven(options, step, device))
     for message in dict.fromkeys(str(one.message) for one in warned):
         told(f"warning: {message}")
     return found, step

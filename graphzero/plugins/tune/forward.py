@@ -1,4 +1,4 @@
-"""Forward of a captured step, as one reads it who asks which weights may be split: where to begin, what ops allow."""
+"""Forward of a captured step, as the search for weights to split reads it: where to begin, and what ops allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS = (ops.use, PIN)  # a value as it is, for one reader
 
 
 @dataclass
-class Forward:
+class ForwardReads:
     """What a flood reads of the graph: ops of forward, who reads what, and which values hang on parameters alone."""
 
     graph: StepGraph
@@ -27,7 +27,7 @@ class Forward:
     known: dict[tuple[fx.Node, frozenset[int]], tuple[Signature, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: StepGraph, axis: int) -> Forward:
+    def from_graph(cls, graph: StepGraph, axis: int) -> ForwardReads:
         params = {value.role_of(node).of: node for node in graph.placeholders("param")}  # type: ignore[union-attr]
         of_weights: set[fx.Node] = set(params.values())
         for node in graph.nodes:

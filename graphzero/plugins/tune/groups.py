@@ -25,7 +25,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import TensorType
 from graphzero.passes.place import expand
 from graphzero.plan.seconds import READS_PLACES, flops_of
-from graphzero.plugins.tune.forward import MARKS, Forward, is_forward
+from graphzero.plugins.tune.forward import MARKS, ForwardReads, is_forward
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import B, S, Sbp
 
@@ -34,7 +34,7 @@ WAYS = ("vocabulary", "column", "along", "row")
 
 
 @dataclass(frozen=True)
-class Group:
+class WeightGroup:
     """Weights that are split together.
 
     splits: path of a parameter -> how it is split.  ways: path -> "column", "row", "vocabulary", or "along" for what
@@ -55,13 +55,13 @@ class Group:
         return all(other.get(path, sbp) is sbp for path, sbp in self.splits.items())
 
 
-def groups(graph: StepGraph, axis: int) -> list[Group]:
+def groups(graph: StepGraph, axis: int) -> list[WeightGroup]:
     """Every group that a split of one weight of a contraction leads to, each once.
 
     graph: a captured step.  axis: number of the placement axis over which weights are to be split.
     """
-    step = Forward.of(graph, axis)
-    found: dict[frozenset[tuple[str, Sbp]], Group] = {}
+    step = ForwardReads.from_graph(graph, axis)
+    found: dict[frozenset[tuple[str, Sbp]], WeightGroup] = {}
     seen: set[tuple[str, int]] = set()
     for path, dim in step.seeds():
         if (path, dim) in seen:
@@ -77,7 +77,7 @@ def groups(graph: StepGraph, axis: int) -> list[Group]:
 class _Flood:
     """One split, carried through forward."""
 
-    def __init__(self, step: Forward) -> None:
+    def __init__(self, step: ForwardReads) -> None:
         self.step = step
         self.found: dict[Result, Sbp] = {}
         self.waiting: deque[fx.Node] = deque()
@@ -88,7 +88,7 @@ class _Flood:
         self.whole: dict[fx.Node, None] = {}  # read whole by an op that makes its result split
         self.cut: dict[fx.Node, None] = {}  # made whole, of which each rank reads its piece
 
-    def from_weight(self, path: str, sbp: Sbp) -> Group | None:
+    def from_weight(self, path: str, sbp: Sbp) -> WeightGroup | None:
         """The group that this split of a weight leads to; None where the weight itself cannot be split so."""
         self._put((self.step.params[path], 0), sbp)
         while self.waiting:
@@ -209,14 +209,14 @@ class _Flood:
             for path, sbp in self.splits.items()
         )
 
-    def _group(self) -> Group:
+    def _group(self) -> WeightGroup:
         step, n = self.step, self.step.ranks
         flops = sum(flops_of(node, _size) for node in self._ops() if self._is_shared(node))
         nbytes = sum(value.tensor_type(step.params[path]).nbytes for path in self.splits)
         sums = sum(_nbytes(node) for node in self.partial) + sum(_nbytes(x) for x in self.whole if _is_float(x))
         moved = sum(_nbytes(x) for x in self.gathered) + sum(_nbytes(x) for x in self.cut if is_forward(x))
         sent = (2 * sums + 2 * moved) * (n - 1) / n
-        return Group(self.splits, self._ways(), flops, nbytes, sent, tuple(x.name for x in self.gathered))
+        return WeightGroup(self.splits, self._ways(), flops, nbytes, sent, tuple(x.name for x in self.gathered))
 
     def _ways(self) -> dict[str, str]:
         """How each weight is split, in the words of those who split layers by hand."""

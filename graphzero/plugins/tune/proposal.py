@@ -18,7 +18,7 @@ from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import DTYPE_NAMES
 from graphzero.plan.device import Device
 from graphzero.plugins.tune.captured_step import CapturedStep
-from graphzero.plugins.tune.groups import Group, groups
+from graphzero.plugins.tune.groups import WeightGroup, groups
 from graphzero.plugins.tune.layout import Layout
 from graphzero.plugins.tune.patterns import starred
 from graphzero.plugins.tune.price import Price, price
@@ -34,7 +34,7 @@ PASSES_OF_UPDATE = 7  # reads and writes of a parameter's bytes by an optimizer 
 class Kind:
     """Groups that differ in numbers of layers alone.  promise: seconds that they may save, by an estimate."""
 
-    groups: tuple[Group, ...] = field(repr=False)
+    groups: tuple[WeightGroup, ...] = field(repr=False)
     promise: float
 
     @property
@@ -108,7 +108,7 @@ def _kinds(
     """The kinds of groups that may be worth it: those that promise most together, then the others; and ``wanted``."""
     graph, _ = step.on(layout.placement(device.type), {})
     promised = _Promise(graph.placement, device, _dtype(step, graph))
-    alike: dict[frozenset[tuple[str, Sbp]], list[Group]] = {}
+    alike: dict[frozenset[tuple[str, Sbp]], list[WeightGroup]] = {}
     for group in groups(graph, len(graph.placement.names) - 1):
         alike.setdefault(_pattern(group), []).append(group)
     kinds = [Kind(tuple(same), sum(map(promised, same))) for same in alike.values()]
@@ -135,7 +135,7 @@ def _dtype(step: CapturedStep, graph: StepGraph) -> str:
     return DTYPE_NAMES[next(dtypes, torch.float32)]
 
 
-def _pattern(group: Group) -> frozenset[tuple[str, Sbp]]:
+def _pattern(group: WeightGroup) -> frozenset[tuple[str, Sbp]]:
     return frozenset((starred(path), sbp) for path, sbp in group.splits.items())
 
 
@@ -149,7 +149,7 @@ class _Promise:
     device: Device
     dtype: str
 
-    def __call__(self, group: Group) -> float:
+    def __call__(self, group: WeightGroup) -> float:
         place, device = self.placement, self.device
         ranks, data = place.hierarchy[-1], prod(place.hierarchy[:-1])
         work = device.seconds("mm", self.dtype, 3 * group.flops / data, 0.0)

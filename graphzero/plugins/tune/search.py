@@ -88,7 +88,7 @@ class Search:
         self._bounds: dict[Axes, Bound] = {}
         self._priced: dict[Layout, Price] = {}
 
-    def run(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> Found:
+    def rank_layouts(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> Found:
         """Price what is worth it.  uneven: numbers of data ranks that do not divide the rows of a step."""
         for data in uneven:
             self.found.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
