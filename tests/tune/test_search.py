@@ -61,7 +61,7 @@ def captured(name, rows=4):
 
 
 def searched(room, grids=(DATA,), device=WILLING, **options):
-    return Search(captured("mlp"), device, room, **options).run(grids)
+    return Search(captured("mlp"), device, room, **options).rank_layouts(grids)
 
 
 @cache
@@ -273,5 +273,5 @@ def test_a_report_says_that_nothing_is_worth_splitting():
 
 
 def test_where_no_grid_is_left_it_says_why():
-    found = Search(captured("scaled"), WILLING, 10**9).run([GRID])
+    found = Search(captured("scaled"), WILLING, 10**9).rank_layouts([GRID])
     assert "no weight is worth splitting" in does_not_fit(found, captured("scaled"), WILLING)
