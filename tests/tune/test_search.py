@@ -33,7 +33,7 @@ FACTORY = """
 import sys
 sys.path.insert(0, {here!r})
 import graphzero as gz
-from tuned_steps import Train, example
+from tuned_steps import adamw_graph, example
 
 def make(placement, stage):
     return adamw_graph(placement, "mlp"), example("mlp", 2)
