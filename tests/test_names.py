@@ -33,6 +33,7 @@ VERBS = frozenset(["read", "write", "run", "of", "get", "do", "make"])
 
 CLASSES_OF_ONE_NAME: dict[str, str] = {}  # name -> why two classes have it
 METHODS_OF_ONE_WORD = {  # (class, method) -> why it is not a verb with its object
+    ("Command", "run"): "what commands of plug-ins define",
     ("_Register", "get"): "a dict of torch's, with the methods of a dict",
 }
 

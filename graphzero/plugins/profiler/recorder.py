@@ -1,6 +1,6 @@
 """When each line of a program began and ended, on every rank that lives in this process.
 
-A ``StepRecorder`` notes the time at every line and makes events of that behind the run.  On a device that works
+A ``EventRecorder`` notes the time at every line and makes events of that behind the run.  On a device that works
 asynchronously it notes events in the device's queue, which are as late as the kernels before them.
 
 Beside the ops, a rank's stream of compute has what the executor does around collectives: "pack" and "unpack" (copies
@@ -62,7 +62,7 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
     return HostClock() if kind is None else DeviceClock(device, kind.module)
 
 
-class StepRecorder:
+class EventRecorder:
     """Given to an executor as its ``meter``; ``events`` has what it has seen, one list per local rank."""
 
     def __init__(self, graph: StepGraph, world: World) -> None:
@@ -98,7 +98,7 @@ class StepRecorder:
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """Nor do storages."""
 
-    def __enter__(self) -> StepRecorder:
+    def __enter__(self) -> EventRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -18,7 +18,7 @@ from graphzero.plan.timeline import Event, timeline
 from graphzero.plugins.profiler import chrome, compare, words
 from graphzero.plugins.profiler.clocks import Offsets, compare_clocks
 from graphzero.plugins.profiler.data import RankTrace, TraceData
-from graphzero.plugins.profiler.recorder import StepRecorder
+from graphzero.plugins.profiler.recorder import EventRecorder
 from graphzero.runtime.world.accelerators import synchronize
 from graphzero.runtime.world.launch import has_fake_world
 from graphzero.runtime.world.world import Sent
@@ -173,7 +173,7 @@ def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tup
     """One call: of each local rank, and the collectives of the first."""
     executor, world = prepared.executor, prepared.source.world
     sent = world.trace = []
-    executor.meter = recorder = StepRecorder(executor.graph, world)
+    executor.meter = recorder = EventRecorder(executor.graph, world)
     began = time.perf_counter()
     try:
         graph(*args, **kwargs)
