@@ -46,7 +46,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "groups": [(ParameterGroups, "read_groups")],
     "key": [(ProgramKeyBuilder, "build_key"), (ProgramCache, "find")],
     "agreement": [(Ranks, "agree")],
-    "executor": [(Executor, "run")],
+    "executor": [(Executor, "run_step")],
     "outputs": [(StepProgram, "outputs")],
 }
 COLUMNS = [part for part in PARTS if part != "agreement"]
