@@ -67,7 +67,7 @@ def round_otherwise_(x: Tensor, salt: int) -> None:
 @contextmanager
 def other_kernels() -> Iterator[None]:
     """Round otherwise, in programs and outside of them each in its way."""
-    run = Executor.run
+    run = Executor.run_step
 
     def counted(self: Executor, *args: Any, **kwargs: Mapping[str, Any]) -> Any:
         _inside.append(1)
@@ -76,9 +76,9 @@ def other_kernels() -> Iterator[None]:
         finally:
             _inside.pop()
 
-    Executor.run = counted  # type: ignore[method-assign,assignment]
+    Executor.run_step = counted  # type: ignore[method-assign,assignment]
     try:
         with OtherKernels():
             yield
     finally:
-        Executor.run = run  # type: ignore[method-assign]
+        Executor.run_step = run  # type: ignore[method-assign]
