@@ -76,8 +76,8 @@ def extensions(point: str) -> Mapping[str, Extension]:
 @cache
 def _declared() -> tuple[Extension, ...]:
     """All entry points at the extension points.  Metadata that is there twice counts once."""
-    found = sorted({*_installed()}, key=lambda one: (one.distribution, one.name, one.target))
-    return (*_own(), *found)
+    installed = sorted({*_installed()}, key=lambda one: (one.distribution, one.name, one.target))
+    return (*_own(), *installed)
 
 
 def _own() -> Iterator[Extension]:

@@ -1,4 +1,4 @@
-"""The tool that rounds as an unlike CPU would finds what hangs on rounding, and leaves alone what does not."""
+"""The tool that rounds as an unlike CPU would finds what depends on rounding, and leaves alone what does not."""
 
 from __future__ import annotations
 

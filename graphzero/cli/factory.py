@@ -90,7 +90,7 @@ def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[G
     """
     function = load(what)
     _check_signature(what, function)
-    with _told(what):
+    with _reported(what):
         result = function(placement=where, stage=stage, **more)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Graph)):
         raise ConfigError(f"{what} returned {_described(result)}; return (graph, example_args)")
@@ -156,7 +156,7 @@ def run_file(path: Path, what: str) -> ModuleType:
 
     what: the file is called in messages.  Raises ConfigError, with the place, for whatever the file raises.
     """
-    with _told(what):
+    with _reported(what):
         return _module(path)
 
 
@@ -209,7 +209,7 @@ def _described(made: object) -> str:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _reported(what: str) -> Iterator[None]:
     """What the user's code raises, as a ConfigError with its place."""
     try:
         yield

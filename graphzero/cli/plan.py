@@ -85,19 +85,19 @@ def planned(
     memory: bytes of a rank; if it is given, the least number of ranks that fit is searched.  jobs: processes.
     Raises ConfigError for a FACTORY that gives no step, CaptureError for a step that cannot be one graph.
     """
-    asked = [(what, where, stage, device, memory) for stage in stages]
-    jobs = min(jobs, len(asked))
+    stage_arguments = [(what, where, stage, device, memory) for stage in stages]
+    jobs = min(jobs, len(stage_arguments))
     if jobs > 1 and FORK in multiprocessing.get_all_start_methods():
         try:
             with ProcessPoolExecutor(jobs, multiprocessing.get_context(FORK)) as pool:
-                stage_plans = list(pool.map(_stage, *zip(*asked, strict=True)))
+                stage_plans = list(pool.map(_stage, *zip(*stage_arguments, strict=True)))
         except BrokenProcessPool:
             raise ConfigError(
                 f"one of {jobs} processes was ended from outside, as the kernel does where memory runs out; "
                 "use fewer: --jobs 1"
             ) from None
     else:
-        stage_plans = [_stage(*one) for one in asked]
+        stage_plans = [_stage(*one) for one in stage_arguments]
     _say("")
     return PlanReport(what, where, device, device.usable if memory is None else memory, stage_plans)
 

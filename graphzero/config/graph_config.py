@@ -171,7 +171,7 @@ class GraphConfig(metaclass=PluginMembers):
         """Cut each rank's share of the batch in ``steps`` micro-batches, which run one after the other.
 
         The step stays that of the whole batch: losses, token means, masked means, clipping and the new parameters are
-        those of one micro-batch, but for rounding.  What hangs on the batch alone, such as the number of tokens, is
+        those of one micro-batch, but for rounding.  What depends on the batch alone, such as the number of tokens, is
         computed first, of all micro-batches.  Activations are those of one micro-batch, and gradients are added up: at
         stages 0 and 1 whole, and reduced once; from stage 2 on each rank adds up its part, or all of it where a memory
         budget has room for that.

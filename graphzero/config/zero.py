@@ -58,19 +58,19 @@ class ZeroSettings(Checked):
         if self.keep_gathered and self.stage != max(STAGES):
             why = "the memory budget decides what stays" if self.stage == AUTO else "parameters are whole all the time"
             raise ConfigError(
-                f"enable_zero(stage={self.stage!r}, keep_gathered={self._kept}): at stage {self.stage} {why}; leave "
-                "keep_gathered out, or write stage=3"
+                f"enable_zero(stage={self.stage!r}, keep_gathered={self._keep_gathered_text}): at stage {self.stage} "
+                f"{why}; leave keep_gathered out, or write stage=3"
             )
 
     @property
-    def _kept(self) -> bool | tuple[str, ...]:
+    def _keep_gathered_text(self) -> bool | tuple[str, ...]:
         """``keep_gathered`` as a user says it."""
         return self.keep_gathered == ALL or self.keep_gathered
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}" + (f" over {', '.join(self.axes)}" if self.axes else "")]
         parts += [f"shard_min_size={self.shard_min_size}"] if self.shard_min_size != 1 else []
-        parts += [f"keep_gathered={self._kept}"] if self.keep_gathered else []
+        parts += [f"keep_gathered={self._keep_gathered_text}"] if self.keep_gathered else []
         return ", ".join(parts)
 
 

@@ -91,7 +91,7 @@ def with_second(report: Report, second: Report) -> Report:
     if second.agrees:
         worst = max(gap for stage in second.stages for gap in (0.0, *stage.differences.values()))
         note = (
-            f"In float64 all agree, up to {worst:.1e}: this is rounding. It is amplified where a result hangs on the "
+            f"In float64 all agree, up to {worst:.1e}: this is rounding. It is amplified where a result depends on the "
             "sign of something very small, such as a gradient that is exactly zero, under Adam."
         )
         return replace(report, is_rounding=True, value="", notes=(note,))

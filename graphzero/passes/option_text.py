@@ -63,10 +63,10 @@ def read_options(reader: LineReader, kind: type, what: str) -> Any:
         if not name or not reader.take("="):
             raise refused(reader, at, "expected `name=value`, with a space to the next, or '}'")
         values[name] = forms[name].read(reader)
-    return made(reader, begin, kind, values, what)
+    return build_options(reader, begin, kind, values, what)
 
 
-def made(reader: LineReader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
+def build_options(reader: LineReader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
     """The object, or the error for options that are missing or do not fit."""
     missing = [option.name for option in _fields(kind) if _default(option) is MISSING and option.name not in found]
     if missing:

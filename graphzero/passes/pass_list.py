@@ -238,8 +238,8 @@ class Schedule(Group):
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes in order."""
-        told = Options(bucket_bytes=self.bucket_bytes, optimizer_in_backward=self.optimizer_in_backward)
-        return _group("schedule", told)
+        options = Options(bucket_bytes=self.bucket_bytes, optimizer_in_backward=self.optimizer_in_backward)
+        return _group("schedule", options)
 
 
 GROUPS: Mapping[str, type[Group]] = {"fuse": Fuse, "schedule": Schedule}
@@ -259,12 +259,12 @@ def default_passes(
         is not there, it stands where that would stand.
     since, until: only those from the built-in pass of that name on, there or not, and only those before it.
     """
-    options, left, found = options or Options(), list(own), list[Pass]()
+    options, left, passes = options or Options(), list(own), list[Pass]()
     for entry in pass_entries()[slice(_first(since) if since else None, _first(until) if until else None)]:
-        found += [entry.create_pass(options)] if entry.when(options) else []
-        found += _behind(entry.name, left)
-        found += _behind(entry.group, left) if _LAST.get(entry.group) is entry else ()
-    return found
+        passes += [entry.create_pass(options)] if entry.when(options) else []
+        passes += _behind(entry.name, left)
+        passes += _behind(entry.group, left) if _LAST.get(entry.group) is entry else ()
+    return passes
 
 
 def _first(name: str) -> int:

@@ -14,7 +14,7 @@ from graphzero.ir.text.lexer import LineReader
 from graphzero.ir.text.parser import ParseError
 from graphzero.passes.base import Pass, pass_text
 from graphzero.passes.contract import contract_of
-from graphzero.passes.option_text import forms_of, made, read_options, refused
+from graphzero.passes.option_text import build_options, forms_of, read_options, refused
 from graphzero.passes.pass_list import (
     GROUPS,
     Options,
@@ -88,7 +88,7 @@ def _options(reader: LineReader, kind: type, name: str) -> Any:
     begin = reader.at
     if reader.take("{"):
         return read_options(reader, kind, name)
-    return made(reader, begin, kind, {}, name)
+    return build_options(reader, begin, kind, {}, name)
 
 
 def _error(text: str, at: int, problem: str) -> ParseError:
@@ -106,7 +106,7 @@ def listing() -> str:
     for name, level, kind in [*rows, *groups, (DEFAULT, "any", Options)]:
         summary = contract_of(kind).summary if name != DEFAULT else "The passes from there on that a Graph runs."
         lines.append(f"{name:<24}{level:<12}{summary.replace('``', '`')}")
-        plain = made(LineReader("", ParseError, {}), 0, kind, {}, name)
+        plain = build_options(LineReader("", ParseError, {}), 0, kind, {}, name)
         for option, form in forms_of(kind).items():
             lines.append(f"    {option}={form.write(getattr(plain, option))}   {form.hint}")
     return "\n".join(lines)

@@ -71,8 +71,8 @@ class GatherSearch:
         """Those that save most while the peak stays within ``limit`` bytes."""
         capacities = [int(limit - self._total[self._last == i].max(initial=0)) for i in range(len(self.candidates))]
         chosen = knapsack([(candidate.nbytes, candidate.saved) for candidate in self.candidates], capacities)
-        kept = {self.candidates[i].path for i in chosen}
-        return frozenset(kept | self._that_fit_too(kept, limit))
+        kept_paths = {self.candidates[i].path for i in chosen}
+        return frozenset(kept_paths | self._that_fit_too(kept_paths, limit))
 
     def _total_keeping(self, kept: set[str]) -> Bytes:
         total = self._total.copy()

@@ -36,9 +36,9 @@ class Gathers:
 
     def best(self, budget: Budget | None) -> Candidate:
         """The program that keeps what the options say; where they say (), what the budget leaves room for."""
-        asked = self.options.keep_gathered or ()
-        program = self._keeping(asked)
-        if budget is None or asked or not self.pairs:
+        chosen_by_user = self.options.keep_gathered or ()
+        program = self._keeping(chosen_by_user)
+        if budget is None or chosen_by_user or not self.pairs:
             return program
         return self._within(budget.nbytes, program)
 
@@ -62,9 +62,9 @@ class Gathers:
         best = nothing
         fits, breaks, limit = nothing.peak, None, budget  # limits of the search
         for _ in range(TRIES):
-            kept = search.within(limit)
-            program = self._keeping(sorted(kept)) if kept else nothing
-            unforeseen = program.peak - search.peak(kept)
+            kept_paths = search.within(limit)
+            program = self._keeping(sorted(kept_paths)) if kept_paths else nothing
+            unforeseen = program.peak - search.peak(kept_paths)
             if program.peak <= budget:
                 fits, best = limit, min(best, program, key=lambda one: one.cost)
             else:

@@ -38,11 +38,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"{twice!r} stands twice in it")
-    return made
+    return values
 
 
 def _refuse_constant(text: str) -> None:

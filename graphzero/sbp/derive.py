@@ -45,7 +45,7 @@ class _Bound:
 
     factors: Factors
     given: tuple[Given, ...]
-    made: tuple[TensorMeta | None, ...]
+    results: tuple[TensorMeta | None, ...]
     inputs: tuple[Places, ...]
     outputs: tuple[Places, ...]
     sizes: dict[str, int]
@@ -56,17 +56,17 @@ class _Bound:
 def derive(
     factors: Factors,
     given: Sequence[Given],
-    made: Sequence[TensorMeta | None],
+    results: Sequence[TensorMeta | None],
     cut: Cut = ANY,
     nonempty: bool = False,
 ) -> tuple[Signature, ...]:
     """All one-axis signatures that the line allows for these operands and outputs, all-B first.
 
-    ``made`` are the outputs; absent operands and outputs have no place in a signature.  ``nonempty`` leaves out
+    ``results`` are the outputs; absent operands and outputs have no place in a signature.  ``nonempty`` leaves out
     splits that give a rank nothing.
     Raises SbpError where shapes and line disagree.
     """
-    bound = _bind(factors, tuple(given), tuple(made))
+    bound = _bind(factors, tuple(given), tuple(results))
     signatures: dict[Signature, None] = {}
     for split, reduction, chosen in _candidates(bound, cut, nonempty):
         signature = _signature(bound, split, reduction, chosen)
@@ -77,25 +77,25 @@ def derive(
     return tuple(signatures)
 
 
-def _bind(factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...]) -> _Bound:
+def _bind(factors: Factors, given: tuple[Given, ...], results: tuple[TensorMeta | None, ...]) -> _Bound:
     operands = factors.operands
     if not given and operands == (FactorOperand(()),):
         operands = ()
-    if len(given) != len(operands) or len(made) != len(factors.outputs):
+    if len(given) != len(operands) or len(results) != len(factors.outputs):
         raise SbpError(
             f"factors {factors.text!r} have {len(operands)} operands and {len(factors.outputs)} outputs, "
-            f"the call has {len(given)} and {len(made)}"
+            f"the call has {len(given)} and {len(results)}"
         )
     inputs = [_label(o.dims, m, factors) for o, m in zip(operands, given, strict=True)]
-    outputs = [_label(o.dims, m, factors) for o, m in zip(factors.outputs, made, strict=True)]
-    sizes = _sizes(factors, inputs, given, outputs, made)
+    outputs = [_label(o.dims, m, factors) for o, m in zip(factors.outputs, results, strict=True)]
+    sizes = _sizes(factors, inputs, given, outputs, results)
     keep = {label for label in sizes if label.startswith(".") or label.islower()}
     present = {i for i, m in enumerate(given) if m is not None}
     terms = [tuple(i for i in term if i in present) for term in factors.terms]
     return _Bound(
-        factors, given, made,
+        factors, given, results,
         tuple(_places(dims, m, sizes, keep) for dims, m in zip(inputs, given, strict=True)),
-        tuple(_places(dims, m, sizes, keep) for dims, m in zip(outputs, made, strict=True)),
+        tuple(_places(dims, m, sizes, keep) for dims, m in zip(outputs, results, strict=True)),
         sizes, frozenset(label for dims in (*inputs, *outputs) for dim in dims if len(dim) > 1 for label in dim),
         tuple(term for term in terms if term),
     )  # fmt: skip
@@ -134,13 +134,13 @@ def _places(dims: Dims, meta: Given, sizes: dict[str, int], keep: Collection[str
 
 def _sizes(
     factors: Factors, inputs: list[Dims], given: tuple[Given, ...], outputs: list[Dims],
-    made: tuple[TensorMeta | None, ...],
+    results: tuple[TensorMeta | None, ...],
 ) -> dict[str, int]:  # fmt: skip
     """The size of each label: of the dim it is alone in, else what the others leave of a merged one."""
     seen: dict[str, set[int]] = {}
     merged: list[tuple[tuple[str, ...], int]] = []
     for dims, meta, is_input in [(x, m, True) for x, m in zip(inputs, given, strict=True)] + [
-        (x, m, False) for x, m in zip(outputs, made, strict=True)
+        (x, m, False) for x, m in zip(outputs, results, strict=True)
     ]:
         for labels, size in zip(dims, meta.shape if isinstance(meta, TensorMeta) else (), strict=True):
             if len(labels) > 1:
@@ -150,7 +150,7 @@ def _sizes(
     for label, sizes in seen.items():
         if len(sizes) > 1:
             name = "the rest" if label.startswith(".") else repr(label)
-            raise _disagree(factors, given, made, f"{name} has sizes {sorted(sizes)}", "a letter has one size")
+            raise _disagree(factors, given, results, f"{name} has sizes {sorted(sizes)}", "a letter has one size")
     size_of = {label: next(iter(sizes)) for label, sizes in seen.items()}
     _divide(size_of, merged)
     for labels, size in merged:
@@ -159,7 +159,7 @@ def _sizes(
             text = (
                 f"({''.join(labels)}) has size {size}, its letters {', '.join(f'{x}={size_of.get(x)}' for x in labels)}"
             )
-            raise _disagree(factors, given, made, text, "a merged dim is the product of its letters")
+            raise _disagree(factors, given, results, text, "a merged dim is the product of its letters")
     return size_of
 
 
@@ -181,9 +181,9 @@ def _divide(found: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) ->
 
 
 def _disagree(
-    factors: Factors, given: tuple[Given, ...], made: tuple[TensorMeta | None, ...], what: str, law: str
+    factors: Factors, given: tuple[Given, ...], results: tuple[TensorMeta | None, ...], what: str, law: str
 ) -> SbpError:
-    shapes = [list(m.shape) for m in (*given, *made) if isinstance(m, TensorMeta)]
+    shapes = [list(m.shape) for m in (*given, *results) if isinstance(m, TensorMeta)]
     return SbpError(f"factors {factors.text!r}: {what} in shapes {shapes}; {law}")
 
 
@@ -239,7 +239,7 @@ def _signature(bound: _Bound, split: Split, reduction: str, chosen: tuple[int, .
         if isinstance(meta, TensorMeta):
             inputs.append(partial(reduction) if i in chosen else _split_at(places, split) or B)
     outputs = []
-    for j, meta in enumerate(bound.made):
+    for j, meta in enumerate(bound.results):
         if meta is None:
             continue
         sbp = _output_sbp(bound, j, split, reduction, chosen)
@@ -278,7 +278,7 @@ def _output_sbp(bound: _Bound, j: int, split: Split, reduction: str, chosen: tup
 
 def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Truth values do not add, and a float that becomes an integer is rounded before the sum."""
-    metas = [m for m in bound.made if m is not None]
+    metas = [m for m in bound.results if m is not None]
     partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
     dtypes = [m.dtype for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
     if any(m.dtype == torch.bool for m in partial_out) or torch.bool in dtypes:
@@ -289,7 +289,7 @@ def _additive(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> boo
 def _ordered(bound: _Bound, chosen: tuple[int, ...], outputs: list[Sbp]) -> bool:
     """Complex numbers have no maximum."""
     given = [m for i in chosen if isinstance(m := bound.given[i], TensorMeta)]
-    metas = [m for m in bound.made if m is not None]
+    metas = [m for m in bound.results if m is not None]
     partial_out = [m for m, sbp in zip(metas, outputs, strict=True) if sbp.is_partial]
     return not any(m.dtype.is_complex for m in (*given, *partial_out))
 
@@ -301,7 +301,7 @@ def _is_real(dtype: torch.dtype) -> bool:
 def _unread(bound: _Bound) -> Iterator[Signature]:
     """Whatever is partial in an operand of which only the shape is read, the outputs are whole."""
     present = [i for i, m in enumerate(bound.given) if isinstance(m, TensorMeta)]
-    outputs = tuple(B for m in bound.made if m is not None)
+    outputs = tuple(B for m in bound.results if m is not None)
     for i in present:
         if bound.factors.operands[i].shape_only:
             for reduction in REDUCTIONS:

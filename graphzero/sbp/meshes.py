@@ -18,7 +18,9 @@ from graphzero import _compat
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 
-_made: dict[tuple[Any, ...], Any] = {}  # (device type, hierarchy, ranks, names) -> mesh, (ranks of a line) -> group
+_meshes_and_groups: dict[
+    tuple[Any, ...], Any
+] = {}  # (device type, hierarchy, ranks, names) -> mesh, (ranks of a line) -> group
 _world: list[Any] = [None]  # in which they were made
 
 
@@ -26,9 +28,9 @@ def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMes
     """The mesh of ``ranks``, all of which call it; of a part of the world, the others need not know."""
     forget_other_worlds()
     key = "mesh", device_type, ranks.shape, tuple(ranks.ravel().tolist()), names
-    if key not in _made:
-        _made[key] = _new_mesh(device_type, ranks, names)
-    mesh: DeviceMesh = _made[key]
+    if key not in _meshes_and_groups:
+        _meshes_and_groups[key] = _new_mesh(device_type, ranks, names)
+    mesh: DeviceMesh = _meshes_and_groups[key]
     return mesh
 
 
@@ -47,7 +49,7 @@ def forget_other_worlds() -> None:
 
 def forget() -> None:
     """Let go of everything: gloo's threads end with the last reference to a group."""
-    _made.clear()
+    _meshes_and_groups.clear()
     _world[0] = None
 
 
@@ -66,10 +68,10 @@ def _group(line: tuple[int, ...]) -> dist.ProcessGroup:
         everybody: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         return everybody
     key = "group", line
-    if key not in _made:
+    if key not in _meshes_and_groups:
         timeout = timedelta(seconds=_compat.timeout_of(dist.group.WORLD))  # type: ignore[arg-type]
-        _made[key] = dist.new_group(list(line), timeout, use_local_synchronization=True)
-    group: dist.ProcessGroup = _made[key]
+        _meshes_and_groups[key] = dist.new_group(list(line), timeout, use_local_synchronization=True)
+    group: dist.ProcessGroup = _meshes_and_groups[key]
     return group
 
 

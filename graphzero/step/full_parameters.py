@@ -68,7 +68,9 @@ class FullParameters:
     def _begin(self) -> None:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
-            tensors = ranks.agree_on(_BEGIN, self._found, lambda tensors: full_tensors.describe_entries(state, tensors))
+            tensors = ranks.agree_on(
+                _BEGIN, self._collect_tensors, lambda tensors: full_tensors.describe_entries(state, tensors)
+            )
             state.ensure_world()
             self._shown = full_tensors.gather_full_tensors(state, tensors)
         _compat.note_change(self._put_back)
@@ -84,7 +86,7 @@ class FullParameters:
         full_tensors.release_memory(self._shown)
         self._is_open = False
 
-    def _found(self) -> dict[str, ModuleTensor]:
+    def _collect_tensors(self) -> dict[str, ModuleTensor]:
         """The tensors to be shown.
 
         Raises GraphZeroError for values of no whole step, ConfigError, PlacementError or SbpError for what cannot be.

@@ -84,8 +84,8 @@ class ProgramSelector:
         hash_, restart = 0, False
         parts: Parts = dict
         try:
-            if running and (torn := state.partial_update_reason()):
-                raise GraphZeroError(torn)
+            if running and (reason := state.partial_update_reason()):
+                raise GraphZeroError(reason)
             call = self._calls.read_call(args, kwargs, state, running)
             known = self.programs.known(call.key)
             if talks:

@@ -24,15 +24,15 @@ def assert_graph(graph: StepGraph, expected: str) -> None:
 
     Under ``pytest --accept`` a string literal at the call, or a module constant named there, is rewritten.
     """
-    found = str(graph).strip()
+    printed = str(graph).strip()
     wanted = textwrap.dedent(expected).strip()
-    if found == wanted:
+    if printed == wanted:
         return
     if accept.enabled():
-        accept.rewrite(found)
+        accept.rewrite(printed)
         return
     diff = "\n".join(
-        difflib.unified_diff(wanted.splitlines(), found.splitlines(), "expected", "found", lineterm="", n=2)
+        difflib.unified_diff(wanted.splitlines(), printed.splitlines(), "expected", "found", lineterm="", n=2)
     )
     raise AssertionError(f"the graph is not the expected one (pytest --accept takes it as it is):\n{diff}")
 
@@ -95,7 +95,7 @@ def _random(node: fx.Node, generator: torch.Generator) -> Any:
 def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """Whole outputs, aux values and new states by name, with their SBP."""
     return {
-        name: (_whole(name, held), ", ".join(map(str, held.nd))) for name, held in run_program(graph, inputs).items()
+        name: (_whole(name, value), ", ".join(map(str, value.nd))) for name, value in run_program(graph, inputs).items()
     }
 
 

@@ -125,7 +125,7 @@ def test_a_call_that_fails_leaves_the_first_step_to_be_taken(monkeypatch):
     graph, model, optimizers, eager, others = pair()
     graph.compile(*batch(0))
     executor = executor_of(graph)
-    monkeypatch.setattr(executor, "run", lambda *args: 1 / 0)
+    monkeypatch.setattr(executor, "run_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         graph(*batch(0))
     monkeypatch.undo()

@@ -212,7 +212,7 @@ def test_outputs_are_cut_wherever_their_dims_went():
 
 def test_numbers_that_build_returns_must_not_be_those_of_padding():
     assert Returns(lambda x: (x.sum(), x.shape[2]))(torch.ones(3, 5, 2))[1] == 2
-    with pytest.raises(gz.CaptureError, match="output 1, a number that hangs on the sizes"):
+    with pytest.raises(gz.CaptureError, match="output 1, a number that depends on the sizes"):
         Returns(lambda x: (x.sum(), x.shape[1]))(torch.ones(3, 5, 2))
 
 

@@ -42,7 +42,7 @@ class Layout:
         return gz.placement("cpu", ranks, self.names, virtual=True)
 
     def configure(self, graph: gz.Graph) -> None:
-        """All but what hangs on a plan: ``fit`` does that."""
+        """All but what depends on a plan: ``fit`` does that."""
         config = graph.config
         config.enable_zero(**(self.zero or {"mode": False}))
         config.set_gradient_accumulation_steps(self.parts)

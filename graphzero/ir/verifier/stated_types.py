@@ -76,7 +76,7 @@ def _check_call(graph: StepGraph, node: fx.Node) -> None:
         need(not many or target in (operator.getitem, ops.wait), f"reads '{operand.name}', which has several results")
     if why := known_ops.why_unfit(target):
         raise Unfit(f"calls {op_name(target)}, which {why}")
-    type_ = _made(graph, node)
+    type_ = _result_type(graph, node)
     need(type_ == value.type_of(node), f"is said to be {_text(value.type_of(node))}, but is {_text(type_)}")
     nd = value.sbp_of(node)
     need(nd is None or not isinstance(type_, ScalarType), "is a number, which has no SBP")
@@ -89,7 +89,7 @@ def _text(type_: Any) -> str:
     return str(type_)
 
 
-def _made(graph: StepGraph, node: fx.Node) -> Any:
+def _result_type(graph: StepGraph, node: fx.Node) -> Any:
     """The type of what a call makes."""
     target: Any = node.target
     if target is operator.getitem:

@@ -232,12 +232,12 @@ def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]
     is_plain = value.tensor_type(found["step"]).shape == () and value.tensor_type(node).shape != ()
     if len(forms) > 1 or value.tensor_type(node).dtype not in FUSED or not is_plain:
         return False
-    chain = set(_made(found))
+    chain = set(_chain_nodes(found))
     others = [user for name in ("new_avg", "new_sq") for user in found[name].users if user not in chain]
     return all(position.get(user, -1) > position[node] for user in others)
 
 
-def _made(found: dict[str, Any]) -> list[fx.Node]:
+def _chain_nodes(found: dict[str, Any]) -> list[fx.Node]:
     """The nodes of the matched chain, in order."""
     return [found[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
 
@@ -259,7 +259,7 @@ def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[
         *numbers,
     )
     type_, nd = value.tensor_type(node), value.nd_of(node)
-    chain = _made(found)
+    chain = _chain_nodes(found)
     with graph.graph.inserting_before(node):
         fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
         for i, old in enumerate((node, found["new_avg"], found["new_sq"])):

@@ -77,7 +77,7 @@ def row_region(graph: StepGraph, count: int) -> RowRegion:
         numbers = list(_counts(graph, seed, count))
         for number in numbers:
             try:
-                return _Growing(graph, RowRegion(seed, number, _bytes_of(graph, seed))).found()
+                return _Growing(graph, RowRegion(seed, number, _bytes_of(graph, seed))).find_region()
             except NoRegion as error:
                 why.append(f"'{seed.name}' : {value.type_of(seed)}: {error}")
         if not numbers:
@@ -134,7 +134,7 @@ class _Growing:
         self.nodes = list(graph.nodes)
         self.inside: set[fx.Node] = set()
 
-    def found(self) -> RowRegion:
+    def find_region(self) -> RowRegion:
         self.cut[self.region.largest] = S(0)
         wanted: fx.Node | None = self.region.largest
         while wanted is not None:

@@ -96,7 +96,7 @@ class Document:
 
     @property
     def replaced(self) -> list[str]:
-        """A line for each key that something else does the work of, or whose meaning hangs on DeepSpeed's release."""
+        """A line for each key that something else does the work of, or whose meaning depends on DeepSpeed's release."""
         rules = ((path, _BY_PATH[path], value) for path, value in self._values.items())
         lines = [f"{path}: {key.text}" for path, key, value in rules if _speaks(key, value, REPLACED)]
         return lines if "gradient_clipping" in self._values else [*lines, UNCLIPPED]
@@ -116,7 +116,7 @@ def _strangers(said: str, value: Any, holds: tuple[str, ...]) -> Iterator[str]:
     for name in value if holds and isinstance(value, Mapping) else ():
         if name not in holds:
             near = difflib.get_close_matches(str(name), holds, n=1)
-            yield unknown(f"{said}.{name}", [f"{said}.{found}" for found in near])
+            yield unknown(f"{said}.{name}", [f"{said}.{similar_key}" for similar_key in near])
 
 
 def _near(path: str, prefix: str) -> list[str]:

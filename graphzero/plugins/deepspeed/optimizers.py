@@ -53,17 +53,20 @@ def optimizer_of(kind: str, given: dict[str, Any]) -> tuple[type[Optimizer], dic
     return optimizer_class, arguments
 
 
-def _adam(name: str, told: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    is_torchs, is_decoupled = told.pop("torch_adam", False), told.pop("adam_w_mode", True) or name == "adamw"
+def _adam(name: str, parameters: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
+    is_torchs, is_decoupled = (
+        parameters.pop("torch_adam", False),
+        parameters.pop("adam_w_mode", True) or name == "adamw",
+    )
     optimizer_class = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     if is_torchs:
-        return optimizer_class, told
-    if not told.pop("bias_correction", True):
+        return optimizer_class, parameters
+    if not parameters.pop("bias_correction", True):
         raise ConfigError("optimizer.params.bias_correction: false; torch's Adam corrects its moments, always")
-    if told.pop("amsgrad", False):
+    if parameters.pop("amsgrad", False):
         raise ConfigError("optimizer.params.amsgrad: DeepSpeed's Adam has none either; write torch_adam true beside it")
-    told = {key: value for key, value in told.items() if key not in IGNORED}
-    return optimizer_class, {"weight_decay": 0.0, **told}
+    parameters = {key: value for key, value in parameters.items() if key not in IGNORED}
+    return optimizer_class, {"weight_decay": 0.0, **parameters}
 
 
 def _torchs(kind: str) -> type[Optimizer]:

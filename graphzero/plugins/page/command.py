@@ -149,12 +149,12 @@ def _program(found: list[ProgramSnapshot], number: int, which: SnapshotFilter) -
 
 
 def _about(found: list[ProgramSnapshot], node: Any) -> Iterator[str]:
-    made, changed = made_and_changed(found)[node.name]
+    maker, changed = made_and_changed(found)[node.name]
     yield ""
     yield f"  source    {value.source_of(node) or '-'}"
     yield f"  module    {value.module_of(node) or '-'}"
-    since = f", as it is since {found[changed].name}" if changed != made else ""
-    yield f"  made by   {found[made].name if made else 'the capture'}{since}"
+    since = f", as it is since {found[changed].name}" if changed != maker else ""
+    yield f"  made by   {found[maker].name if maker else 'the capture'}{since}"
     for title, nodes in (("reads", node.all_input_nodes), ("read by", list(node.users))):
         for other in nodes:
             yield f"  {title:<9} {print_line(other)}"

@@ -28,7 +28,7 @@ def plan_data(
     measured: the events of a step, see ``page.timeline``.
     """
     graph, plan = program.graph, program.plan
-    found = snapshots(program.history)
+    program_snapshots = snapshots(program.history)
     timelines = {"planned": planned_data(graph, device, pool)} if device is not None else {}
     if measured is not None:
         timelines["measured"] = {"rows": rows_of(measured, pool)}
@@ -39,8 +39,8 @@ def plan_data(
         "ranks": graph.placement.size,
         "level": graph.level,
         "plan": _summary(plan, program.decisions),
-        "text": passes_data(found, pool),
-        "values": values_data(found, graph, pool),
+        "text": passes_data(program_snapshots, pool),
+        "values": values_data(program_snapshots, graph, pool),
         "memory": memory_data(graph, program.part.arena),
         "parameters": parameters_data(graph),
         "timeline": timelines,
@@ -50,8 +50,8 @@ def plan_data(
 def _summary(plan: Plan, decisions: Sequence[str]) -> dict[str, Any]:
     whole = plan.to_dict()
     left_out = {"collectives", "decisions"}
-    kept = {name: held for name, held in whole.items() if name not in left_out}
-    return kept | {"peak_at": plan.memory.peak_at, "traffic": _traffic(plan), "decisions": list(decisions)}
+    entries = {name: entry for name, entry in whole.items() if name not in left_out}
+    return entries | {"peak_at": plan.memory.peak_at, "traffic": _traffic(plan), "decisions": list(decisions)}
 
 
 def _traffic(plan: Plan) -> list[list[Any]]:

@@ -24,10 +24,17 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
     at, over = liveness(graph), memory_over_time(graph, None, arena)
     inside = arena.offsets if arena is not None else {}
     spans = [
-        [at.position[span.storage[0]], span.begin, span.end, span.nbytes, CATEGORIES.index(span.category), int(held)]
+        [
+            at.position[span.storage[0]],
+            span.begin,
+            span.end,
+            span.nbytes,
+            CATEGORIES.index(span.category),
+            int(in_arena),
+        ]
         for span in at.spans()
         if span.category and span.nbytes
-        for held in [span.storage in inside]
+        for in_arena in [span.storage in inside]
     ]
     return {
         "peak": int(np.sum([*over.values()], axis=0).argmax()),

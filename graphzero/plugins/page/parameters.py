@@ -27,26 +27,26 @@ def parameters_data(graph: StepGraph) -> dict[str, Any]:
     ranks: the same over all parameters.
     """
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    held = _RankBytes(graph)
+    rank_bytes = _RankBytes(graph)
     states: dict[str, list[fx.Node]] = {}
     for node in graph.placeholders("state"):
         states.setdefault(node.meta["role"].of, []).append(node)
     gradients = graph.gradients()
-    totals = {"parameter": held.none, "states": held.none, "gradient": held.none}
+    totals = {"parameter": rank_bytes.none, "states": rank_bytes.none, "gradient": rank_bytes.none}
     rows = []
     for node in graph.placeholders("param"):
         path, type_ = node.meta["role"].of, value.tensor_type(node)
         gradient = [gradients[path]] if path in gradients else []
         parts = {
-            "parameter": held.sum_bytes([node]),
-            "states": held.sum_bytes(states.pop(path, [])),
-            "gradient": held.sum_bytes(gradient),
+            "parameter": rank_bytes.sum_bytes([node]),
+            "states": rank_bytes.sum_bytes(states.pop(path, [])),
+            "gradient": rank_bytes.sum_bytes(gradient),
         }
         totals = {name: _sum(total, parts[name]) for name, total in totals.items()}
         owners = {name: _runs(owned) for name, owned in parts.items()}
         rows.append([path, numbers[node], str(type_), sbp_text(node), type_.nbytes, *owners.values()])
     for shared in states.values():  # of several parameters
-        totals["states"] = _sum(totals["states"], held.sum_bytes(shared))
+        totals["states"] = _sum(totals["states"], rank_bytes.sum_bytes(shared))
     return {"rows": rows, "ranks": {name: _runs(owned) for name, owned in totals.items()}}
 
 
@@ -64,10 +64,10 @@ class _RankBytes:
         self._nbytes = nbytes
 
     def sum_bytes(self, nodes: list[fx.Node]) -> Owned:
-        found = self.none
+        total = self.none
         for node in nodes:
-            found = _sum(found, self._nbytes(value.tensor_type(node), value.nd_of(node)))
-        return found
+            total = _sum(total, self._nbytes(value.tensor_type(node), value.nd_of(node)))
+        return total
 
 
 def _sum(one: Owned, other: Owned) -> Owned:

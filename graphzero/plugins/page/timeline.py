@@ -20,14 +20,14 @@ DIGITS = 9  # of seconds: nanoseconds
 
 def planned_data(graph: StepGraph, device: Device, pool: Pool) -> dict[str, Any]:
     """A planned step: its seconds, ``rows`` of events (see ``rows_of``), and where the device's numbers are from."""
-    found = timeline(graph, device)
+    planned = timeline(graph, device)
     parts = ("seconds", "compute", "communication", "exposed", "host")
-    events = [event._asdict() for event in found.events]
-    end = max((event.end for event in found.events), default=0.0)
-    if found.seconds > end:  # what stands around the ops
+    events = [event._asdict() for event in planned.events]
+    end = max((event.end for event in planned.events), default=0.0)
+    if planned.seconds > end:  # what stands around the ops
         around = {"name": "", "stream": "host", "kind": "around the program", "phase": "end"}
-        events.append(around | {"begin": end, "end": found.seconds})
-    return {part: getattr(found, part) for part in parts} | {
+        events.append(around | {"begin": end, "end": planned.seconds})
+    return {part: getattr(planned, part) for part in parts} | {
         "sources": dict(device.sources),
         "rows": rows_of(events, pool),
     }
@@ -54,8 +54,8 @@ def read_measured(path: str) -> list[dict[str, Any]]:
     Raises ConfigError for what is none.
     """
     how = "write json.dump(gz.trace(graph, ...).to_timeline(), file)"
-    found = read_json(path, f"--measured {path}", how)
-    events = found.get("measured") if isinstance(found, dict) else found
+    content = read_json(path, f"--measured {path}", how)
+    events = content.get("measured") if isinstance(content, dict) else content
     if not isinstance(events, list) or not events:
         raise ConfigError(f'--measured {path}: there is no list "measured" of events in it; {how}')
     for number, event in enumerate(events):
@@ -79,5 +79,5 @@ def _is_event(event: Any) -> bool:
 
 
 def _short(number: float) -> float | int:
-    found = round(number, DIGITS)
-    return int(found) if found == int(found) else found
+    rounded = round(number, DIGITS)
+    return int(rounded) if rounded == int(rounded) else rounded

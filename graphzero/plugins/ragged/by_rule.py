@@ -72,9 +72,9 @@ def speak_for_one(work: PaddedOp, flat: Collection[fx.Node]) -> None:
 
 def _fitting(work: PaddedOp, i: int, along: Along) -> list[Signature]:
     """Those that cut the dim and take nothing for partial; first those whose results are cut."""
-    found = [s for s in _signatures(work, {along.sections}) if s.inputs[i] is along.sbp
+    matching = [s for s in _signatures(work, {along.sections}) if s.inputs[i] is along.sbp
              and not any(sbp.is_partial for sbp in s.inputs)]  # fmt: skip
-    return sorted(found, key=lambda s: sum(not sbp.is_split for sbp in s.outputs))
+    return sorted(matching, key=lambda s: sum(not sbp.is_split for sbp in s.outputs))
 
 
 def _mates(
@@ -102,15 +102,15 @@ def _has_results(work: PaddedOp, signature: Signature, along: Along) -> bool:
 
 def _zeros(work: PaddedOp, signature: Signature, cut: Sequence[int]) -> dict[int, float] | None:
     """What operands hold in padded places so that these add nothing to results that are sums; None for nothing."""
-    node, found = work.node, dict[int, float]()
+    node, fill_values = work.node, dict[int, float]()
     for result, sbp in _results(node, signature):
         if not sbp.is_partial:
             continue
         numbers = _neutral(work, sbp.reduction, result, cut)
         if numbers is None:
             return None
-        found |= numbers
-    return found
+        fill_values |= numbers
+    return fill_values
 
 
 def _neutral(work: PaddedOp, reduction: str, result: int, cut: Sequence[int]) -> dict[int, float] | None:
@@ -136,8 +136,8 @@ def _linear(work: PaddedOp, result: int, cut: Sequence[int]) -> set[int]:
     for signature in _signatures(work, {1}):
         partial = {i for i, sbp in enumerate(signature.inputs) if sbp.is_partial and sbp.reduction == "sum"}
         others = all(sbp.is_broadcast for i, sbp in enumerate(signature.inputs) if i not in partial)
-        made = dict(_results(work.node, signature))[result]
-        if partial and partial.issubset(cut) and others and made.is_partial and made.reduction == "sum":
+        result_sbp = dict(_results(work.node, signature))[result]
+        if partial and partial.issubset(cut) and others and result_sbp.is_partial and result_sbp.reduction == "sum":
             return partial
     return set()
 
@@ -148,9 +148,9 @@ def create(work: PaddedOp) -> None:
         for dim in range(len(shape)):
             have = {along.name for along in work.made[result] if along.dim == dim}
             for name in work.sizes.dims(work.node, result, dim):
-                found = work.sizes.straight(work.node, result, dim, name) if name in work.ragged else None
-                if name not in have and found is not None and _creates(work, result, found):
-                    work.mark_result(result, found)
+                straight = work.sizes.straight(work.node, result, dim, name) if name in work.ragged else None
+                if name not in have and straight is not None and _creates(work, result, straight):
+                    work.mark_result(result, straight)
 
 
 def _creates(work: PaddedOp, result: int, along: Along) -> bool:
@@ -162,5 +162,5 @@ def _creates(work: PaddedOp, result: int, along: Along) -> bool:
 
 def _results(node: fx.Node, signature: Signature) -> list[tuple[int, Any]]:
     """(number of a result, its SBP) of those that the op makes."""
-    made = [i for i, meta in enumerate(calls.result_metas(node)) if meta is not None]
-    return list(zip(made, signature.outputs, strict=True))
+    results = [i for i, meta in enumerate(calls.result_metas(node)) if meta is not None]
+    return list(zip(results, signature.outputs, strict=True))

@@ -60,7 +60,7 @@ class Exact:
 def exact(graph: StepGraph, sizes: Sizes, ragged: Sequence[Ragged], inputs: Mapping[str, Mapping[int, str]]) -> Exact:
     """Rewrite ``graph``, which changes.
 
-    sizes: what in it hangs on which ragged dim.  inputs: name -> dim -> the ragged dim that goes by it.
+    sizes: what in it depends on which ragged dim.  inputs: name -> dim -> the ragged dim that goes by it.
     Raises CaptureError for what padding cannot be kept out of, with the op and the line.
     """
     return _ExactRewrite(graph, sizes, {dim.name: dim for dim in ragged}, inputs).rewrite()
@@ -89,8 +89,8 @@ class _ExactRewrite:
         return Exact(self.graph, outputs, {name: least for name, least in self.least.items() if least > 1})
 
     def _of(self, node: fx.Node) -> Dims:
-        found = self.found[node]
-        return found[0] if found else frozenset()
+        alongs = self.found[node]
+        return alongs[0] if alongs else frozenset()
 
     def _given(self, node: fx.Node) -> tuple[Dims, ...]:
         role = value.role_of(node)
@@ -129,7 +129,7 @@ class _ExactRewrite:
         self._write_fills(work)
         write_numbers(work)
         self._count(node)
-        return tuple(frozenset(made) for made in work.made)
+        return tuple(frozenset(alongs) for alongs in work.made)
 
     def _is_flat(self, work: PaddedOp) -> bool:
         """Whether the op makes one number everywhere, in dims that hang on sizes in any way."""
@@ -150,7 +150,7 @@ class _ExactRewrite:
         )
 
     def _is_odd(self, node: fx.Node, dim: int) -> bool:
-        """Whether the size of a dim hangs on ragged dims otherwise than as one of them, give or take some places."""
+        """Whether the size of a dim depends on ragged dims otherwise than as one of them, give or take some places."""
         names = self.sizes.dims(node, 0, dim)
         return bool(names) and (len(names) > 1 or self.sizes.straight(node, 0, dim, names[0]) is None)
 
@@ -167,7 +167,7 @@ class _ExactRewrite:
                 have = {along.name for along in work.made[result] if along.dim == dim}
                 if wanted != have:
                     name = sorted(wanted ^ have)[0]
-                    what = f"makes {list(shape)}, whose dim {dim} hangs on its size in a way that is not known"
+                    what = f"makes {list(shape)}, whose dim {dim} depends on its size in a way that is not known"
                     raise work.refusal(name, what)
 
     def _check_flat(self, work: PaddedOp) -> None:
@@ -202,15 +202,15 @@ class _ExactRewrite:
         """Along what the op's first result is padded, of its size alone: while it is being made."""
         shape = value.shapes(node)[0] if value.shapes(node) else ()
         names = [(name, dim) for dim in range(len(shape)) for name in self.sizes.dims(node, 0, dim)]
-        return [found for name, dim in names if name in self.masks.ragged
-                and (found := self.sizes.straight(node, 0, dim, name)) is not None]  # fmt: skip
+        return [along for name, dim in names if name in self.masks.ragged
+                and (along := self.sizes.straight(node, 0, dim, name)) is not None]  # fmt: skip
 
     def _check_ends(self) -> None:
         """States are of one size, outputs are cut, and numbers that build returns are those of what was given."""
         for name, node in self.graph.updates.items():
             if self.sizes.is_ragged(node):
                 raise CaptureError(
-                    f"set_shapes pads inputs, and the new value of {name} hangs on their size: what a step keeps "
+                    f"set_shapes pads inputs, and the new value of {name} depends on their size: what a step keeps "
                     "cannot be of another size in each call"
                 )
         for i, x in enumerate(self.graph.outputs):
@@ -221,18 +221,18 @@ class _ExactRewrite:
                 )
             if x in self.flat:
                 raise CaptureError(
-                    f"build returns, as its output {i}, a tensor whose size hangs on those of its inputs, and of which "
-                    "it is not known what of it is padding; make it outside of build"
+                    f"build returns, as its output {i}, a tensor whose size depends on those of its inputs, and "
+                    "which part of it is padding is not known; make it outside of build"
                 )
             if not isinstance(x, fx.Node) and self.sizes.numbers(self.graph.output):
                 self._check_literal(i)
 
     def _check_literal(self, i: int) -> None:
         ends: list[Any] = [node.args[0] for node in self.sizes.same(self.graph.output)]
-        found = [outputs[i] for outputs, *_ in ends]
-        if any(x != found[0] for x in found[1:]):
+        literals = [outputs[i] for outputs, *_ in ends]
+        if any(x != literals[0] for x in literals[1:]):
             raise CaptureError(
-                f"build returns {found[0]!r} as its output {i}, a number that hangs on the sizes of its inputs; "
+                f"build returns {literals[0]!r} as its output {i}, a number that depends on the sizes of its inputs; "
                 "set_shapes pads them, so it would be that of padding. Take it from the inputs outside of build"
             )
 

@@ -42,8 +42,8 @@ class Masks:
 
     def _once(self, key: Any, make: Any) -> fx.Node:
         if key not in self._made:
-            made = self._made[key] = make(self._top)
-            made.meta["phase"] = "forward"
+            node = self._made[key] = make(self._top)
+            node.meta["phase"] = "forward"
         return self._made[key]
 
     def vector(self, name: str, more: int = 0) -> fx.Node:
@@ -105,23 +105,23 @@ class Masks:
         return self._once(("count", name, more, dtype), make)
 
     def number(self, formula: Formula, dtype: torch.dtype) -> fx.Node:
-        """A number that hangs on sizes, at the sizes of what was given; 0-d."""
+        """A number that depends on sizes, at the sizes of what was given; 0-d."""
 
         def make(w: DefinitionWriter) -> fx.Node:
-            found, *others = [self.count(name, more, dtype) for name, more in formula.sizes]
+            product, *others = [self.count(name, more, dtype) for name, more in formula.sizes]
             w = self._top
             for other in others:
-                found = w(aten.mul.Tensor, found, other)
-            found = w(aten.mul.Tensor, found, formula.factor) if formula.factor != 1 else found
-            found = w(aten.add.Tensor, found, formula.plus) if formula.plus else found
-            return w(aten.pow.Tensor_Scalar, found, formula.power) if formula.power != 1 else found
+                product = w(aten.mul.Tensor, product, other)
+            product = w(aten.mul.Tensor, product, formula.factor) if formula.factor != 1 else product
+            product = w(aten.add.Tensor, product, formula.plus) if formula.plus else product
+            return w(aten.pow.Tensor_Scalar, product, formula.power) if formula.power != 1 else product
 
         return self._once((formula, dtype), make)
 
 
 def _spread(w: DefinitionWriter, vector: fx.Node, sections: int, places: int, inner: int) -> fx.Node:
     """One truth for each of ``inner`` neighbours, over and over."""
-    found = w(aten.view.default, vector, [1, places, 1])
-    found = w(aten.expand.default, found, [sections, places, inner])
-    found = w(aten.clone.default, found, memory_format=torch.contiguous_format)
-    return w(aten.view.default, found, [sections * places * inner])
+    expanded = w(aten.view.default, vector, [1, places, 1])
+    expanded = w(aten.expand.default, expanded, [sections, places, inner])
+    expanded = w(aten.clone.default, expanded, memory_format=torch.contiguous_format)
+    return w(aten.view.default, expanded, [sections * places * inner])

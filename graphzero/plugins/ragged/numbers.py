@@ -21,20 +21,20 @@ WITH_TENSOR = (aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tenso
 
 
 def write_numbers(work: PaddedOp) -> None:
-    """Let the op read every number that hangs on sizes at the sizes of what was given.
+    """Let the op read every number that depends on sizes at the sizes of what was given.
 
     Raises CaptureError for a number that is not known as a count, or that the op does not take as a value.
     """
-    for place, found in list(work.numbers.items()):
+    for place, values in list(work.numbers.items()):
         if _name_of(work.node, place) in rank_call.size_arguments(work.node.target):  # type: ignore[arg-type]
             continue
-        formula = work.sizes.formula(found)
+        formula = work.sizes.formula(values)
         if formula is None or not _put(work, place, formula):
-            names = [name for name in work.sizes.names_of(found) if name in work.ragged] or list(work.ragged)
+            names = [name for name in work.sizes.names_of(values) if name in work.ragged] or list(work.ragged)
             raise work.refusal(
                 names[0],
-                f"reads the number {found[0]!r}, which hangs on sizes ({found[-1]!r} at others), and is not known as a "
-                "count that it could take as a value",
+                f"reads the number {values[0]!r}, which depends on sizes ({values[-1]!r} at others), and is not known "
+                "as a count that it could take as a value",
             )
 
 
@@ -52,9 +52,9 @@ def _put(work: PaddedOp, place: Place, formula: Formula) -> bool:
     number = work.masks.number(formula, _dtype(value.tensor_type(work.operands[0]).dtype, type_.dtype, formula))
     node.target = WITH_NUMBER.get(node.target, node.target)
     node.args = (node.args[0], number, *node.args[2:])
-    made = _dtype_made(node)
-    if made is not type_.dtype:
-        _cast(work, made, type_)
+    dtype = _dtype_made(node)
+    if dtype is not type_.dtype:
+        _cast(work, dtype, type_)
     return True
 
 
@@ -77,8 +77,8 @@ def _dtype_made(node: fx.Node) -> torch.dtype:
         return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
     target: Any = node.target
-    found: torch.dtype = target(*fx.map_arg(node.args, meta), **node.kwargs).dtype
-    return found
+    dtype: torch.dtype = target(*fx.map_arg(node.args, meta), **node.kwargs).dtype
+    return dtype
 
 
 def _cast(work: PaddedOp, made: torch.dtype, type_: TensorType) -> None:

@@ -152,7 +152,7 @@ class Padding:
         """
         wanted = dict(self.settings.inputs)
         flat: list[Any] = []
-        found: dict[str, list[_Found]] = {}
+        sizes_by_name: dict[str, list[_Found]] = {}
         failure: Exception | None = None
         try:
             flat, spec, names = self.reader.flatten(args, kwargs)
@@ -161,16 +161,18 @@ class Padding:
             for name, x in zip(names, flat, strict=True):
                 if dims.get(name):
                     check_kind(name, x)
-                    self._look(name, x, dims[name], self.reader.nd(name, x, wanted.get(name)), found)
-            for some in found.values():
+                    self._look(name, x, dims[name], self.reader.nd(name, x, wanted.get(name)), sizes_by_name)
+            for some in sizes_by_name.values():
                 self._check_alike(some)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
             failure = error
-        own = {name: some[0].size for name, some in found.items()}
+        own = {name: some[0].size for name, some in sizes_by_name.items()}
         self.ranks.agree(SIZES, digest(str(self.shapes)), lambda: {"set_shapes": str(self.shapes)}, failure)
         everyone = self.ranks.collect(own)
-        lengths = {name: self._length(some, [each.get(name, 0) for each in everyone]) for name, some in found.items()}
-        self._check_fills(found, everyone, lengths)
+        lengths = {
+            name: self._length(some, [each.get(name, 0) for each in everyone]) for name, some in sizes_by_name.items()
+        }
+        self._check_fills(sizes_by_name, everyone, lengths)
         flat = [self._padded(name, x, dims.get(name, {}), lengths) if isinstance(x, Tensor) else x
                 for name, x in zip(names, flat, strict=True)]  # fmt: skip
         inputs = self.reader.placed(flat, spec, names, wanted, running)
@@ -257,9 +259,9 @@ class Padding:
         wanted = [lengths[dims[i]].local if i in dims else size for i, size in enumerate(x.shape)]
         if list(x.shape) == wanted:
             return x
-        made = x.new_full(wanted, self.shapes.filled(name))
-        made[tuple(map(slice, x.shape))] = x.detach()
-        return made
+        filled = x.new_full(wanted, self.shapes.filled(name))
+        filled[tuple(map(slice, x.shape))] = x.detach()
+        return filled
 
 
 def _check_fill(name: str, x: Tensor, shapes: Shapes) -> None:

@@ -26,12 +26,12 @@ def arange(work: PaddedOp) -> None:
     for place in (0,) if work.node.target is aten.arange.default else (1,):
         work.numbers.pop(place, None)
     for name in work.sizes.dims(work.node, 0, 0):
-        found = work.sizes.straight(work.node, 0, 0, name) if name in work.ragged else None
-        if found is None:
+        along = work.sizes.straight(work.node, 0, 0, name) if name in work.ragged else None
+        if along is None:
             raise work.refusal(name, "counts to a number that is not known to be a size")
         if not work.ragged[name].is_prefix and work.args[:-1] not in ((), (0,)):
             raise work.refusal(name, "counts rows, which hang on how many rows the other ranks have")
-        work.mark_result(0, found)
+        work.mark_result(0, along)
 
 
 @rule(aten.tril.default, aten.triu.default)
@@ -61,9 +61,9 @@ def slice_(work: PaddedOp) -> None:
     if along is None and not names:
         return
     name = along.name if along is not None else names[0]
-    size, made = value.tensor_type(x).shape[dim], value.tensor_type(work.node).shape[dim]
+    size, result_size = value.tensor_type(x).shape[dim], value.tensor_type(work.node).shape[dim]
     start, step = work.argument(2, "start") or 0, work.argument(4, "step", 1)
-    if along is not None and made == size:
+    if along is not None and result_size == size:
         work.numbers.pop(3, None)
         return  # all of it
     if "start" in work.numbers or 2 in work.numbers or start < 0 or step != 1 or not _is_prefix(work, name):
@@ -71,12 +71,12 @@ def slice_(work: PaddedOp) -> None:
     if along is not None:
         work.take(0, along)
     if names:
-        found = work.sizes.straight(work.node, 0, dim, names[0]) if names == [name] else None
-        if found is None or (along is not None and start + found.more > along.more):
+        straight = work.sizes.straight(work.node, 0, dim, names[0]) if names == [name] else None
+        if straight is None or (along is not None and start + straight.more > along.more):
             raise work.refusal(name, "takes a part of it whose length is not that of the dim, give or take some places")
-        work.mark_result(0, found)
+        work.mark_result(0, straight)
     elif along is not None:
-        _need(work, name, start + made - along.more)
+        _need(work, name, start + result_size - along.more)
     work.numbers.pop(3, None)
 
 
@@ -100,10 +100,10 @@ def slice_backward(work: PaddedOp) -> None:
         raise work.refusal(name, "puts places back that are counted from its end, or not all one after the other")
     if work.plain(0, dim) is not None:
         fill_all(work, 0, 0.0, [dim])
-    for found in names:
-        straight = work.sizes.straight(work.node, 0, dim, found)
+    for ragged_name in names:
+        straight = work.sizes.straight(work.node, 0, dim, ragged_name)
         if straight is None:
-            raise work.refusal(found, "makes a dim of another length")
+            raise work.refusal(ragged_name, "makes a dim of another length")
         work.mark_result(0, straight)
     work.numbers.pop(4, None)
 
@@ -179,16 +179,16 @@ def select(work: PaddedOp) -> None:
 def select_backward(work: PaddedOp) -> None:
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     for name in work.sizes.dims(work.node, 0, dim):
-        found = work.sizes.straight(work.node, 0, dim, name)
-        if found is None or not _is_prefix(work, name):
+        along = work.sizes.straight(work.node, 0, dim, name)
+        if along is None or not _is_prefix(work, name):
             raise work.refusal(name, "puts a place back in a dim of another length")
-        back = _back(work, 3, found)
-        work.mark_result(0, found)
+        back = _back(work, 3, along)
+        work.mark_result(0, along)
         if back is None:
             continue
         w, grad = DefinitionWriter(work.masks.graph, work.node), work.operands[0]
         ndim, shape = ndim_of(work.node), list(value.tensor_type(work.node).shape)
-        others = _around(w, work.masks.last(name, found.more, back), dim, ndim)
+        others = _around(w, work.masks.last(name, along.more, back), dim, ndim)
         grad = w(aten.expand.default, w(aten.unsqueeze.default, grad, dim), shape)
         work.node.target, work.node.args = aten.masked_fill.Scalar, (grad, others, 0)
         work.numbers.clear()

@@ -57,14 +57,14 @@ class Shapes:
 
     def dims(self, name: str, ndim: int) -> dict[int, str]:
         """The ragged dims of an input of so many dims.  Raises ConfigError for a dim that it does not have."""
-        key, found = _first(self.inputs, name, ())
+        key, named_dims = _first(self.inputs, name, ())
         if key == name:
-            for dim, ragged in found:
+            for dim, ragged in named_dims:
                 if dim >= ndim:
                     raise ConfigError(
                         f"set_shapes({{{name!r}: {{{dim}: {ragged!r}}}}}): {name} has {ndim} dims, none is {dim}"
                     )
-        return {dim: ragged for dim, ragged in found if dim < ndim}
+        return {dim: ragged for dim, ragged in named_dims if dim < ndim}
 
     def filled(self, name: str) -> float:
         """What an input holds in padded places."""

@@ -1,7 +1,7 @@
 """Which dims and numbers of a captured step hang on the sizes of its ragged dims.
 
 A capture has numbers where sizes were.  So the step is captured at other sizes too, one ragged dim changed at a time
-and then all of them, and compared: what differs hangs on the dim that differs.  All of them together tell whether a
+and then all of them, and compared: what differs depends on the dim that differs.  All of them together tell whether a
 number is what it seems to be from one at a time.
 """
 
@@ -75,7 +75,7 @@ def _far(dim: Ragged, near: int, step: int) -> int:
 
 
 class Sizes:
-    """What of a graph hangs on which ragged dim.  graphs: the step itself, then as captured at ``trials``.
+    """What of a graph depends on which ragged dim.  graphs: the step itself, then as captured at ``trials``.
 
     Raises Differs where these are not one program.
     """
@@ -128,27 +128,27 @@ class Sizes:
         if along.name not in self.dims(node, result, along.dim):
             return False
         own = self.names.index(along.name) + 1
-        found = [value.shapes(n)[result][along.dim] for n in self._same[node]]
+        shapes = [value.shapes(n)[result][along.dim] for n in self._same[node]]
         by = [along.sections * (at[along.name] + along.more) for at in self.at]
-        return by[0] > 0 and by[own] > 0 and found[0] * by[own] == found[own] * by[0] and found[0] % by[0] == 0
+        return by[0] > 0 and by[own] > 0 and shapes[0] * by[own] == shapes[own] * by[0] and shapes[0] % by[0] == 0
 
     def straight(self, node: fx.Node, result: int, dim: int, name: str) -> Along | None:
         """The dim as one of the ragged dim and some places more, and nothing else."""
         size = value.shapes(node)[result][dim]
-        found = Along(name, dim, 1, size - self.at[0][name])
+        along = Along(name, dim, 1, size - self.at[0][name])
         same = [value.shapes(n)[result][dim] for n in self._same[node]]
-        is_so = all(size == at[name] + found.more for size, at in zip(same, self.at, strict=True))
-        return found if is_so else None
+        is_so = all(size == at[name] + along.more for size, at in zip(same, self.at, strict=True))
+        return along if is_so else None
 
     def numbers(self, node: fx.Node) -> dict[Place, list[Any]]:
         """Arguments that differ, by their places: what they are in each capture."""
         same = self._same[node]
-        found: dict[Place, list[Any]] = {}
+        arguments: dict[Place, list[Any]] = {}
         for i in range(len(node.args)):
-            found[i] = [n.args[i] for n in same]
+            arguments[i] = [n.args[i] for n in same]
         for name in node.kwargs:
-            found[name] = [n.kwargs[name] for n in same]
-        return {place: some for place, some in found.items() if not all(map(_plain_equal(some[0]), some[1:]))}
+            arguments[name] = [n.kwargs[name] for n in same]
+        return {place: some for place, some in arguments.items() if not all(map(_plain_equal(some[0]), some[1:]))}
 
     def formula(self, found: Sequence[Any]) -> Formula | None:
         """A number that was so in each capture, as a function of sizes; None if it is none that is known."""

@@ -30,8 +30,10 @@ def unpadded(step: Step, inputs: Inputs, padded: Padded, captured: Captured) -> 
         return captured
     graph = captured.graph
     sizes = _compared(step, inputs, padded, captured, graph)
-    found = exact(graph, sizes, padded.ragged, padded.dims)
-    return replace(captured, packed=PackedGraph.from_graph(found.graph), padded=found.outputs, least=found.least)
+    rewritten = exact(graph, sizes, padded.ragged, padded.dims)
+    return replace(
+        captured, packed=PackedGraph.from_graph(rewritten.graph), padded=rewritten.outputs, least=rewritten.least
+    )
 
 
 def _compared(step: Step, inputs: Inputs, padded: Padded, captured: Captured, graph: StepGraph) -> Sizes:

@@ -23,7 +23,7 @@ SUM = 2  # of a loss's reductions
 
 @rule(aten.cumsum.default)
 def cumsum(work: PaddedOp) -> None:
-    """Each place hangs on those before it."""
+    """Each place depends on those before it."""
     along = work.plain(0, dim_of(work, 1, "dim", ndim_of(work.node)))
     if along is not None:
         work.take(0, along)
@@ -115,8 +115,8 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
             work.given.insert(work.number_of(bias), frozenset())
             _shift(work, work.number_of(bias))
         results = ((queries, (0, 1)),) if bias == 3 else ((queries, (0,)), (keys, (1, 2)))
-        for along, made in results:
-            for result in made:
+        for along, result_alongs in results:
+            for result in result_alongs:
                 if along is not None:
                     work.mark_result(result, Along(along.name, 2, 1, along.more))
 

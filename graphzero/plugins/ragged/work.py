@@ -75,14 +75,14 @@ class PaddedOp:
 
         Refuses what is padded in several places, or along several ragged dims.
         """
-        found = self.at(operand, dim)
-        if not found:
+        alongs = self.at(operand, dim)
+        if not alongs:
             return None
-        along, size = found[0], value.tensor_type(self.operands[operand]).shape[dim]
+        along, size = alongs[0], value.tensor_type(self.operands[operand]).shape[dim]
         dims = self.ragged[along.name]
-        if len(found) > 1 or along.sections > 1 or size != dims.size + along.more or not dims.is_prefix:
+        if len(alongs) > 1 or along.sections > 1 or size != dims.size + along.more or not dims.is_prefix:
             raise self.refusal(
-                found[0].name, "reads places by their number, and what was given does not lie side by side"
+                alongs[0].name, "reads places by their number, and what was given does not lie side by side"
             )
         return along
 
@@ -128,9 +128,9 @@ Rule = Callable[[PaddedOp], None]
 
 def fill_all(work: PaddedOp, operand: int, number: float, dims: Iterable[int] | None = None) -> list[Along]:
     """Fill an operand wherever it is padded along ``dims``, and speak for that; what it was."""
-    found = [a for i, a in sorted(work.left, key=lambda x: (x[0], x[1].dim, x[1].sections, x[1].name)) if i == operand
+    alongs = [a for i, a in sorted(work.left, key=lambda x: (x[0], x[1].dim, x[1].sections, x[1].name)) if i == operand
              and (dims is None or a.dim in dims)]  # fmt: skip
-    for along in found:
+    for along in alongs:
         work.fill(operand, along, number)
         work.take(operand, along)
-    return found
+    return alongs

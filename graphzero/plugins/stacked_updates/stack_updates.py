@@ -152,25 +152,25 @@ class _Stack:
         for i, own in enumerate(results):
             for result, stack in zip(own, stacks, strict=True):
                 result.target, result.args, result.kwargs = aten.select.int, (stack, 0, i), {}
-        kept = {result for own in results for result in own}
+        all_results = {result for own in results for result in own}
         tail = stacks[-1]
-        for node in sorted(kept | late, key=self.order.__getitem__):
+        for node in sorted(all_results | late, key=self.order.__getitem__):
             tail.append(node)
             tail = node
         for chain in self.chains:
             for node in reversed(chain.nodes):
-                if node not in kept:
+                if node not in all_results:
                     self.graph.graph.erase_node(node)
 
     def _late(self, place: fx.Node) -> set[fx.Node]:
         """What stands above ``place`` and follows from a result."""
         inside = {node for chain in self.chains for node in chain.nodes}
-        found: set[fx.Node] = set()
+        late: set[fx.Node] = set()
         for node in islice(self.graph.nodes, self.order[place] + 1):
             operands = node.all_input_nodes
-            if node not in inside and any(x in inside or x in found for x in operands):
-                found.add(node)
-        return found
+            if node not in inside and any(x in inside or x in late for x in operands):
+                late.add(node)
+        return late
 
     def _enter(self, alike: Sequence[fx.Node]) -> None:
         """Stack what the chains read, and cut the stack between its values."""
@@ -219,20 +219,20 @@ class _Stack:
     def _wanted(self, result: fx.Node) -> list[Sbp]:
         """How readers of a result want it on each axis, as dims of a stack: in pieces of one kind, or whole."""
         readers = [user for user in result.users if user not in self.chains[0].nodes]
-        found = []
+        sbps = []
         for axis in self.axes:
             wants = {want for user in readers for want in axis.wants(user, result)}
             want = next(iter(wants)) if len(wants) == 1 else B
-            found.append(S(want.dim + 1, want.sections) if want.is_split else B)
-        return found
+            sbps.append(S(want.dim + 1, want.sections) if want.is_split else B)
+        return sbps
 
     def _pinned(self, node: fx.Node, sbps: Sequence[Sbp]) -> fx.Node:
         """A stack as it lies on the axes that split what is stacked, for those who read this and not the stack."""
-        found: list[Sbp | None] = [None] * len(self.graph.placement.names)
+        nd: list[Sbp | None] = [None] * len(self.graph.placement.names)
         for axis, sbp in zip(self.axes, sbps, strict=True):
-            found[axis.axis] = sbp
-        pinned = self.graph.call(PIN, (node, -1), value.tensor_type(node), sbp=tuple(found), like=node, name="pin")
-        pinned.meta["pins"] = tuple(sbp is not None for sbp in found)
+            nd[axis.axis] = sbp
+        pinned = self.graph.call(PIN, (node, -1), value.tensor_type(node), sbp=tuple(nd), like=node, name="pin")
+        pinned.meta["pins"] = tuple(sbp is not None for sbp in nd)
         return pinned
 
 

@@ -51,8 +51,8 @@ class _Use:
         return _ndim(value.own_operands(self.node)[0])
 
     def all_stacked(self, operands: Sequence[Any] | None = None) -> bool:
-        found = value.own_operands(self.node) if operands is None else operands
-        return all(operand in self.stacks for operand in found)
+        checked = value.own_operands(self.node) if operands is None else operands
+        return all(operand in self.stacks for operand in checked)
 
     def lifted(self, args: Any, ndim: int | None = None) -> Any:
         """Arguments with stacks where they are, of values brought to ``ndim`` dims; None: as they are."""

@@ -44,8 +44,8 @@ def whole_chains(graph: StepGraph, axes: Sequence[AxisPropagation]) -> list[Chai
     if not seeds:
         return []
     finder = _Finder(graph, axes)
-    found = [chain for group in finder.groups(seeds) if (chain := finder.chain(group)) is not None]
-    return sorted(found, key=lambda chain: finder.position[chain.nodes[0]])
+    chains = [chain for group in finder.groups(seeds) if (chain := finder.chain(group)) is not None]
+    return sorted(chains, key=lambda chain: finder.position[chain.nodes[0]])
 
 
 def is_split(axes: Iterable[AxisPropagation], node: fx.Node) -> bool:
@@ -99,10 +99,10 @@ class _Finder:
             for node in _walk([seed], _tensors_above):
                 if node in known or is_split(self.axes, node):
                     leader[find(node)] = find(seed)
-        found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        by_root: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for seed in seeds:
-            found[find(seed)].append(seed)
-        groups = [_ChainGroup(set(some), _walk(some, _above), _walk(some, _below)) for some in found.values()]
+            by_root[find(seed)].append(seed)
+        groups = [_ChainGroup(set(some), _walk(some, _above), _walk(some, _below)) for some in by_root.values()]
         read = [node for group in groups for node in group.above if not value.is_scalar(node)]
         self.split = [axis for axis in self.axes if any(is_split([axis], node) for node in read)]
         self.often = _twice(group.above for group in groups) | _twice(group.below for group in groups)
@@ -184,13 +184,13 @@ class _Finder:
 
 def _walk(begin: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Some values, those one step further, and so on; from an op of the update only."""
-    found, left = set(begin), list(begin)
+    reached, left = set(begin), list(begin)
     while left:
         for node in further(left.pop()):
-            if node not in found:
-                found.add(node)
+            if node not in reached:
+                reached.add(node)
                 left.append(node)
-    return found
+    return reached
 
 
 def _above(node: fx.Node) -> Iterable[fx.Node]:
@@ -208,11 +208,11 @@ def _below(node: fx.Node) -> Iterator[fx.Node]:
 
 def _twice(sets: Iterable[set[fx.Node]]) -> set[fx.Node]:
     """What is in more than one of them."""
-    once, found = set[fx.Node](), set[fx.Node]()
+    once, repeated = set[fx.Node](), set[fx.Node]()
     for some in sets:
-        found |= once & some
+        repeated |= once & some
         once |= some
-    return found
+    return repeated
 
 
 def _stacked(nodes: Iterable[fx.Node], entries: Collection[fx.Node]) -> set[fx.Node]:

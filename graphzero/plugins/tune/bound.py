@@ -1,7 +1,7 @@
 """What layouts of a grid take at least, read off the plainest one: a layout that cannot be fast enough is not compiled.
 
 A bound has to hold for each layout, or the best one may be left out.  So it counts of transfers only what every layout
-sends (bytes by bandwidth: how many messages they take hangs on buckets), and of compute only what every layout does
+sends (bytes by bandwidth: how many messages they take depends on buckets), and of compute only what every layout does
 (not the copies into and out of transfers).
 """
 
@@ -45,9 +45,9 @@ class Bound:
 
     def states(self, layout: Layout) -> float:
         """Bytes of parameters and optimizer states."""
-        held, ranks = self.plain.plan.memory.resident, layout.shard_ranks
-        parameters = held["parameters"] + held["compute_parameters"]
-        return parameters / (ranks if layout.stage == 3 else 1) + held["optimizer_states"] / ranks
+        resident, ranks = self.plain.plan.memory.resident, layout.shard_ranks
+        parameters = resident["parameters"] + resident["compute_parameters"]
+        return parameters / (ranks if layout.stage == 3 else 1) + resident["optimizer_states"] / ranks
 
     def _work(self, phase: str) -> float:
         """Seconds of the ops of a phase."""
@@ -80,13 +80,13 @@ class Bound:
 
         What an axis carries may be split over the axes that ZeRO splits over already.
         """
-        found = 0.0
+        longest = 0.0
         for name, ranks in layout.axes:
             if name != layout.tensor_axis:
                 sharded = name in layout.shard_axes
                 before = layout.shard_ranks / (ranks if sharded else 1)
-                found = max(found, spent(name) * (share if sharded else 1.0) / before)
-        return found
+                longest = max(longest, spent(name) * (share if sharded else 1.0) / before)
+        return longest
 
     def _moves(self, axis: str) -> Iterator[Event]:
         return (event for event in self.plain.time.events if axis and event.stream == f"communication {axis}")

@@ -68,10 +68,10 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do what the command line says, and print it.  Raises NothingFits where no layout fits."""
     device = Device.named(options.device)
-    found, step = search_layouts(options, device)
-    if not found.fitting:
-        raise NothingFits(does_not_fit(found, step, device))
-    print(report(found, step, device, options.factory, options.top))
+    results, step = search_layouts(options, device)
+    if not results.fitting:
+        raise NothingFits(does_not_fit(results, step, device))
+    print(report(results, step, device, options.factory, options.top))
 
 
 def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, CapturedStep]:
@@ -87,12 +87,12 @@ def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, 
         warnings.simplefilter("once")
         step = _captured(options, ranks, said, device.type)
         grids = [_axes(said, step)] if said is not None else _grids(options, step, device)
-        told = (lambda _: None) if options.quiet else _progress
-        search = Search(step, device, room, top=options.top, seconds=options.seconds, told=told)
-        found = search.rank_layouts(grids, [] if said is not None else _uneven(options, step, device))
+        report_progress = (lambda _: None) if options.quiet else _progress
+        search = Search(step, device, room, top=options.top, seconds=options.seconds, told=report_progress)
+        results = search.rank_layouts(grids, [] if said is not None else _uneven(options, step, device))
     for message in dict.fromkeys(str(one.message) for one in warned):
-        told(f"warning: {message}")
-    return found, step
+        report_progress(f"warning: {message}")
+    return results, step
 
 
 def _progress(line: str) -> None:
@@ -161,13 +161,13 @@ def _grids(options: argparse.Namespace, step: CapturedStep, device: Device) -> l
             "tuned on: --axes dp=16,tp=4"
         )
     tensor = _tensor(options, ranks, device)
-    found = axes_of(ranks, step.rows, tensor)
-    if not found:
+    grids = axes_of(ranks, step.rows, tensor)
+    if not grids:
         raise ConfigError(
             f"no grid of {ranks} ranks with {', '.join(map(str, tensor))} along the tensor axis has data ranks that "
             f"divide a batch of {step.rows} rows; give another --batch, or other --tensor"
         )
-    return found + [hybrid for axes in found if (hybrid := hybrid_axes(axes, device.host)) is not None]
+    return grids + [hybrid for axes in grids if (hybrid := hybrid_axes(axes, device.host)) is not None]
 
 
 def _tensor(options: argparse.Namespace, ranks: int, device: Device) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ class ForwardReads:
             return sbp
         if not calls.is_op(node) or value.tensor_operands(node) != [weight]:
             return None
-        made = (s.outputs[0] for s in self.allowed(node, (sbp,)) if s.inputs[0] is sbp)
-        return next((out for out in made if out.is_split), None)
+        outputs = (s.outputs[0] for s in self.allowed(node, (sbp,)) if s.inputs[0] is sbp)
+        return next((out for out in outputs if out.is_split), None)
 
     def _sums(self, reader: fx.Node, weight: fx.Node, sbp: Sbp) -> bool:
         if not calls.is_op(reader):

@@ -61,7 +61,7 @@ def groups(graph: StepGraph, axis: int) -> list[WeightGroup]:
     graph: a captured step.  axis: number of the placement axis over which weights are to be split.
     """
     step = ForwardReads.from_graph(graph, axis)
-    found: dict[frozenset[tuple[str, Sbp]], WeightGroup] = {}
+    by_splits: dict[frozenset[tuple[str, Sbp]], WeightGroup] = {}
     seen: set[tuple[str, int]] = set()
     for path, dim in step.seeds():
         if (path, dim) in seen:
@@ -70,8 +70,8 @@ def groups(graph: StepGraph, axis: int) -> list[WeightGroup]:
         if group is None:
             continue
         seen |= {(name, sbp.dim) for name, sbp in group.splits.items()}
-        found.setdefault(frozenset(group.splits.items()), group)
-    return list(found.values())
+        by_splits.setdefault(frozenset(group.splits.items()), group)
+    return list(by_splits.values())
 
 
 class _Flood:
@@ -169,20 +169,20 @@ class _Flood:
     def _signatures(
         self, node: fx.Node, have: Sequence[Sbp | None], wanted: Sequence[Sbp | None]
     ) -> Sequence[Signature]:
-        found = self.step.allowed(node, (*have, *wanted))
+        signatures = self.step.allowed(node, (*have, *wanted))
         split = next((sbp for sbp in (*have, *wanted) if sbp is not None), None)
         if node.target in expand.TABLE and split is not None:  # whose definition takes any split
-            found = (*found, Signature((split,) * len(have), (split,) * len(wanted)))
-        return found
+            signatures = (*signatures, Signature((split,) * len(have), (split,) * len(wanted)))
+        return signatures
 
     def _fits(
         self, s: Signature, operands: Sequence[fx.Node], have: Sequence[Sbp | None], wanted: Sequence[Sbp | None]
     ) -> bool:
-        """Whether a signature goes with what is split already; only what hangs on weights may be a summand."""
+        """Whether a signature goes with what is split already; only what depends on weights may be a summand."""
         if len(s.outputs) != len(wanted):
             return False
         stands = all(h is None or h is want for h, want in zip(have, s.inputs, strict=True))
-        makes = all(w is None or w is made for w, made in zip(wanted, s.outputs, strict=True))
+        makes = all(w is None or w is output for w, output in zip(wanted, s.outputs, strict=True))
         summands = all(
             not want.is_partial or x in self.step.of_weights for x, want in zip(operands, s.inputs, strict=True)
         )
@@ -222,16 +222,16 @@ class _Flood:
         """How each weight is split, in the words of those who split layers by hand."""
         rows = {x for node in self.partial for x in self._weights(node)}
         looked_up = {x for node in self.partial if node.target in READS_PLACES for x in self._weights(node)}
-        found = {}
+        kinds = {}
         for path in self.splits:
             param = self.step.params[path]
             if param in looked_up or (self.by_class and param not in rows):
-                found[path] = "vocabulary"
+                kinds[path] = "vocabulary"
             elif param in rows:
-                found[path] = "row"
+                kinds[path] = "row"
             else:
-                found[path] = "column" if len(value.tensor_type(param).shape) > 1 else "along"
-        return found
+                kinds[path] = "column" if len(value.tensor_type(param).shape) > 1 else "along"
+        return kinds
 
     def _weights(self, node: fx.Node) -> Iterator[fx.Node]:
         """The split parameters that an op reads, through views and casts."""
@@ -252,23 +252,23 @@ class _Flood:
 
 def _results(node: fx.Node) -> list[int]:
     """Numbers of the results that an op makes."""
-    found = value.type_of(node)
-    return [i for i, one in enumerate(found) if one is not None] if isinstance(found, tuple) else [0]
+    type_ = value.type_of(node)
+    return [i for i, one in enumerate(type_) if one is not None] if isinstance(type_, tuple) else [0]
 
 
 def _is_float(node: fx.Node) -> bool:
-    found = value.type_of(node)
-    return isinstance(found, TensorType) and found.dtype.is_floating_point
+    type_ = value.type_of(node)
+    return isinstance(type_, TensorType) and type_.dtype.is_floating_point
 
 
 def _nbytes(node: fx.Node) -> int:
-    found = value.type_of(node)
-    types = found if isinstance(found, tuple) else (found,)
+    type_ = value.type_of(node)
+    types = type_ if isinstance(type_, tuple) else (type_,)
     return sum(one.nbytes for one in types if isinstance(one, TensorType))
 
 
 def _size(node: fx.Node) -> Any:
     """The global shape of a value, of each result if there are several; None for what is no tensor."""
-    found = value.type_of(node)
+    type_ = value.type_of(node)
     shapes = value.shapes(node)
-    return shapes if isinstance(found, tuple) else shapes[0] if isinstance(found, TensorType) else None
+    return shapes if isinstance(type_, tuple) else shapes[0] if isinstance(type_, TensorType) else None

@@ -85,11 +85,11 @@ class Layout:
         Nothing is said of what is so by default and in both.
         """
         plain, wanted = Settings(), self.settings(own)
-        kept = f'"{CHECKPOINT}"' if self.recompute else None
+        activation_memory = f'"{CHECKPOINT}"' if self.recompute else None
         named = {
             "zero": self._zero(own),
             "gradient_accumulation_steps": f"set_gradient_accumulation_steps({self.micro_batches})",
-            "activation_memory": f"set_activation_memory({kept})",
+            "activation_memory": f"set_activation_memory({activation_memory})",
             "optimizer_in_backward": f"set_optimizer_in_backward({'' if self.early else False})",
             "memory_budget": "set_memory_budget(None)",
         }
@@ -121,11 +121,11 @@ class Layout:
 
 def axes_of(ranks: int, rows: int, tensor: tuple[int, ...]) -> list[tuple[tuple[str, int], ...]]:
     """The data x tensor grids of so many ranks over which so many rows divide; ``tensor``: sizes of the axis ``tp``."""
-    found: list[tuple[tuple[str, int], ...]] = []
+    grids: list[tuple[tuple[str, int], ...]] = []
     for split in tensor:
         if ranks % split == 0 and rows % (ranks // split) == 0:
-            found.append((("dp", ranks // split), *([(TENSOR, split)] if split > 1 else [])))
-    return found
+            grids.append((("dp", ranks // split), *([(TENSOR, split)] if split > 1 else [])))
+    return grids
 
 
 def hybrid_axes(axes: tuple[tuple[str, int], ...], host: int) -> tuple[tuple[str, int], ...] | None:
@@ -148,11 +148,11 @@ def layouts(axes: tuple[tuple[str, int], ...]) -> list[Layout]:
     plain = Layout(axes)
     if plain.data_ranks == 1:
         return [plain]
-    kept = replace(plain, stage=3, keep_gathered=True)
-    found = [*(replace(plain, stage=stage) for stage in STAGES), kept]
+    gathered_once = replace(plain, stage=3, keep_gathered=True)
+    candidates = [*(replace(plain, stage=stage) for stage in STAGES), gathered_once]
     if sum(name.startswith("dp") for name, _ in axes) > 1:
-        found += [replace(one, hybrid=True) for one in found if one.stage]
-    return found
+        candidates += [replace(one, hybrid=True) for one in candidates if one.stage]
+    return candidates
 
 
 def counts(share: int) -> list[int]:

@@ -17,11 +17,11 @@ def patterns(splits: Mapping[str, Sbp], names: Mapping[str, Sequence[str]]) -> d
 
     splits: by path, ``model.layers.0.up.weight``.  names: attribute -> names of its parameters and buffers.
     """
-    found: dict[str, dict[str, Sbp]] = {}
+    by_attribute: dict[str, dict[str, Sbp]] = {}
     for path, sbp in splits.items():
         attribute, pattern = pattern_of(path, splits, names)
-        found.setdefault(attribute, {})[pattern] = sbp
-    return found
+        by_attribute.setdefault(attribute, {})[pattern] = sbp
+    return by_attribute
 
 
 def pattern_of(path: str, splits: Mapping[str, Sbp], names: Mapping[str, Sequence[str]]) -> tuple[str, str]:

@@ -33,11 +33,11 @@ class Price:
     @property
     def traffic(self) -> dict[tuple[str, str, str], float]:
         """Bytes sent by (kind, what for, axis)."""
-        found: dict[tuple[str, str, str], float] = {}
+        bytes_by_kind: dict[tuple[str, str, str], float] = {}
         for c in self.plan.collectives:
             key = c.kind, c.what_for, c.axis
-            found[key] = found.get(key, 0.0) + c.bytes
-        return found
+            bytes_by_kind[key] = bytes_by_kind.get(key, 0.0) + c.bytes
+        return bytes_by_kind
 
 
 def price(step: CapturedStep, layout: Layout, splits: Mapping[str, Sbp], device: Device) -> Price:
@@ -46,5 +46,5 @@ def price(step: CapturedStep, layout: Layout, splits: Mapping[str, Sbp], device:
     Raises ConfigError where the settings cannot be had.
     """
     settings = layout.settings(step.settings)
-    made = step.program(layout.placement(device.type), splits, settings)
-    return Price(layout, splits, made.plan, timeline(made.graph, device))
+    program = step.program(layout.placement(device.type), splits, settings)
+    return Price(layout, splits, program.plan, timeline(program.graph, device))

@@ -88,10 +88,10 @@ def propose(step: CapturedStep, layout: Layout, device: Device) -> Proposal:
         splits = {path: sbp for one in taken for path, sbp in one.splits.items()}
         if len(verdicts) == TRIED or not kind.agrees(splits):
             continue
-        made = price(step, layout, splits | kind.splits, device)
-        verdicts.append(Verdict(kind, best.seconds, made.seconds, made.plan.comm_bytes - best.plan.comm_bytes))
+        priced = price(step, layout, splits | kind.splits, device)
+        verdicts.append(Verdict(kind, best.seconds, priced.seconds, priced.plan.comm_bytes - best.plan.comm_bytes))
         if verdicts[-1].is_taken:
-            taken, best = [*taken, kind], made
+            taken, best = [*taken, kind], priced
     return Proposal(tuple(taken), best, tuple(verdicts))
 
 

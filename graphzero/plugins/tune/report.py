@@ -54,8 +54,8 @@ def why(worse: Price, better: Price) -> str:
     """Why one layout takes longer than another, the main reasons first."""
     total = worse.seconds - better.seconds
     if total <= ALIKE * better.seconds:
-        held = worse.peak - better.peak
-        return "as fast" + (f", and {mega(held)} more memory" if held > 0 else "")
+        more_memory = worse.peak - better.peak
+        return "as fast" + (f", and {mega(more_memory)} more memory" if more_memory > 0 else "")
     mine, other = worse.time.by_phase(), better.time.by_phase()
     update = mine.get("update", 0.0) - other.get("update", 0.0)
     work = worse.time.compute - better.time.compute - update
@@ -121,10 +121,10 @@ def _splits(found: Found, step: CapturedStep) -> list[str]:
 
 def _weights(kind: Kind, splits: Mapping[str, Sbp], step: CapturedStep) -> str:
     """``column model.layers.*.up.weight S(0), row model.layers.*.down.weight S(1)``."""
-    group, told = kind.groups[0], []
+    group, texts = kind.groups[0], []
     for path in sorted(group.splits, key=lambda path: (WAYS.index(group.ways[path]), path)):
-        told.append(f"{group.ways[path]} {'.'.join(pattern_of(path, splits, step.names))} {splits[path]}")
-    return ", ".join(told)
+        texts.append(f"{group.ways[path]} {'.'.join(pattern_of(path, splits, step.names))} {splits[path]}")
+    return ", ".join(texts)
 
 
 def _signed(nbytes: float) -> str:
@@ -151,8 +151,8 @@ def lines_of(one: Price, step: CapturedStep, device_type: str) -> list[str]:
     if splits:
         lines += ["B, S = gz.sbp.B, gz.sbp.S", "# in __init__, before the optimizer is made"]
         whole = "B, " * (len(one.layout.axes) - 1)
-        for attribute, found in splits.items():
-            inside = [f"    {pattern!r}: ({whole}{sbp})," for pattern, sbp in found.items()]
+        for attribute, by_pattern in splits.items():
+            inside = [f"    {pattern!r}: ({whole}{sbp})," for pattern, sbp in by_pattern.items()]
             head = f"self.{attribute} = gz.to_global(self.{attribute}, placement=placement, sbp={{"
             lines += [head.replace("'", '"'), *(line.replace("'", '"') for line in inside), "})"]
     return lines + [f"self.config.{line}" for line in one.layout.lines(step.settings)]
@@ -191,7 +191,7 @@ def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
         )
     least = found.too_large[0]
     at_peak = sorted(least.plan.memory.at_peak.items(), key=lambda item: -item[1])
-    held = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes * 50 > least.peak)
+    categories = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes * 50 > least.peak)
     rows = step.rows // least.layout.data_ranks // least.layout.micro_batches
     advice = [f"a device of {mega(least.peak / 0.9)} (--memory {least.peak})"]
     if dict(at_peak)["activations"] * 4 > least.peak:
@@ -204,6 +204,6 @@ def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
     return (
         f"nothing fits {mega(found.room)} a rank on {machine}; the nearest of "
         f"{found.priced} layouts, {least.layout}, peaks at {mega(least.peak)}, {over} too much\n"
-        f"  its peak is at {least.plan.memory.peak_at}: {held}\n"
+        f"  its peak is at {least.plan.memory.peak_at}: {categories}\n"
         f"  What would do: {'; '.join(advice)}"
     )

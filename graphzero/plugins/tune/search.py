@@ -95,8 +95,8 @@ class Search:
         for axes in grids:
             if (plain := self._plainest(axes)) is not None:
                 self._bounds[axes] = Bound(plain, self.device)
-                held = [(self._bounds[axes].states(layout), layout) for layout in layouts(axes)]
-                self.found.states = min([*held, *filter(None, [self.found.states])], key=lambda one: one[0])
+                states = [(self._bounds[axes].states(layout), layout) for layout in layouts(axes)]
+                self.found.states = min([*states, *filter(None, [self.found.states])], key=lambda one: one[0])
                 self._note(plain)
                 for layout in layouts(axes)[1:]:
                     self._add(layout)
@@ -128,19 +128,19 @@ class Search:
 
     def _plainest(self, axes: Axes) -> Price | None:
         """The plainest layout of a grid with the splits that are proposed for it; None where there are none."""
-        layout, found = Layout(axes), self.found
+        layout, results = Layout(axes), self.found
         if not layout.tensor_axis or self.step.weights_axes:
             self.told(f"{layout}")
             return price(self.step, layout, {}, self.device)
-        first = next(iter(found.proposals.values()), None)
+        first = next(iter(results.proposals.values()), None)
         self.told(f"splits for {layout}")
         if first is None:
             proposal = propose(self.step, layout, self.device)
         else:
             proposal = propose_like(self.step, layout, self.device, first)
-        found.proposals[axes] = proposal
+        results.proposals[axes] = proposal
         if not proposal.kinds:
-            found.refused[str(Layout(axes)).partition(",")[0]] = "no weight is worth splitting"
+            results.refused[str(Layout(axes)).partition(",")[0]] = "no weight is worth splitting"
             return None
         return proposal.plain
 

@@ -40,7 +40,7 @@ class FullTensor:
 
     def current(self) -> Tensor | None:
         """The tensor that eager code has left there; None for nothing, or where a tie is broken."""
-        first, *others = (_held(self.entry.kind, module).get(name) for module, name in self.entry.places)
+        first, *others = (_tensor_dicts(self.entry.kind, module).get(name) for module, name in self.entry.places)
         return first if all(x is first for x in others) else None
 
     def fits(self, now: Tensor | None) -> bool:
@@ -69,7 +69,7 @@ class EagerWrite:
             self.target.memory.copy_(self.values)
 
 
-def _held(kind: str, module: nn.Module) -> Mapping[str, Tensor | None]:
+def _tensor_dicts(kind: str, module: nn.Module) -> Mapping[str, Tensor | None]:
     return module._parameters if kind == "param" else module._buffers
 
 

@@ -23,7 +23,7 @@ from graphzero.runtime.state.modules import ModuleTensor, data_address, hook_ids
 _DICT, _VERSION = map(attrgetter, ("__dict__", "_version"))
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_held = itemgetter(*_TENSOR_DICTS, *_HOOKS)  # the dicts in a module's own
+_module_dicts = itemgetter(*_TENSOR_DICTS, *_HOOKS)  # the dicts in a module's own
 
 
 class ModulesWatch:
@@ -96,20 +96,20 @@ class PlainModulesWatch:
         if not same_tensors([self._look(self._modules[i]) for i in written], [self._facts[i] for i in written]):
             return False
         self._writes = writes
-        if any(any(map(is_not, _held(vars(self._modules[i])), self._held[i])) for i in written):
+        if any(any(map(is_not, _module_dicts(vars(self._modules[i])), self._held[i])) for i in written):
             self._note()  # the same entries in other dicts
         return True
 
     @staticmethod
     def _look(module: nn.Module) -> list[Any]:
         own = vars(module)
-        parameters, buffers, children, *hooks = _held(own)
+        parameters, buffers, children, *hooks = _module_dicts(own)
         named = dict(parameters), dict(buffers), list(children.items())  # the order of children counts too
         return [own["training"], own.get("forward"), *named, *map(tuple, hooks)]
 
     def _note(self) -> None:
         """Where writes are to be counted, and how many there have been."""
-        self._held = [_held(vars(module)) for module in self._modules]
+        self._held = [_module_dicts(vars(module)) for module in self._modules]
         dicts = [(i, dict_of_module) for i, several in enumerate(self._held) for dict_of_module in several]
         self._empty = [dict_of_module for _, dict_of_module in dicts if not dict_of_module]
         self._filled = [dict_of_module for _, dict_of_module in dicts if dict_of_module]

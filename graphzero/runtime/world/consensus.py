@@ -29,8 +29,8 @@ from graphzero.runtime.world.launch import has_fake_world
 from graphzero.sbp.placement import Placement
 
 T = TypeVar("T")
-_made: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
-before_tear_down(_made.clear)
+_worlds: dict[tuple[str, str], tuple[Any, int]] = {}  # (name, placement) -> (the world, how many have been made in it)
+before_tear_down(_worlds.clear)
 _SHOWN = 8
 _NO_NEEDS = (False, False)
 
@@ -39,10 +39,10 @@ _NO_NEEDS = (False, False)
 class Topic:
     """An operation of all ranks.
 
-    asked: what a user asks for, with {} in place of the Graph.  about: what must be equal.  hint: how to make it so.
+    request: what a user asks for, with {} in place of the Graph.  about: what must be equal.  hint: how to make it so.
     """
 
-    asked: str
+    request: str
     about: str
     hint: str
 
@@ -88,9 +88,9 @@ def identity(name: str, placement: Placement) -> str:
     """
     world = None if placement.virtual or not dist.is_initialized() else dist.group.WORLD
     key = name, repr(placement)
-    made_in, count = _made.get(key, (world, 0))
+    made_in, count = _worlds.get(key, (world, 0))
     count = count + 1 if made_in is world else 1
-    _made[key] = world, count
+    _worlds[key] = world, count
     return name if count == 1 else f"{name} (number {count} of that name)"
 
 
@@ -169,7 +169,7 @@ class Ranks:
 
     def _hash(self, topic: Topic) -> int:
         if topic not in self._asks:
-            self._asks[topic] = digest(self.who, topic.asked, topic.about)
+            self._asks[topic] = digest(self.who, topic.request, topic.about)
         return self._asks[topic]
 
     def agree_on(
@@ -205,7 +205,7 @@ class Ranks:
         return self.communicator.broadcast(value, first, f"what rank {first} decides")
 
     def _different_asks(self, topic: Topic, failure: Exception | None) -> Exception:
-        request = topic.asked.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
+        request = topic.request.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
         lines = by_value(self.ids, self.collect(request))
         return GraphZeroError(
             "the ranks are asked for different things, so none of them goes on:"

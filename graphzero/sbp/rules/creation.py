@@ -16,7 +16,7 @@ SIZE = {"size": lambda i, o: o[0]}
     overloads("zeros.default", "ones.default", "full.default", "empty.memory_format", "_efficientzerotensor"),
     sizes=SIZE,
 )
-def made(call: Call) -> str:
+def created(call: Call) -> str:
     """Every element is the same, so any piece can be made by itself."""
     return f"->{''.join(letters(len(call.out)))}"
 
