@@ -63,7 +63,7 @@ def test_a_row_split_product_is_partial_and_says_who_completes_it(graph: gz.Grap
     found = gz.explain(graph, named(graph, "aten.mm.default", 1))
     data, tensor = found.choices
     assert (data.sbp, tensor.sbp) == (S(0), P)
-    assert tensor.made is not None and tensor.made.inputs == (S(1), S(0))
+    assert tensor.producer is not None and tensor.producer.inputs == (S(1), S(0))
     assert {(kind, size) for _, _, kind, size in tensor.boxes} == {("all_reduce", 16 * 8 * 4.0)}
     assert "S(1), S(0) -> P" in str(found) and "all_reduce" in str(found)
 

@@ -228,12 +228,13 @@ def test_what_has_no_parts_says_how_long_it_takes(clock: Clock, monkeypatch: pyt
 
 def test_on_a_terminal_one_line_is_updated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", out := Terminal())
+    before = set(threading.enumerate())
     work(clock, {"capture": 3.1})
     *updates, last = out.getvalue().split("\r")
     assert sum("capture (part 1)" in update for update in updates) > 2
     assert not any("\n" in update for update in updates)
     assert last.startswith("graphzero: compiling Large took 3.1 s") and last.endswith("\n")
-    assert not [one for one in threading.enumerate() if one.name == "TMonitor" or type(one).__name__ == "TMonitor"]
+    assert not {thread for thread in set(threading.enumerate()) - before if type(thread).__name__ == "TMonitor"}
 
 
 def test_on_a_terminal_without_tqdm_there_are_plain_lines(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

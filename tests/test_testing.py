@@ -84,7 +84,7 @@ def test_ranks_that_hold_other_values_are_caught(monkeypatch: pytest.MonkeyPatch
     def first_alone(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], reduction: str) -> None:
         fold(outs, outs[0], reduction)
 
-    monkeypatch.setitem(virtual.WAYS, "all_reduce", first_alone)
+    monkeypatch.setitem(virtual.COLLECTIVE_FUNCTIONS, "all_reduce", first_alone)
     with pytest.raises(AssertionError, match="rank 1 holds other values"):
         assert_same_step(parse(TEXT), lower(TEXT))
 

@@ -42,7 +42,7 @@ def test_each_form_computes_what_its_op_computes(form: Any, shape: tuple[int, ..
     args, kwargs = written(NUMBER, x.to(wide), y.to(wide))
     wanted = op(*args, **kwargs, out=torch.empty_like(x, dtype=wide)).to(dtype)
     cells = Cells(x.device)
-    args, kwargs = written(Fed.of(NUMBER, 3, cells), x, y)
+    args, kwargs = written(Fed.at_place(NUMBER, 3, cells), x, y)
     out = torch.empty_like(x)
     with Feeding() as feeding:
         found = _compat.direct(op)(*args, **kwargs, out=out)
@@ -53,7 +53,7 @@ def test_each_form_computes_what_its_op_computes(form: Any, shape: tuple[int, ..
 
 def test_in_place_without_out_and_by_torchs_own_names_it_is_read_too() -> None:
     x, cells = torch.rand(4).bfloat16(), Cells(torch.device("cpu"))
-    number = Fed.of(NUMBER, 0, cells)
+    number = Fed.at_place(NUMBER, 0, cells)
     own, wanted = x.clone(), x * NUMBER
     with Feeding():
         found = torch.mul(x, number)
@@ -64,7 +64,7 @@ def test_in_place_without_out_and_by_torchs_own_names_it_is_read_too() -> None:
 
 def test_what_is_filled_later_is_what_is_read() -> None:
     x, cells = torch.rand(4), Cells(torch.device("cpu"))
-    number = Fed.of(0.0, 7, cells)
+    number = Fed.at_place(0.0, 7, cells)
     with Feeding():
         torch.mul(x, number)
         cells.fill({7: 0.25, 8: 1.0})
@@ -75,12 +75,12 @@ def test_no_memory_is_taken_while_a_step_is_recorded() -> None:
     cells = Cells(torch.device("cpu"))
     cells.is_frozen = True
     with Feeding(), pytest.raises(RuntimeError, match="before this recording"):
-        torch.mul(torch.ones(2), Fed.of(0.5, 0, cells))
+        torch.mul(torch.ones(2), Fed.at_place(0.5, 0, cells))
 
 
 def test_a_rate_of_fused_adam_is_read_by_its_kernel() -> None:
     cells, made = Cells(torch.device("cpu")), []
-    for rate in (0.01, Fed.of(0.01, 0, cells)):
+    for rate in (0.01, Fed.at_place(0.01, 0, cells)):
         torch.manual_seed(0)
         tensors = [torch.rand(40) for _ in range(4)]
         with Feeding():
