@@ -15,7 +15,8 @@ from _run import markdown, on_gloo
 
 import graphzero as gz
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "files"))
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "files")]
 from file_toys import SIZES, STEPS, WORLDS, at_stage, losses, train_in  # noqa: E402
 
 LIMIT = 1e-9  # of a difference of losses
