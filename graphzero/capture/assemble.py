@@ -32,6 +32,7 @@ from graphzero.capture.trace.build_trace import OutputSlot, TracedBuild
 from graphzero.capture.trace.other_threads import capture_lock
 from graphzero.capture.trace.retracing import trace_build
 from graphzero.capture.update_writer import UpdateWriter
+from graphzero.errors import shorten_list
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.packed_graph import PackedGraph
 from graphzero.ir.value import Role, phase_of
@@ -142,10 +143,9 @@ class _Capture:
             self._warn_unused()
 
     def _warn_unused(self) -> None:
-        names = self.unused
-        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         warnings.warn(
-            f"{self.step.name}: no gradient reaches {shown}; they and their optimizer state stay as they are",
+            f"{self.step.name}: no gradient reaches {shorten_list(self.unused, 20)}; they and their optimizer "
+            "state stay as they are",
             UserWarning,
             stacklevel=5,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphzero import _compat
-from graphzero.errors import GraphZeroError, SbpError
+from graphzero.errors import GraphZeroError, SbpError, shorten_list
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.storage.arena import Arena
@@ -241,10 +241,11 @@ class Executor:
 
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
         if self._missing:
-            raise GraphZeroError(f"bind() was not given {_some(sorted(self._missing))} of graph {self.graph.name}")
+            names = shorten_list(sorted(self._missing))
+            raise GraphZeroError(f"bind() was not given {names} of graph {self.graph.name}")
         absent = [name for name in self.program.inputs if name not in inputs]
         if absent:
-            raise GraphZeroError(f"run() was not given {_some(absent)} of graph {self.graph.name}")
+            raise GraphZeroError(f"run() was not given {shorten_list(absent)} of graph {self.graph.name}")
         for name, place in self.program.inputs.items():
             values = inputs[name]
             if len(values) != self._count:
@@ -296,11 +297,6 @@ def _operands(node: fx.Node, e: Env, program: Program) -> Iterator[str]:
         operand_value = e[program.places[operand.name]]
         shape = f"    here {list(operand_value.shape)}" if isinstance(operand_value, Tensor) else ""
         yield f"{print_line(operand)}{shape}"
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 @_compat.contextmanager
