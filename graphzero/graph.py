@@ -1,6 +1,6 @@
 """Graph: the user's class.  One call is one step: read the arguments, agree with the other ranks, find or make the
-program (``step.selection``), bind what is not bound, run, and leave the user's modules, optimizers and schedulers true
-(``step.steps``).
+program (``step.program_selector``), bind what is not bound, run, and leave the user's modules, optimizers and
+schedulers true (``step.step_runner``).
 
 Here is only their order, and what the user may ask.
 """

@@ -1,7 +1,7 @@
 """From the user's ``build`` to a StepGraph: forward, backward, clipping and optimizer as one functional graph.
 
-What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``join``, ``update_writer`` and
-``assemble``.
+What is traced is in ``trace`` (build) and ``optimizer`` (the update), put together by ``graph_builder``,
+``update_writer`` and ``assemble``.
 Shapes are global and devices unknown: what lies where is for the passes, what runs how for the runtime.
 """
 

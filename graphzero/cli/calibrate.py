@@ -1,7 +1,7 @@
 """``graphzero calibrate``: times the runtime's own collectives along each axis and fits the alpha-beta model of links.
 
 All ranks talk along the measured axis at once, as they do in a step: groups that share a network card share its
-bandwidth.  What the numbers mean is ``sbp.links``'s; the file they are kept in ``link_files``'s.
+bandwidth.  ``sbp.link_costs`` says what the numbers mean, ``config.links`` reads the file that they are kept in.
 """
 
 from __future__ import annotations

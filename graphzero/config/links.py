@@ -1,6 +1,6 @@
 """Links as users give them: by axis name, as ``Link`` objects, as plain numbers, or as the file that was measured.
 
-What links mean is ``sbp.links``'s, how they are measured ``calibrate``'s.
+``sbp.link_costs`` says what links mean, ``calibrate`` how they are measured.
 """
 
 from __future__ import annotations

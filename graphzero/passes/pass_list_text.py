@@ -2,7 +2,7 @@
 
 Passes stand apart by commas, options by spaces.  ``default{...}`` is the whole list that a Graph runs with these
 ``Options``, ``fuse`` and ``schedule`` are the passes of those groups.  Names and types are those of the passes' own
-fields, values are written as ``forms`` says.
+fields, values are written as ``option_text`` says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which program a call runs: the call read, the ranks agreed, the program found or compiled.
 
 All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
-What a call consists of is ``call``'s, what ranks compare ``facts``', how a program is made ``compile``'s; binding and
-running it are ``steps``'.
+``build_call`` says what a call consists of, ``facts`` what ranks compare, ``compile_step`` how a program is made;
+``step_runner`` binds and runs it.
 """
 
 from __future__ import annotations

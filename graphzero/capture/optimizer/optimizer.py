@@ -1,8 +1,8 @@
 """The optimizer's step as a graph: traced once per kind of parameter, from the user's own ``step``.
 
 Parameters of one group, shape and dtype step alike, so one of them is traced and the rest are stamped from it
-(``join.py``).  An optimizer that mixes parameters (a norm over all of them) is noticed, because the traced step of one
-then reads another, and is traced whole.
+(``graph_builder.py``).  An optimizer that mixes parameters (a norm over all of them) is noticed, because the traced
+step of one then reads another, and is traced whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A folder of checkpoints: their names, which is the newest, and which of them stay.
 
 ``000003.step-120`` is the third that was saved there.  It is written under another name, beginning with a dot, and
-gets its own when everything in it is on the disk: what has a name is complete.  Those that have none: see ``partial``.
+gets its own when everything in it is on the disk: what has a name is complete.  Those that have none: see
+``partial_checkpoint``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reading a printed graph: the way back from ``printer``, whose docstring says what a line is.
 
 A text is data, wherever it comes from: reading it looks names up in tables and runs nothing, and takes time and memory
-in proportion to its length.  What a line says of its op is not believed: ``verify`` computes it again (``ir.laws``).
+in proportion to its length.  What a line says of its op is not believed: ``verify`` computes it again
+(``ir.verifier``).
 """
 
 from __future__ import annotations

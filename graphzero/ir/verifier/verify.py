@@ -2,8 +2,8 @@
 
 At every level: operands stand before their readers, every value has a type, an update has the type of what it
 replaces.  From "propagated" on: every tensor has an SBP that its op can make.  From "boxed" on: every op reads
-what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is
-``moves``'s, what may be written over ``storage``'s.
+what it allows, and a state leaves the step with the SBP it entered with.  From "lowered" on: what moves values is in
+``collective_moves``, what may be written over in ``storage``.
 """
 
 from __future__ import annotations

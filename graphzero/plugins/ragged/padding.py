@@ -148,7 +148,7 @@ class Padding:
         """The inputs as they are padded.  Every rank calls it.
 
         Raises ConfigError for sizes that have no room for what comes, inputs and dims that are not there, and fills
-        that an input cannot hold; and what ``Reader.read`` raises.
+        that an input cannot hold; and what ``BuildInputReader.read`` raises.
         """
         wanted = dict(self.settings.inputs)
         flat: list[Any] = []

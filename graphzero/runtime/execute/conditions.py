@@ -1,4 +1,4 @@
-"""What must hold of an op's operands for its kernel to stay within their memory: see ``guard``.
+"""What must hold of an op's operands for its kernel to stay within their memory: see ``operand_checks``.
 
 ``CONDITIONS`` has the ops whose kernels do not look themselves, as found by calling ATen's with operands altered one at
 a time in front of a page that may not be read.  A condition is given the operands by their names in the schema.

@@ -29,8 +29,8 @@ GENERATED = "<graphzero program>"
 
 
 class Meter(Protocol):
-    """What watches a run: ``MemoryMeter`` the bytes of the first local rank, ``Timer`` its seconds, ``Recorder`` when
-    each op of every rank began and ended.
+    """What watches a run: ``MemoryMeter`` the bytes of the first local rank, ``Timer`` its seconds, ``EventRecorder``
+    when each op of every rank began and ended.
     """
 
     def __enter__(self) -> Any: ...

@@ -210,7 +210,7 @@ class State:
     # ---- values of no whole number of steps
 
     def mark_partial_update(self, why: str, paths: Container[str] | None = None) -> None:
-        """Mark what a step, or a load, writes as ``torn``.  paths: of the parameters and buffers; all if None.
+        """Mark what a step, or a load, writes as partly updated.  paths: of the parameters and buffers; all if None.
 
         A buffer that no state dict has is left out: none could bring it back.
         """
