@@ -233,7 +233,7 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
 def _checked_nds(
     module: nn.Module, held: Sequence[ModuleTensor], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
 ) -> list[Nd]:
-    """Where each of the module's tensors is to lie."""
+    """SBPs for each of the module's tensors."""
     if isinstance(sbp, Mapping):
         nds = _by_name(held, sbp, placement, module)
     else:
@@ -251,7 +251,7 @@ def _checked_nds(
 
 
 def _placed(x: Tensor, placement: Placement, nd: Nd) -> Tensor | None:
-    """What is to stand in place of a module's tensor; None where that stays."""
+    """The tensor that replaces a module's tensor; None where that stays."""
     if placement.virtual:
         annotate(x, placement, nd, by_user=True)
         return None
@@ -286,7 +286,7 @@ def _by_name(
 
 
 def _facts(held: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
-    """What must be the same on all ranks: how each tensor stands, with values or without, and where it is to lie."""
+    """Facts that must be equal on all ranks: SBPs of each tensor, whether it has values, and its target SBPs."""
     return {
         entry.path: f"{describe_distribution(entry.tensor, placement)} to {_text(nd)}"
         for entry, nd in zip(held, nds, strict=True)

@@ -89,7 +89,7 @@ def hides_frames(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def reported_by(error: Exception, rank: int) -> None:
-    """Where ``error`` ends this process, only its first line is printed: ``rank`` prints the same error whole."""
+    """Print only the first line of ``error`` if it ends this process: ``rank`` prints the same error whole."""
     if isinstance(error, GraphZeroError) and not _shows_all():
         if not _reported:
             sys.excepthook = partial(_print_uncaught, sys.excepthook)

@@ -36,7 +36,7 @@ PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True)
 class Extension:
-    """One entry point.  target: ``module`` or ``module:attribute``.  distribution: that declares it."""
+    """One entry point. target: ``module`` or ``module:attribute``. distribution: the one that declares it."""
 
     point: str
     name: str
@@ -57,7 +57,7 @@ class Extension:
 
 @cache
 def extensions(point: str) -> Mapping[str, Extension]:
-    """What installed distributions add at one extension point, by name; those of graphzero first.
+    """Extensions of installed distributions at one extension point, by name; those of graphzero first.
 
     Raises ConfigError where two distributions declare one name.
     """
@@ -75,7 +75,7 @@ def extensions(point: str) -> Mapping[str, Extension]:
 
 @cache
 def _declared() -> tuple[Extension, ...]:
-    """All entry points at the extension points.  Metadata that is there twice counts once."""
+    """All entry points at the extension points. Metadata that occurs twice counts once."""
     installed = sorted({*_installed()}, key=lambda one: (one.distribution, one.name, one.target))
     return (*_own(), *installed)
 
@@ -89,7 +89,7 @@ def _own() -> Iterator[Extension]:
 
 
 def _installed() -> Iterator[Extension]:
-    """Those of other distributions: one that points into this package is of a copy of graphzero."""
+    """Entry points of other distributions; one that points into this package is of a copy of graphzero."""
     for point in POINTS:
         for entry in metadata.entry_points(group=point):
             if re.split(r"[.:]", entry.value)[0] != PACKAGE:

@@ -182,7 +182,7 @@ class Graph:
     def prepared_call(
         self, doing: str, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool = False, verifies: bool = True
     ) -> Iterator[PreparedCall]:
-        """For the rest of graphzero: the call with these arguments and its program, which is compiled and not run.
+        """For the rest of graphzero: the call with these arguments and its program, compiled but not run.
 
         What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
         ranks are told so.  alone: no rank is asked, and ConfigError is raised for a program that has never run.
@@ -197,7 +197,7 @@ class Graph:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a program has been made, by a call or by ``compile``."""
+        """Whether a program exists, made by a call or by ``compile``."""
         return self._selection.last is not None
 
     @property
@@ -216,12 +216,12 @@ class Graph:
 
     @property
     def history(self) -> list[Record]:
-        """What each pass did to it, one record per pass: see ``gz.passes.Record``."""
+        """Changes of each pass to the program, one record per pass: see ``gz.passes.Record``."""
         return self.compiled_program("history").history
 
     @property
     def plan(self) -> Plan:
-        """What one step of it costs one rank: bytes of memory and collectives, known without running."""
+        """Cost of one step on one rank: bytes of memory and collectives, known without running."""
         return self.compiled_program("plan").plan
 
     @property
@@ -242,12 +242,12 @@ class Graph:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next call multiplies its loss by; None unless ``config.enable_amp(dtype=torch.float16)``."""
+        """Factor by which the next call multiplies its loss; None unless ``config.enable_amp(dtype=torch.float16)``."""
         return self._source.next_loss_scale
 
     @property
     def learning_rates(self) -> list[float]:
-        """What the next call steps with: of every parameter group that has one, in the order of add_optimizer."""
+        """Learning rates of the next call: of every parameter group that has one, in the order of add_optimizer."""
         groups = (group for spec in self._source.optimizers for group in spec.optimizer.param_groups)
         return [float(group["lr"]) for group in groups if "lr" in group]
 
@@ -269,7 +269,8 @@ class Graph:
     @hides_frames
     @_compat.cpu_by_default
     def full_state_dict(self) -> dict[str, Any]:
-        """The same with plain whole tensors, a snapshot: nothing writes to it.  Every rank calls it, and gets it."""
+        """The same outline with plain whole tensors, a snapshot: later steps do not change it. Every rank calls it, and
+        gets it."""
         self._check_not_whole("saved")  # a build is a step, which says so itself
         return self._checkpoints.full_state_dict()
 
@@ -315,7 +316,7 @@ class Graph:
         return FullParameters(self._source, None if last is None else last.plan)
 
     def checkpoints(self, doing: str) -> Checkpointer:
-        """For the rest of graphzero: what saves and loads it.  doing: "saved"."""
+        """For the rest of graphzero: the object that saves and loads this Graph. doing: "saved"."""
         self._check_apart(doing)
         return self._checkpoints
 
@@ -335,7 +336,7 @@ class Graph:
         return "\n".join([*lines, body.rstrip()])
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is, its plan, and its program to unfold."""
+        """HTML for notebooks: a description, the plan, and the program to unfold."""
         head = f"<b>{html.escape(self.name)}</b> on {html.escape(repr(self.placement))}"
         last = self._selection.last
         if last is None:
@@ -397,7 +398,8 @@ class Graph:
         super().__setattr__(name, held)
 
     def compiled_program(self, what: str) -> StepProgram:
-        """For the rest of graphzero: what was used or compiled last.  Raises ConfigError, which names ``what``."""
+        """For the rest of graphzero: the program used or compiled last. Raises ConfigError, which names ``what``, if
+        there is none."""
         last = self._selection.last
         if last is None:
             raise ConfigError(

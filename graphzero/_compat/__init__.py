@@ -1,4 +1,4 @@
-"""Every private name of torch that graphzero stands on, and every name that only some of torch 2.11 to 2.15 have.
+"""Every private name of torch that graphzero uses, and every name that only some of torch 2.11 to 2.15 have.
 
 What changes between versions is met here; the rest of the package imports from here and stays plain.
 """

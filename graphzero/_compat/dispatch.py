@@ -17,20 +17,20 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 
 
 def direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What calling ``op`` calls, without the Python frame around it."""
+    """The function behind ``op``, without the Python frame around it."""
     function: Callable[..., Any] = getattr(op, "_op", op)
     return function
 
 
 def has_own_kernel(op: torch._ops.OpOverload) -> bool:
-    """Whether ``op`` is written for the CPU, not made up by torch from another op."""
+    """Return whether ``op`` is written for the CPU, not made up by torch from another op."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"))
 
 
 @cache
 def functional_form(method: Any) -> Any:
-    """Of a method that writes in place by another op, as ``Tensor.square_``, which functionalization does not know: the
-    one that returns its result.  None for any other."""
+    """The op that returns the result of a method that writes in place through another op, as ``Tensor.square_``, which
+    functionalization does not know. None for any other method."""
     name = getattr(method, "__name__", "")
     if not name.endswith("_") or name.startswith("__") or getattr(torch.Tensor, name, None) is not method:
         return None
@@ -42,7 +42,7 @@ def functional_form(method: Any) -> Any:
 
 
 def makes_tensors_of_numbers(op: torch._ops.OpOverload) -> bool:
-    """Whether a number may be given to ``op`` where its schema says a tensor."""
+    """Return whether a number may be given to ``op`` where its schema says a tensor."""
     return bool(torch._C._should_allow_numbers_as_tensors(op._opname))
 
 
@@ -76,7 +76,7 @@ def _settle_attention_order() -> None:
 
 
 def has_tiles() -> bool:
-    """Whether this CPU has a unit for products of 16-bit matrices (AMX), which oneDNN uses."""
+    """Return whether this CPU has a unit for products of 16-bit matrices (AMX), which oneDNN uses."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 
@@ -120,12 +120,12 @@ def add_autocast(kernels: dict[str, Callable[..., Any]]) -> list[Any]:
 
 
 def behind_autocast(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``op`` does but for autocast; ops of which it consists are for autocast again."""
+    """Call ``op`` without autocast; ops that it consists of are under autocast again."""
     return op.redispatch(keys - _AUTOCASTS, *args, **kwargs)
 
 
 def below_autocast() -> Any:
-    """No autocast here, neither the CPU's nor the spare one, also in what ops consist of."""
+    """Disable autocast here, the CPU's and the spare one, also in ops that other ops consist of."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCASTS)
 
 

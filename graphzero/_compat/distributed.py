@@ -39,12 +39,13 @@ def job_store(prefix: str) -> Any:
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """The same store; keys begin with ``prefix`` too."""
+    """The same store; keys also begin with ``prefix``."""
     return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
 def own_connection(store: Any) -> Any:
-    """The same store for another thread: what one thread waits for there would keep others from it."""
+    """A connection of its own to the same store, for another thread: waits of one thread would block others on a shared
+    one."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):  # stores of users need not have it
@@ -76,7 +77,7 @@ def break_gloo(group: Any) -> None:
 
 
 def lost_by_gloo(group: Any) -> list[int]:
-    """Of which processes the connections of ``gloo`` are closed, by their numbers in it."""
+    """Processes whose connections gloo has closed, by their numbers in the group."""
     lost = []
     for other in range(group.size()):
         if other != group.rank():

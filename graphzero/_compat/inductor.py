@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 
 
 def inductor_lacks(device_type: str) -> str:
-    """What Inductor misses on this machine to compile for a device, or nothing."""
+    """What Inductor misses on this machine to compile for a device; "" if nothing."""
     if device_type != "cpu":
         from torch.utils._triton import has_triton
 
@@ -36,7 +36,7 @@ def inductor_lacks(device_type: str) -> str:
 
 
 def inductor_folder() -> str:
-    """Where Inductor is to keep what it compiles for CPUs of this kind: within the folder that it would take.
+    """Folder for Inductor's compiled code for CPUs of this kind, within the folder that it would use.
 
     Its keys leave out the CPU: code written for vectors of one width is read again where it is compiled for another,
     and then computes part of the values; what ``-march=native`` was compiled to may hold instructions that others lack.
@@ -107,7 +107,7 @@ _failed: list[Any] = []
 
 
 def end_failed_capture(graph: Any, pool: Any, device: torch.device) -> bool:
-    """Whether torch has left its allocator in a capture into ``pool`` whose end failed; it is out of it then.
+    """Return whether torch has left its allocator in a capture into ``pool`` whose end failed; it is out of it then.
 
     Until then no memory can be given back, and none of another graph's had.
     """

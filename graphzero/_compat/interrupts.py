@@ -1,4 +1,4 @@
-"""What a call changes for a while, and how it is put back whatever ends the call.
+"""Temporary changes during a call, undone however the call ends.
 
 Ctrl-C, or whatever else a signal handler raises, may come between any two instructions of Python: when a mode has been
 entered and ``with`` does not know it yet, or as ``__exit__`` begins.  So each change is written down before it is
@@ -25,7 +25,7 @@ _TRIES = range(9)
 
 
 class _Changes(threading.local):
-    """Of each thread, what puts back the changes that are not put back yet."""
+    """Changes of each thread that are not undone yet."""
 
     def __init__(self) -> None:
         self.pending: list[Callable[[], Any]] = []
@@ -40,7 +40,7 @@ def note_change(undo: Callable[[], Any]) -> None:
 
 
 def forget_change(undo: Callable[[], Any]) -> None:
-    """It has been put back."""
+    """Forget a change that has been undone."""
     pending = _CHANGES.pending
     for at in range(len(pending) - 1, -1, -1):
         if pending[at] == undo:
@@ -109,7 +109,7 @@ class undoing:  # noqa: N801 - reads as contextlib's do
 
 
 class ThreadState:
-    """What torch keeps for this thread, and the changes of graphzero's, as they are when this is made."""
+    """State that torch keeps for this thread, and graphzero's changes, at the time this object is created."""
 
     def __init__(self) -> None:
         self._changes = len(_CHANGES.pending)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # what comes with sympy and dynamo is loaded where capture ne
 
 
 def dynamo_runs() -> bool:
-    """Whether this code runs inside of a function that torch.compile has compiled, outside of its graphs."""
+    """Return whether this code runs inside of a function that torch.compile has compiled, outside of its graphs."""
     frames = sys.modules.get("torch._C._dynamo.eval_frame")
     return frames is not None and callable(frames.get_eval_frame_callback())
 
 
 def modes_are_on() -> bool:
-    """Whether a mode of torch functions or of dispatch is on: what ops do then is for it to say."""
+    """Return whether a mode of torch functions or of dispatch is on: what ops do then is for it to say."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
@@ -51,12 +51,12 @@ def is_compiling() -> Iterator[None]:
 
 
 class _NoFake:
-    """In the place of FakeTensor, for those who are told that nothing is traced."""
+    """Replacement of FakeTensor for code that must not see that it is traced."""
 
 
 @contextmanager
 def answers_whether_traced(answer: Callable[[FrameType], bool]) -> Iterator[None]:
-    """What asks in this thread whether a graph is being traced is told ``answer(its frame)``.
+    """Let ``answer(its frame)`` answer code in this thread that asks whether a graph is being traced.
 
     It asks by ``torch.compiler.is_compiling()`` and its other names, or by whether a tensor is a
     ``torch._subclasses.FakeTensor``.  A module that is imported meanwhile gets the class itself.
@@ -98,7 +98,7 @@ _ASKED_IN = ("torch._utils", "torch._dynamo.external_utils", "torch.compiler")
 
 @contextmanager
 def compiled_functions_inline() -> Iterator[None]:
-    """What ``torch.compile`` has wrapped is traced as the plain function that it is.
+    """Trace functions that ``torch.compile`` has wrapped as the plain functions.
 
     ``config.patch`` would do that too, but each of its objects stays in the thread's context for good.
     """
@@ -119,7 +119,7 @@ def sequence_number(node: Any = None) -> int:
 
 
 def device_asked(func: Any, args: Any) -> torch.device | None:
-    """What a fake tensor answers where ``func`` is torch's question for its device; None for any other op.
+    """Answer of a fake tensor if ``func`` is torch's query for its device; None for any other op.
 
     torch asks so two or three times an op, by way of all modes, which only pass it on.
     """

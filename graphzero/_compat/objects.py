@@ -30,7 +30,7 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def is_torchs_step(step: Any) -> bool:
-    """Whether a method that steps is torch's code, with whatever is wrapped around it."""
+    """Return whether a method that steps is torch's code, with whatever is wrapped around it."""
     function = getattr(step, "__func__", step)
     while _is_of_torch(function) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -42,24 +42,24 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has any of its own, or all optimizers have some."""
+    """Return whether it has any of its own, or all optimizers have some."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = _shared_hooks._global_optimizer_pre_hooks or _shared_hooks._global_optimizer_post_hooks
     return bool(everywhere) or any(getattr(optimizer, name, None) for name in own)
 
 
 def gradient_hooks(x: Tensor) -> dict[Any, Any]:
-    """What ``x.register_hook`` was given."""
+    """Hooks of ``x.register_hook``."""
     return dict(x._backward_hooks or {})
 
 
 def accumulation_hooks(x: Tensor) -> dict[Any, Any]:
-    """What ``x.register_post_accumulate_grad_hook`` was given."""
+    """Hooks of ``x.register_post_accumulate_grad_hook``."""
     return dict(getattr(x, "_post_accumulate_grad_hooks", None) or {})
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether tensors have the class, dtype, device, shape, strides and ``requires_grad`` of these: a fast check.
+    """A fast check that tensors have the class, dtype, device, shape, strides and ``requires_grad`` of these.
 
     It also says no where autocast is another one than now.
     """
@@ -91,12 +91,12 @@ local_of_dtensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def is_saved(module: torch.nn.Module, name: str) -> bool:
-    """Whether the parameter or buffer ``name`` of a module is in its state dict."""
+    """Return whether the parameter or buffer ``name`` of a module is in its state dict."""
     return name not in module._non_persistent_buffers_set
 
 
 def loads_by_code(module: torch.nn.Module) -> bool:
-    """Whether loading it, or a part of it, does more than to copy tensors: hooks, or a loader of the user's own."""
+    """Return whether loading it, or a part of it, does more than copy tensors: hooks, or a loader of the user."""
     own = torch.nn.Module._load_from_state_dict
     return any(
         part._load_state_dict_pre_hooks
@@ -117,7 +117,7 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """What this process holds of a DTensor: its own piece, not a view of it; a plain tensor itself."""
+    """This process' own piece of a DTensor, not a view of it; a plain tensor itself."""
     return x._local_tensor if is_dtensor(x) else x
 
 
@@ -138,7 +138,7 @@ def users_class(x: Tensor) -> type | None:
 
 
 def redefines_torch(kind: type) -> bool:
-    """Whether a class of tensors says itself what torch's functions do with it."""
+    """Return whether a class of tensors says itself what torch's functions do with it."""
     plain = [inspect.getattr_static(base, name) for base in (Tensor, nn.Parameter) for name in _DEFINING]
     return any(inspect.getattr_static(kind, name) not in plain for name in _DEFINING)
 

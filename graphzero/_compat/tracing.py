@@ -104,21 +104,21 @@ def last_traced() -> Any:
 
 
 def is_traced_after(x: Tensor, node: Any) -> bool:
-    """Whether the graph that is being written makes ``x``, behind ``node``."""
+    """Return whether the graph that is being written makes ``x``, behind ``node``."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
     producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
     return producer is not None and (node is None or producer > node)
 
 
 def traced_call(x: Tensor) -> Any:
-    """What makes ``x`` in the graph that is being written, equal where it is made alike; else something of its own."""
+    """Key of the call that makes ``x`` in the graph being written, equal for equal calls; else a unique object."""
     mode: Any = proxy_tensor.get_proxy_mode()
     producer: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda held: held.proxy.node)
     return object() if producer is None else (producer.target, str(producer.args), str(producer.kwargs))
 
 
 def functional_value(x: Tensor) -> Tensor:
-    """What a tensor under ``torch.func.functionalize`` is now."""
+    """Current value of a tensor under ``torch.func.functionalize``."""
     if not torch._C._functorch.is_functionaltensor(x):
         return x
     torch._sync(x)
@@ -146,7 +146,7 @@ def symbol_name(number: Any) -> str:
 
 @contextmanager
 def kept_symbolic(names: Callable[[], set[str]], refuse: Callable[[], Exception]) -> Iterator[None]:
-    """What asks an expression of symbols of ``names`` for the number that it is now gets ``refuse()`` raised."""
+    """Raise ``refuse()`` where an expression of symbols of ``names`` is asked for its present number."""
     from torch.fx.experimental.sym_node import SymNode
 
     before = {name: getattr(SymNode, name) for name in ("guard_int", "guard_float")}
@@ -176,7 +176,7 @@ def guarded_number(x: Any) -> Any:
 
 
 def compile_guards(env: ShapeEnv) -> tuple[Callable[[dict[str, float]], bool], set[str]]:
-    """What tracing has asked of the symbolic numbers of ``env``: a fast check, and the names it reads."""
+    """Guards on the symbolic numbers of ``env`` from tracing: a fast check, and the names that it reads."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -287,14 +287,14 @@ def add_node(
     name: str | None = None,
     type_: Any = None,
 ) -> torch.fx.Node:
-    """As ``graph.create_node``, which looks through all arguments for symbolic numbers only to warn of them."""
+    """``graph.create_node`` without its search of all arguments for symbolic numbers, which only warns of them."""
     node = graph.create_node(op, target, name=name, type_expr=type_)
     set_arguments(node, args, kwargs)
     return node
 
 
 def set_arguments(node: torch.fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Of a node that has none."""
+    """Set the arguments of a node that has none."""
     if args:
         _set_args(node, args)
     if kwargs:
@@ -324,6 +324,6 @@ _ILLEGAL = frozenset(fx_graph._illegal_names)
 
 @lru_cache(maxsize=1 << 16)
 def _base_and_number(name: str) -> tuple[str, int | None]:
-    """As torch reads the name of a node when it looks for one that is free: ``mul_3`` is the third after ``mul``."""
+    """Base and number of a node's name as torch reads them to find a free name: ``mul_3`` is number 3 of ``mul``."""
     base, _, number = name.rpartition("_")
     return (base, int(number)) if base and number.isdecimal() else (name, None)

@@ -145,7 +145,7 @@ class GraphBuilder:
 
 
 def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
-    """What the new parameter and states of ``member`` are computed from, in program order."""
+    """Nodes from which the new parameter and states of ``member`` are computed, in program order."""
     todo = [update.params[member.path]]
     todo += [node for (path, _), node in update.states.items() if path == member.path]
     seen: set[fx.Node] = set()
@@ -158,7 +158,7 @@ def ancestors(update: TracedUpdate, member: SteppedParameter) -> list[fx.Node]:
 
 
 def is_separable(update: TracedUpdate) -> bool:
-    """Whether each member steps from its own parameter, gradient and states alone."""
+    """Return whether each member steps from its own parameter, gradient and states alone."""
     for member in update.members:
         for node in ancestors(update, member):
             label = update.inputs.get(node)

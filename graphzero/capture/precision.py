@@ -1,4 +1,4 @@
-"""What a step must be for mixed precision: it has masters to step, and, where the loss is scaled, states to keep."""
+"""Requirements of mixed precision on a step: masters to step, and, where the loss is scaled, states to keep."""
 
 from __future__ import annotations
 

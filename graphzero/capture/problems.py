@@ -52,8 +52,8 @@ def record_problem(made: CaptureError) -> CaptureError:
 
 @_compat.contextmanager
 def raising_recorded_problems() -> Iterator[None]:
-    """A problem that is met inside and caught there by somebody else (``except Exception``, a logger) is raised at
-    the end: what was traced instead is another step than the one that plain PyTorch takes."""
+    """Raise at the end a problem that was met inside and caught there by other code (``except Exception``, a logger):
+    the traced step would differ from the one that plain PyTorch takes."""
     met: list[CaptureError] = []
     with _compat.assigned(_met, met):
         yield
@@ -62,7 +62,7 @@ def raising_recorded_problems() -> Iterator[None]:
 
 
 def withdraw_problem(made: CaptureError) -> None:
-    """What ``made`` says has turned out to be no problem."""
+    """Drop a recorded problem that has turned out to be none."""
     met = _met.get()
     if met is not None and made in met:
         met.remove(made)
@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Where the user wrote ``function``."""
+    """File and line of ``function``."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return line_of(code, code.co_firstlineno) if code is not None else ""
 

@@ -179,7 +179,7 @@ _REFUSED = """
 
 
 def _refused() -> list[Any]:
-    """Every way to draw that the table does not write down, of those that this torch has."""
+    """All functions of this torch that draw random numbers and are not in the table."""
     known = {getattr(aten.random_, "from")}
     ops = []
     for name in _REFUSED.split():

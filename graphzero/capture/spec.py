@@ -1,4 +1,4 @@
-"""What capture takes and gives."""
+"""Inputs and results of a capture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass
 class OptimizerSpec:
-    """One optimizer of a Graph and how its gradients are clipped."""
+    """One optimizer of a Graph, and how its gradients are clipped."""
 
     optimizer: torch.optim.Optimizer
     clip_grad_norm: float | None = None
@@ -82,7 +82,7 @@ class AverageSpec:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the loss scale goes on from step to step; see ``LossScale``."""
+    """How the loss scale changes from step to step; see ``LossScale``."""
 
     init: float
     growth: float
@@ -108,14 +108,14 @@ class Precision:
     stochastic_rounding: bool = False
 
     def rounds(self, x: Tensor) -> bool:
-        """Whether what an update makes of ``x``, a parameter or state, is rounded stochastically."""
+        """Return whether what an update makes of ``x``, a parameter or state, is rounded stochastically."""
         return self.stochastic_rounding and x.dtype is torch.bfloat16
 
 
 @dataclass
 class Step:
-    """What is captured: the user's build, its modules by attribute name, the optimizers that follow it, in which
-    precision, None for that of the parameters, and the averages that are updated behind the optimizers."""
+    """The step to capture: the user's build, its modules by attribute name, the optimizers that follow it, the
+    precision (None for that of the parameters), and the averages that are updated after the optimizers."""
 
     name: str
     placement: Placement
@@ -126,13 +126,13 @@ class Step:
     averages: list[AverageSpec] = field(default_factory=list)
 
     def rounds(self, x: Tensor) -> bool:
-        """Whether what the update makes of ``x``, a parameter or state, is rounded stochastically."""
+        """Return whether what the update makes of ``x``, a parameter or state, is rounded stochastically."""
         return self.precision is not None and self.precision.rounds(x)
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor of optimizer state: whose it is, what it looks like, what it is before the first step.
+    """One tensor of optimizer state: its parameter, its type, and its value before the first step.
 
     ``param`` is ``attribute.fqn``, ``placeholder`` the node that stands for it; several 0-d states may share one.
     ``created``: the step makes it and nobody reads what was there; then ``fill`` means nothing.

@@ -85,7 +85,8 @@ class UpdateWriter:
 
     @property
     def overflow(self) -> fx.Node:
-        """Whether there are any.  Asked for behind the first norm, whose sum over ranks then goes with theirs."""
+        """Number of gradient elements that are not finite. It is computed after the first norm, so that both sums over
+        ranks travel together."""
         assert self.scale is not None and self.non_finite is not None
         return self.scale.overflow(self.non_finite)
 
@@ -107,7 +108,7 @@ class UpdateWriter:
         return self._cast(grad, dtype)
 
     def _rounded(self, node: fx.Node) -> fx.Node:
-        """What an update has made of a bfloat16 value, in float32, as it is held."""
+        """An update's result for a bfloat16 value, in float32, rounded as it is stored."""
         shape = tensor_type(node).shape
         number, self.rounded = self.rounded, self.rounded + 1
         args = (node, self.builder.placeholders[Role("seed")], number, [0] * len(shape), list(shape))

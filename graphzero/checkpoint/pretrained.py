@@ -188,7 +188,7 @@ def _tensors_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def _of_shards(index: Path) -> dict[str, StoredTensor]:
-    """Each tensor from the file that the index names for it."""
+    """Read each tensor from the file that the index names for it."""
     try:
         files = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
         if not all(isinstance(file, str) and Path(file).name == file for file in files.values()):

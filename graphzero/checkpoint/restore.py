@@ -79,8 +79,8 @@ class RestoreOperation:
         return {str(self._where / INDEX): self._index.sha256}
 
     def _stand_ins_or_values(self, state: Any) -> Callable[[str], Tensor]:
-        """For a name in the files a stand-in, if it is a tensor of a module or an optimizer's state itself; its values
-        within other values, as the extra state of a module, and for hyperparameters."""
+        """For a name in the files: a stand-in, if it is a tensor of a module or an optimizer's state itself; its values
+        if it is within other values, as the extra state of a module, or a hyperparameter."""
         tensors = self._index.tensors
         stand_ins = {name: torch.zeros((), dtype=x.dtype).expand(x.shape) for name, x in tensors.items()}
         outline = from_json(state, stand_ins.__getitem__)
@@ -185,6 +185,6 @@ class RestoreOperation:
 
 
 def _holds_own_tensors(module: nn.Module, current: Mapping[str, Any]) -> bool:
-    """Whether the tensors of a module's state dict are its own, not made by a hook."""
+    """Return whether the tensors of a module's state dict are its own, not made by a hook."""
     own = {memory_key(entry.tensor) for entry in tree.tensors({"": module}).values()}
     return all(memory_key(x) in own for x in current.values() if isinstance(x, Tensor))

@@ -1,4 +1,5 @@
-"""One ``gz.save``: all ranks write their parts of a checkpoint, together or each in a thread, or none has saved it.
+"""One ``gz.save``: all ranks write their parts of a checkpoint, together or each in a thread; the save succeeds on all
+or on none.
 
 The first rank makes the folder, and gives it its name when every part is there.  A rank that gives up says so to the
 others through ``SaveMarkers``, wherever it is, and what was written is removed.
@@ -41,7 +42,7 @@ class SaveOperation:
         self.saved: Saved | None = None
 
     def save(self, path: Path, asynchronous: bool) -> Saved:
-        """Every rank calls it."""
+        """Save; every rank calls it."""
         snapshot, ranks = self._snapshot, self._ranks
         try:
             where = run_on_first_rank(ranks, _BEGIN, lambda: folder.begin(self._partial, path, snapshot.step))

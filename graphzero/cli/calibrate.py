@@ -63,12 +63,12 @@ class MeasuredLink:
 
     @property
     def error(self) -> float:
-        """How far the fit is off on average, relative to what was timed."""
+        """Average error of the fit, relative to the measured times."""
         off = (abs(_predicted(self.link, s) - s.seconds) / s.seconds for s in self.samples)
         return sum(off) / len(self.samples)
 
     def facts(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """The results as plain numbers."""
         return {"axis": self.axis, "ranks": self.ranks, "samples": [asdict(sample) for sample in self.samples]}
 
 
@@ -184,7 +184,7 @@ def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
 
 
 def table(found: Sequence[MeasuredLink]) -> str:
-    """As text, one axis a line."""
+    """A table as text, one axis a line."""
     lines = [f"{'axis':<14}{'ranks':>6}{'latency':>14}{'bandwidth':>16}{'fit off by':>12}"]
     for one in found:
         latency, bandwidth = f"{one.link.latency * 1e6:.1f} us", f"{one.link.bandwidth / 1e9:.3f} GB/s"
@@ -193,7 +193,7 @@ def table(found: Sequence[MeasuredLink]) -> str:
 
 
 def described(device: Device) -> str:
-    """What a rank computes, as text."""
+    """Compute of a rank, as text."""
     flops = ", ".join(f"{dtype} {rate / 1e9:,.1f} GFLOP/s" for dtype, rate in device.flops.items())
     memory, call = f"memory {device.memory / 1e9:.2f} GB/s", f"an op {device.call * 1e6:.1f} us"
     return f"{flops}\n{memory}, {call}, shares of {len(device.reached)} ops"
@@ -231,7 +231,7 @@ def _seconds(world: World, kind: str, axis: str, count: int, repeat: int) -> flo
 
 
 def _starter(world: World, kind: str, axis: str, count: int) -> Callable[[], Handle]:
-    """What begins a collective of ``count`` elements in all."""
+    """The function that begins a collective of ``count`` elements in all."""
     ranks, collective = world.placement.hierarchy[world.placement.axis(axis)], COLLECTIVES[kind]
     line = count // collective.whole(ranks)
 
@@ -244,7 +244,7 @@ def _starter(world: World, kind: str, axis: str, count: int) -> Callable[[], Han
 
 
 def _meet(world: World) -> None:
-    """Every rank has come here."""
+    """Wait until every rank has come here."""
     token = torch.zeros(1, device=world.device)
     for name in world.placement.names:
         world.begin("all_reduce", [token], [token], name).wait()

@@ -83,7 +83,7 @@ def stages_of(text: str) -> tuple[int, ...]:
 
 
 def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[Graph, tuple[Any, ...]]:
-    """What the FACTORY of ``FILE:FACTORY`` makes: the graph, and the arguments of a call of it.
+    """Call the FACTORY of ``FILE:FACTORY``: returns the graph, and the arguments of a call of it.
 
     more: what else it is given, of which ``takes`` says whether it may be.
     Raises ConfigError where there is no such factory, where it raises, and where it gives something else.
@@ -123,7 +123,7 @@ def planned(
 
 
 def takes(what: str, name: str) -> bool:
-    """Whether the FACTORY has a parameter of that name.  Raises ConfigError where there is no factory."""
+    """Return whether the FACTORY has a parameter of that name.  Raises ConfigError where there is no factory."""
     function = load(what)
     try:
         return name in inspect.signature(function).parameters
@@ -210,7 +210,7 @@ def _described(made: object) -> str:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """What the user's code raises, as a ConfigError with its place."""
+    """Report errors of the user's code as a ConfigError with its place."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -218,7 +218,7 @@ def _reported(what: str) -> Iterator[None]:
 
 
 def _raised(what: str, error: BaseException) -> str:
-    """What was raised, the last line of the user's file on the way there, and where it came from."""
+    """The error, the last line of the user's file on the way there, and the place where it was raised."""
     file = what.rpartition(":")[0]
     lines = [f"{what} raised {type(error).__name__}: {error}"]
     if isinstance(error, SyntaxError) and error.lineno is not None:

@@ -24,7 +24,7 @@ class Least:
     why: str = ""
 
     def times(self, others: int) -> Least:
-        """On so many times as many ranks, of the axes that stay."""
+        """The same on ``others`` times as many ranks, with the axes that stay."""
         return Least(self.ranks * others if self.ranks is not None else None, self.why)
 
 
@@ -57,7 +57,7 @@ def least_ranks(peak: Callable[[int], int], here: int, peak_here: int, memory: i
 
 
 def _guess(known: Mapping[int, int], memory: int) -> int | None:
-    """Where ``a + b / n`` through the two peaks nearest to the memory meets it; MOST for nowhere.
+    """Size at which ``a + b / n`` through the two peaks nearest to the memory equals it; MOST for none.
 
     None where peaks do not shrink over a wide range of ranks.
     """

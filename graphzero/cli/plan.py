@@ -109,7 +109,7 @@ def _stage(what: str, where: Placement, stage: int, device: Device, memory: int 
 
 
 def plan_at(what: str, where: Placement, stage: int, device: Device) -> StagePlan:
-    """One stage of it."""
+    """Plan of one stage."""
     with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage) as program:
         graph, arena = program.graph, program.part.arena
         pieces = pieces_at_peak(graph, where.data_axes[0], arena) if where.data_axes else 0
@@ -157,6 +157,6 @@ def _with_least(one: StagePlan, what: str, where: Placement, memory: int) -> Sta
 
 
 def _say(doing: str) -> None:
-    """What is being done, on a terminal alone."""
+    """Print the present work, only on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{doing}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What ``graphzero plan`` found, as facts: for the table, and as JSON."""
+"""Results of ``graphzero plan``: for the table, and as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traffic(plan: Plan, placement: Placement, device: Device) -> list[TransferGr
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: bytes and collectives, seconds, what weighs most at the peak, and how many ranks it takes to fit.
+    """One stage: bytes and collectives, seconds, the largest part of the peak, and the number of ranks that would fit.
 
     least: None where nobody asked.  pieces: bytes of the peak that ranks share along the first data axis.
     """
@@ -62,7 +62,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What the command found.  memory: bytes that a rank may have, of the command line or of the device."""
+    """Results of the command. memory: bytes that a rank may use, from the command line or from the device."""
 
     factory: str
     placement: Placement
@@ -71,7 +71,7 @@ class PlanReport:
     stages: list[StagePlan]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain dicts, lists and numbers."""
+        """The results as plain dicts, lists and numbers."""
         axes = dict(zip(self.placement.names, self.placement.hierarchy, strict=True))
         return {
             "factory": self.factory,

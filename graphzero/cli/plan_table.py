@@ -84,7 +84,7 @@ def _rows(
 
 
 def _notes(report: PlanReport) -> Iterator[str]:
-    """What makes each peak, what was decided, and what the seconds are from."""
+    """Notes on each peak, on decisions, and on where the seconds come from."""
     for alike in _with_one_peak(report.stages):
         one, stages = alike[0], ", ".join(str(stage.stage) for stage in alike)
         yield f"stage {stages}: the peak is at {one.plan.memory.peak_at}; what weighs most there:"

@@ -1,4 +1,4 @@
-"""What a user chooses for one Graph: every setting a field of a frozen dataclass, which ``graph.config`` replaces.
+"""Settings of one Graph: each one is a field of a frozen dataclass, which ``graph.config`` replaces.
 
 ``setting`` says what a setting is, ``settings`` lists them, ``graph_config`` is the user's object,
 ``plugin_settings`` are those of plug-ins.  Passes, capture and the runtime read ``config.settings``.

@@ -1,4 +1,4 @@
-"""What a user says of mixed precision: the 16-bit dtype, that of reductions, and how a loss is scaled."""
+"""Settings of mixed precision: the 16-bit dtype, the dtype of reductions, and scaling of the loss."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class AmpSettings(Checked):
 
     @property
     def precision(self) -> Precision | None:
-        """What capture is told."""
+        """The precision in the form that capture takes."""
         if self.dtype is None:
             return None
         scaling = Scaling(
@@ -114,7 +114,7 @@ class AmpSettings(Checked):
 
 
 def amp_of(mode: bool, dtype: Any, **more: Any) -> AmpSettings:
-    """What ``enable_amp`` means.  Raises ConfigError for arguments without a meaning."""
+    """Settings for the arguments of ``enable_amp``. Raises ConfigError for arguments without a meaning."""
     if not isinstance(mode, bool):
         raise ConfigError(f"enable_amp({mode!r}): the first argument says yes or no; write dtype={mode!r}")
     if dtype is None:

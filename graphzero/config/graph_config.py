@@ -108,7 +108,7 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(optimizer_in_backward=mode)
 
     def set_arena(self, mode: bool) -> None:
-        """Whether large temporaries of a step lie at planned places of one buffer that stays; True by default.
+        """Set whether large temporaries of a step lie at planned places of one buffer that stays; True by default.
 
         It is so on a CPU with executor "eager": a step then asks the kernel for no memory.  The buffer is what the step
         needs of such values at its worst moment, and held between calls; the plan says it, "arena".  Where the step's
@@ -183,7 +183,8 @@ class GraphConfig(metaclass=PluginMembers):
         self._set(gradient_accumulation_steps=steps)
 
     def set_executor(self, name: str) -> None:
-        """How programs run: "eager", op by op, the reference; or "inductor", compute between collectives compiled.
+        """Set how programs run: "eager", op by op, the reference; or "inductor", with compute between collectives
+        compiled.
 
         torch's Inductor compiles at the first call, which takes seconds; it keeps the result on disk for the next
         process.  Losses are those of "eager" but for rounding.  The plan, which is of "eager", may be off.
@@ -223,7 +224,7 @@ class GraphConfig(metaclass=PluginMembers):
 
     @property
     def settings(self) -> Settings:
-        """All that is set, frozen: a later change makes another one."""
+        """All settings, frozen: a later change makes a new object."""
         return self._settings
 
     @property
@@ -246,7 +247,7 @@ class GraphConfig(metaclass=PluginMembers):
 
     @property
     def description(self) -> str:
-        """What is not as by default, as text that is the same in every process; what ranks compare."""
+        """Settings that differ from their defaults, as text that is equal in every process; ranks compare it."""
         return self._settings.description
 
     def __getattr__(self, name: str) -> Any:

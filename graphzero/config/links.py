@@ -19,7 +19,7 @@ FREE = Link(latency=0.0, bandwidth=1.0)  # of an axis of one rank, on which noth
 
 
 def links_of(given: Any, placement: Placement) -> Links:
-    """One Link per axis of ``placement``, of a mapping by axis name or of the path of a file.
+    """One Link per axis of ``placement``, from a mapping by axis name or from the path of a file.
 
     Raises ConfigError for axes that the placement does not have, axes of several ranks without a link, and what is no
     pair of numbers.

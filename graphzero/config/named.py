@@ -15,7 +15,7 @@ from graphzero.sbp.types import Nd, Sbp
 
 
 class InputSbp(NamedTuple):
-    """How the input ``name`` of build lies on the ranks."""
+    """SBP of the input ``name`` of build."""
 
     name: str
     sbp: Nd
@@ -82,7 +82,7 @@ def _check_pass(pass_: Any) -> None:
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with one argument, as far as Python tells."""
+    """Return whether it can be called with one argument, as far as Python tells."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:

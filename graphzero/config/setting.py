@@ -1,4 +1,4 @@
-"""One setting: a field of a frozen dataclass, with its default, its check, and how a user sets it.
+"""One setting: a field of a frozen dataclass, with its default, its check, and its method.
 
 What a setting is for stands at its field, nowhere else; which settings there are is ``settings``'s and ``zero``'s.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Check:
-    """What a value has to meet.  allowed: what to give instead of one that does not, as its message ends."""
+    """Condition on a value. allowed: the end of the message, which says what is allowed."""
 
     is_met: Callable[[Any], bool]
     allowed: str
@@ -47,7 +47,7 @@ YES_OR_NO = Check(lambda x: isinstance(x, bool), "say True or False")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting beside its values.
+    """Facts about a setting besides its values.
 
     said: how a user sets it, with {} for the value, ``set_executor({})``; by assignment if empty.
     doc: what its value means; of one that a method sets, the method's text does.
@@ -80,7 +80,7 @@ def setting(default: T, check: Check, said: str = "", *, doc: str = "", in_progr
 
 
 def settings_of(kind: type[Checked]) -> dict[str, Setting]:
-    """What is known of the fields of a dataclass of settings, by name, in their order."""
+    """Settings of a dataclass by name, in the order of its fields."""
     return {one.name: Setting(one.name, one.default, **one.metadata) for one in fields(kind)}
 
 
@@ -111,7 +111,7 @@ class Checked:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Each value as text that is the same in every process."""
+        """Each value as text that is equal in every process."""
         return {one.name: text(value) for one, value in self._values}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a user says of ZeRO: the stage, what is split over which axes, and what stays gathered."""
+"""Settings of ZeRO: the stage, the axes over which model state is split, and parameters that stay gathered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _is_stage(x: Any) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class ZeroSettings(Checked):
-    """How model state is split.  stage 0: not at all; "auto": the first that fits the memory.
+    """How model state is split. stage 0: not at all; "auto": the first that fits the memory.
 
     axes: names of the placement axes, outermost first.  keep_gathered: names and patterns of the parameters that stay
     gathered between forward and backward.
@@ -78,7 +78,8 @@ def zero_of(
     mode: bool, stage: int | str, shard_min_size: int, axis: str | Iterable[str] | None,
     keep_gathered: bool | Iterable[str], placement: Placement,
 ) -> ZeroSettings:  # fmt: skip
-    """What ``enable_zero`` means on ``placement``.  Raises ConfigError for arguments without a meaning."""
+    """Settings for the arguments of ``enable_zero`` on ``placement``. Raises ConfigError for arguments without a
+    meaning."""
     if not isinstance(mode, bool):
         raise ConfigError(f"enable_zero({mode!r}): the first argument says yes or no; write stage={mode!r}")
     if isinstance(stage, int) and stage == 0:  # which ``mode`` says

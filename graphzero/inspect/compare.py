@@ -1,4 +1,4 @@
-"""How far apart two values are, and whether rounding explains it."""
+"""Difference of two values, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = 1e-3  # values below this are measured against it: a gradient that is ex
 
 
 def tolerance(graph: StepGraph, is_wide: bool) -> float:
-    """What may be rounding in a program: the root of the coarsest epsilon among its floating values."""
+    """Tolerance for rounding in a program: the root of the coarsest epsilon among its floating values."""
     dtypes = {value.tensor_type(node).dtype for node in graph.nodes if node.op != "output" and value.is_tensor(node)}
     known = [dtype for dtype in dtypes if dtype.is_floating_point and not is_wide]
     return math.sqrt(max(torch.finfo(dtype).eps for dtype in known or [torch.float64]))
@@ -32,7 +32,7 @@ def difference(wanted: Any, found: Any) -> float:
 
 
 def held_difference(wanted: RankValues, found: RankValues) -> float:
-    """The same for what ranks hold: the whole, and each rank's part against its part of what is wanted."""
+    """The same for values that ranks hold: the whole, and each rank's part against its part of the wanted value."""
     whole = wanted.whole()
     if not isinstance(whole, Tensor) or not found.nd or found.is_partial:
         return difference(whole, found.whole())

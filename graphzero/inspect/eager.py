@@ -33,7 +33,7 @@ from graphzero.inspect.local_regions import EagerRegions
 
 
 def eager_step(start: StepStart) -> dict[str, Any]:
-    """One step; returns "output 0", "gradient w", "grad_norm.0", "new w" and "new w/exp_avg" by name.
+    """Run one step; returns "output 0", "gradient w", "grad_norm.0", "new w" and "new w/exp_avg" by name.
 
     ``start`` is left as it is.  Random draws are those that the program makes.
     """
@@ -81,7 +81,7 @@ def eager_step(start: StepStart) -> dict[str, Any]:
 
 
 def _casts(start: StepStart, params: dict[str, nn.Parameter]) -> ParameterCasts:
-    """Of mixed precision; there is none in float64."""
+    """Casts of mixed precision; there are none in float64."""
     precision = None if start.is_wide else start.step.precision
     return ParameterCasts(precision.dtype if precision is not None else None, params.values())
 
@@ -97,7 +97,7 @@ def _precise(start: StepStart) -> Iterator[None]:
 
 
 def _scale_after(start: StepStart, grads: dict[str, Tensor], buffers: dict[str, Tensor]) -> float:
-    """What gradients are scaled by in the program, 1 for not; the state of loss scaling goes on by a step."""
+    """Factor by which the program scales gradients, 1 for none; updates the state of loss scaling for a step."""
     precision = start.step.precision
     if precision is None or precision.scaling is None:
         return 1.0
@@ -151,7 +151,8 @@ def _update(start: StepStart, copy_of: dict[int, nn.Parameter], params: dict[str
 
 
 def _widen(start: StepStart, params: Iterable[nn.Parameter]) -> None:
-    """What the program steps in float32 and rounds stochastically is float32 here, and not rounded."""
+    """Widen parameters to float32 that the program steps in float32 and rounds stochastically; here they are not
+    rounded."""
     for param in params:
         grad, param.grad = param.grad, None
         param.data = _unrounded(start, param.data)
@@ -177,7 +178,7 @@ class _StandIns(TorchFunctionMode):
 
 @_compat.contextmanager
 def _numbers(start: StepStart) -> Iterator[None]:
-    """In float64 if asked; with the program's random draws if it makes any."""
+    """Context of a run: float64 if it is asked for, and the program's random draws if it makes any."""
     default = torch.get_default_dtype()
     with ExitStack() as stack:
         if start.is_wide:

@@ -32,7 +32,7 @@ _MOST = 12  # signatures shown
 
 @dataclass
 class SbpChoice:
-    """How a value came to its SBP on one placement axis.
+    """How a value got its SBP on one placement axis.
 
     options: what the first sweep saw, all-B first; empty where nothing was chosen.  first: what it took.
     producer: the signature after all sweeps, None for what is no op.  sbp: of the value's first result.
@@ -52,7 +52,7 @@ class SbpChoice:
     boxes: list[tuple[str, Sbp, str, float]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """As text."""
+        """The choice as text."""
         shown_lines = [f"axis {self.axis}, {self.ranks} ranks: {self.sbp}" + (f", {self.why}" if self.why else "")]
         shown = sorted(self.options, key=lambda o: (o.signature != self.first, bool(o.barred), o.order))
         for option in shown[:_MOST]:
@@ -75,7 +75,7 @@ class SbpChoice:
 
 @dataclass
 class Explanation:
-    """What ``explain`` found: the value's line, its source, and one choice per placement axis."""
+    """Result of ``explain``: the value's line, its source, and one choice per placement axis."""
 
     line: str
     source: str
@@ -137,7 +137,7 @@ def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
 
 
 def _made_from(node: fx.Node) -> fx.Node:
-    """What a value stands for that a pass put in: the member of a bucket that a pick is, else the first operand."""
+    """The value behind one that a pass has added: the member of a bucket that is selected, else the first operand."""
     delivery = delivered(node)
     return delivery[0].members[delivery[1]] if delivery is not None else node.all_input_nodes[0]
 

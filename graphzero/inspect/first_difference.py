@@ -31,7 +31,7 @@ def first_difference(before: StageRun, after: StageRun, rtol: float) -> tuple[st
 
 
 def _wanted(node: fx.Node, before: StageRun) -> RankValues | None:
-    """What ``node`` should hold: what it did, or what the value did that it moves."""
+    """Expected value of ``node``: its value before the pass, or that of the value which it moves."""
     return before.values.get(node.name) or before.values.get(moved_from(node).name)
 
 
@@ -102,7 +102,8 @@ def _path(target: Any) -> str:
 
 
 def _result_of_another(before: StageRun, after: StageRun) -> tuple[str, str]:
-    """Every value is what it was; so a result is made of another value, or a write came too early or too late."""
+    """The message where every value is as before: a result is made of another value, or a write came too early or too
+    late."""
     old, new = _results(before), _results(after)
     for name in new:
         if name in old and _origin(old[name]) != _origin(new[name]):

@@ -1,4 +1,4 @@
-"""The same step in float64: numbers that rounding cannot explain.
+"""The same step in float64: differences that rounding cannot explain.
 
 A program is widened by its types and by dtypes among arguments; eager code by a mode that widens the arguments of
 every op.  Both leave integers, truth values and complex numbers of any size as they are but for their width.
@@ -60,7 +60,7 @@ def _dtype(x: Any) -> Any:
 
 
 class Float64Mode(TorchDispatchMode):
-    """Every op that is told a dtype is told the wide one, so that ``x.float()`` does not narrow.
+    """Replaces the dtype of every op that has one by float64 or complex128, so that ``x.float()`` does not narrow.
 
     Products of groups, for which torch has no kernel in float64, are ours.
     """

@@ -1,4 +1,4 @@
-"""What one step begins with: whole copies of everything that a program reads, on one device.
+"""State before one step: whole copies of everything that a program reads, on one device.
 
 On real ranks every rank gathers the whole batch and the whole state, so each can run all ranks by itself.
 """
@@ -78,7 +78,7 @@ def start_of(prepared: PreparedCall, is_wide: bool) -> StepStart:
 
 
 def _given(leaf: Input, whole: Any, transformed: TransformedInputs | None) -> Any:
-    """What the callers have given of an input, of all ranks together."""
+    """The values of an input that the callers have passed, of all ranks together."""
     return transformed.restore_input(leaf, whole) if transformed is not None and isinstance(whole, Tensor) else whole
 
 
@@ -97,7 +97,7 @@ class _Copies:
         return to_float64(x) if self.is_wide else x
 
     def copy_input(self, leaf: Any) -> Any:
-        """Of the whole batch, of which each rank may hold its share."""
+        """Copy an input of the whole batch, of which each rank may hold its share."""
         raw = leaf.raw
         if leaf.is_tensor and not isinstance(raw, DTensor) and not self.placement.virtual:
             raw = wrap(raw.detach().to(self.device), self.placement.mesh(), leaf.nd, leaf.shape)
@@ -105,7 +105,7 @@ class _Copies:
 
 
 def _values(start: StepStart, prepared: PreparedCall, leaves: dict[str, Any], copied: _Copies) -> dict[str, Any]:
-    """What stands behind each placeholder of the program as captured."""
+    """Value of each placeholder of the program as captured."""
     captured, numbers = prepared.program.captured, prepared.call.numbers
     owners = {spec.placeholder: spec for spec in reversed(captured.states)}
     values: dict[str, Any] = {}

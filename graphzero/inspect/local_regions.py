@@ -1,4 +1,4 @@
-"""What a ``local_region`` means on one device: the function is called once for each rank, on what the rank holds."""
+"""A ``local_region`` on one device: the function is called once for each rank, with that rank's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check found, and its text."""
+"""Result of a check, and its text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``gz.check`` found; ``str`` gives the text, truth whether all agree.
+    """Result of ``gz.check``; ``str`` gives the text, and it is true if all values agree.
 
     Attributes:
         name: of the Graph.  numbers: the dtype it was checked in, as text.  rtol: what counted as rounding.
@@ -57,7 +57,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs but by rounding."""
+        """Whether nothing differs except by rounding."""
         return not self.where or self.is_rounding
 
     def __bool__(self) -> bool:
@@ -110,7 +110,7 @@ def _row(stage: Stage, wide: int) -> str:
 
 
 def beyond_lines(beyond: dict[str, float], most: int = 6) -> Sequence[str]:
-    """What differs, worst first."""
+    """Lines for values that differ, worst first."""
     ordered = sorted(beyond.items(), key=lambda item: -item[1])
     more = [f"  ... and {len(ordered) - most} more"] if len(ordered) > most else []
     return [*(f"  {name}: {gap:.1e}" for name, gap in ordered[:most]), *more]

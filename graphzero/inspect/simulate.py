@@ -74,7 +74,7 @@ def _first_needed(graph: StepGraph) -> str:
 
 
 def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, RankValues]:
-    """One step of a program that ``lower_program`` gave, from whole values by placeholder, which are not changed.
+    """Run one step of a program of ``lower_program``, from whole values by placeholder, which are not changed.
 
     Returns outputs ("output 0"), auxiliary values by name, and new states ("new w").
     """

@@ -111,7 +111,7 @@ def listing(graph: StepGraph, which: SnapshotFilter) -> str:
 
 
 def diff(before: ProgramSnapshot, after: ProgramSnapshot, which: SnapshotFilter) -> Iterator[str]:
-    """What changed between two snapshots among the values that are asked for: a unified diff, no line for nothing.
+    """Changes of the requested values between two snapshots: a unified diff, empty if there are none.
 
     Of all values it is what ``Record.diff`` gives.
     """

@@ -31,7 +31,7 @@ _HIDDEN = (ops.assign, ops.launch, ops.wait)
 
 @dataclass
 class StageRun:
-    """What one run gave.
+    """Results of one run.
 
     program: the graph that ran.  results: outputs, norms, gradients, new states.  values: every tensor by the name
     that it prints as; on ranks only if the run was watched.
@@ -77,7 +77,7 @@ def _is_global(graph: StepGraph) -> bool:
 
 
 def walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> dict[fx.Node, Any]:
-    """Every value of a graph of global values, as one device computes it."""
+    """Compute every value of a graph of global values on one device."""
     env: dict[fx.Node, Any] = {}
     with _plain_numbers(device):
         for node in graph.nodes:
@@ -101,7 +101,7 @@ def walk(graph: StepGraph, values: Mapping[str, Any], device: torch.device) -> d
 
 @_compat.contextmanager
 def _plain_numbers(device: torch.device) -> Iterator[None]:
-    """No autograd and no autocast: a graph holds its casts."""
+    """Disable autograd and autocast: a graph contains its casts."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in {device.type, "cpu"}:

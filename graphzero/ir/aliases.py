@@ -1,4 +1,4 @@
-"""Which ops make no value of their own: names, views and copies of their first operand.  The one table of them.
+"""Table of the ops that make no value of their own: names, views and copies of their first operand.
 
 ========= ================================================================ =====================================
 kind      the result is the operand                                        and lies
@@ -80,39 +80,39 @@ def alias_kind(target: Any) -> AliasKind | None:
 
 
 def _is_marked(target: Any) -> bool:
-    """Whether an op's schema says that a result shares storage with an operand, and writes nothing there."""
+    """Return whether an op's schema says that a result shares storage with an operand, and writes nothing there."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def is_name(target: Any) -> bool:
-    """Whether the op's result is its operand itself, marked or not."""
+    """Return whether the op's result is its operand itself, marked or not."""
     return alias_kind(target) in (AliasKind.NAME, AliasKind.MARK)
 
 
 def is_view(target: Any) -> bool:
-    """Whether the op's results lie in the storage of its first operand."""
+    """Return whether the op's results lie in the storage of its first operand."""
     return alias_kind(target) not in (None, AliasKind.COPY)
 
 
 def is_whole_view(target: Any) -> bool:
-    """Whether the op shows all values of its operand in other dims."""
+    """Return whether the op shows all values of its operand in other dims."""
     return alias_kind(target) in _WHOLE
 
 
 def is_plain_view(target: Any) -> bool:
-    """Whether the op is a view of one operand, of its dtype, of which it is known where which element lies."""
+    """Return whether the op is a view of one operand, of its dtype, of which it is known where which element lies."""
     return alias_kind(target) in _SHOWN
 
 
 def is_reshape(target: Any) -> bool:
-    """Whether the op shows all values of its operand in other sizes, which of some strides is a copy."""
+    """Return whether the op shows all values of its operand in other sizes, which of some strides is a copy."""
     return alias_kind(target) is AliasKind.RESHAPE
 
 
 def is_copy(target: Any) -> bool:
-    """Whether the op makes its operand's values once more, in whatever dtype."""
+    """Return whether the op makes its operand's values once more, in whatever dtype."""
     return alias_kind(target) is AliasKind.COPY
 
 

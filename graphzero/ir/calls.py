@@ -22,7 +22,7 @@ from graphzero.sbp.types import B, Nd, Sbp, parse_sbp
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the rules of the registry speak of this node: a tensor op, not one that passes put in."""
+    """Return whether the rules of the registry speak of this node: a tensor op, not one that passes put in."""
     return (
         node.op == "call_function"
         and node.target is not operator.getitem
@@ -133,7 +133,7 @@ def _shared(on_axes: Iterable[Signature]) -> set[tuple[int, int]]:
 
 
 def nests_evenly(hierarchy: tuple[int, ...], pairs: Iterable[tuple[tuple[int, ...], Nd]]) -> bool:
-    """Whether dims that several axes split are cut at the same values in all operands and results of an op.
+    """Return whether dims that several axes split are cut at the same values in all operands and results of an op.
 
     A rule sees one axis.  Where an op shows the values of a dim in a dim of another size, as a view does, the cuts of
     nested splits agree if both sizes divide by all ranks.

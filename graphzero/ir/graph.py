@@ -32,7 +32,7 @@ LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
 
 
 class StepGraph:
-    """One step's program.
+    """The program of one step.
 
     Attributes:
         name: the user's Graph class, or what ``Graph(name=...)`` says.

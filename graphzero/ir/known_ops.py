@@ -1,4 +1,4 @@
-"""Which ops a program may name: what computes on tensors or host numbers and has no effect on anything else.
+"""Ops that a program may contain: they compute on tensors or host numbers, and have no effect on anything else.
 
 A text from elsewhere is data.  Its ops are graphzero's own, ATen's and prims' as far as their schema says that they
 take tensors and constants and make tensors, arithmetic on host numbers as capture writes it, and custom ops of this

@@ -1,4 +1,4 @@
-"""In which memory values lie: that of the rank's device, or, for what some ops make, that of the host.
+"""Memory that holds each value: that of the rank's device, or, for results of some ops, that of the host.
 
 Like the storage of a value it follows from the op that makes it, so it is not printed.  What lies in host memory is no
 memory of the device: the plan counts it apart, and so does the measurement.  It is read by the ops that bring it back,
@@ -46,15 +46,15 @@ def host_memory(offload: Op, reload: Op) -> None:
 
 
 def is_offload(target: Any) -> bool:
-    """Whether an op's results lie in host memory."""
+    """Return whether an op's results lie in host memory."""
     return target in _OFFLOADS
 
 
 def is_reload(target: Any) -> bool:
-    """Whether an op may read what lies in host memory."""
+    """Return whether an op may read what lies in host memory."""
     return target in _RELOADS
 
 
 def uses_host(nodes: Iterable[fx.Node]) -> bool:
-    """Whether anything in a program lies in host memory."""
+    """Return whether anything in a program lies in host memory."""
     return bool(_OFFLOADS) and any(node.target in _OFFLOADS for node in nodes)

@@ -103,7 +103,7 @@ class PackedHistory:
 
 
 def _facts(node: fx.Node) -> Facts:
-    """All of a node, as objects that are never changed, only replaced."""
+    """All properties of a node, as objects that are never changed, only replaced."""
     meta = node.meta
     return (node.op, node.name, node.target, *_compat.arguments(node), node.type, *meta, *meta.values())
 
@@ -180,7 +180,8 @@ class _NodePickler(pickle.Pickler):
 
 
 def _numbered(number: int) -> Any:
-    """In a graph's bytes, what is called for an object by its number; each reader puts its own in its place."""
+    """Function in a graph's bytes that stands for an object by its number; each reader replaces it by its own
+    object."""
     raise NotImplementedError
 
 

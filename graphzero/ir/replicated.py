@@ -58,7 +58,7 @@ def _computed_alone(results: list[fx.Node], axis: int, name: str) -> Iterator[fx
 
 
 def _is_whole(node: fx.Node, axis: int) -> bool:
-    """Whether a value, or one of the results of an op, is whole on every rank of the axis."""
+    """Return whether a value, or one of the results of an op, is whole on every rank of the axis."""
     several = value.sbp_of(node) if value.is_multi(node) else (value.sbp_of(node),)
     return any(nd is None or nd[axis].is_broadcast for nd in several or (None,))
 

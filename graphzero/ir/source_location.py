@@ -45,7 +45,7 @@ def _cell(file: str) -> str:
 
 
 def is_library(module: ModuleType | None) -> bool:
-    """Whether a module is torch's, graphzero's, or Python's own."""
+    """Return whether a module is torch's, graphzero's, or Python's own."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         return module is None or module.__name__ in sys.builtin_module_names
@@ -53,7 +53,7 @@ def is_library(module: ModuleType | None) -> bool:
 
 
 def is_project(name: str | None) -> bool:
-    """Whether a module of this name is the user's own: no library, installed or not."""
+    """Return whether a module of this name is the user's own: no library, installed or not."""
     module = sys.modules.get(name or "")
     file = getattr(module, "__file__", None) or ""
     return module is not None and not is_library(module) and not any(package in file for package in _PACKAGES)

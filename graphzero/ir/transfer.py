@@ -57,18 +57,18 @@ class Transfer:
 
     @property
     def casts(self) -> bool:
-        """Whether values are cast on their way, as a gather may."""
+        """Whether values are cast on the way, as a gather may do."""
         return "dtype" in self.node.kwargs
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it moves values, and delivers them."""
+        """The dtype in which values are moved and delivered."""
         said = self.node.kwargs.get("dtype")
         return said if isinstance(said, torch.dtype) else value.tensor_type(self.members[0]).dtype
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is a bucket of one that moves without a slot.
+        """Whether it is a bucket of one member that moves without a slot.
 
         A gather arrives in the storage of its result, a reduce-scatter leaves from the storage of its operand, an
         all-reduce works in it: from the launch on the operand of a reduction is read by nobody else.
@@ -77,17 +77,17 @@ class Transfer:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its result lies where its operand lay."""
+        """Whether its result is in the operand's storage."""
         return self.is_direct and self.collective.is_in_place
 
     @property
     def spends_operand(self) -> bool:
-        """Whether the operand's storage is the transfer's from its beginning on."""
+        """Whether the transfer takes over the operand's storage when it begins."""
         return self.is_direct and self.collective.reduces
 
     @property
     def reads_until_awaited(self) -> bool:
-        """Whether the operand must be there until the transfer is over."""
+        """Whether the operand must stay until the transfer has finished."""
         return self.spends_operand and not self.is_in_place
 
     @property
@@ -157,7 +157,7 @@ def delivered(node: fx.Node) -> tuple[Transfer, int] | None:
 
 
 def is_transfer(node: fx.Node) -> bool:
-    """Whether ranks meet at a node: it is a transfer, begins one, or waits for one."""
+    """Return whether ranks meet at a node: it is a transfer, begins one, or waits for one."""
     return node.target in ops.COMMUNICATING
 
 

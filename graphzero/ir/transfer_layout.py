@@ -76,7 +76,7 @@ class TransferLayout:
 
     @property
     def arrived_elements(self) -> int:
-        """Of what arrives by a gather or a reduce-scatter without a slot, padding included."""
+        """Number of elements that arrive by a gather or reduce-scatter without a slot, padding included."""
         return int(self.received.stop - self.received.start)
 
     @property
@@ -111,7 +111,8 @@ def _sections(graph: StepGraph, moves: Transfer) -> tuple[int, ...]:
 
 
 def lies_in_long_runs(graph: StepGraph, layout: TransferLayout) -> bool:
-    """Whether each piece of the one member is one run of elements of the whole, or even runs worth a message each."""
+    """Return whether each piece of the one member is contiguous in the whole, or in equal runs that are worth a message
+    each."""
     if not layout.moves.dims:
         return True
     (member,), (dim,) = layout.moves.members, layout.moves.dims
@@ -123,7 +124,7 @@ def lies_in_long_runs(graph: StepGraph, layout: TransferLayout) -> bool:
 
 
 def _is_alike_on_all(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether all ranks hold pieces of one shape: the first one's are the longest, the last one's the shortest."""
+    """Return whether all ranks hold pieces of one shape: the first piece is the longest, the last one the shortest."""
     type_, nd = _one_result(node)
     return shape_on(graph, type_, nd) == shape_on(graph, type_, nd, int(graph.placement.ranks.flat[-1]))
 
@@ -136,7 +137,7 @@ def _one_result(node: fx.Node) -> tuple[TensorType, Nd]:
 
 
 def count_runs(shape: Sequence[int], dim: int, sections: int) -> int:
-    """In how many runs of neighbouring elements a piece of a rank's ``shape`` lies, cut along ``dim`` in sections."""
+    """Number of runs of neighbouring elements in a piece of a rank's ``shape``, cut along ``dim`` in sections."""
     return prod(shape[:dim]) * sections
 
 

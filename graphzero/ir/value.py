@@ -159,7 +159,7 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def is_multi(node: fx.Node) -> bool:
-    """Whether the node is an op with several results, read through ``operator.getitem`` nodes."""
+    """Return whether the node is an op with several results, read through ``operator.getitem`` nodes."""
     return isinstance(node.meta.get("type"), tuple)
 
 
@@ -185,7 +185,7 @@ def role_of(node: fx.Node) -> Role | None:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether the node computes, in backward, what forward has computed before."""
+    """Return whether the node computes, in backward, what forward has computed before."""
     role = role_of(node)
     return role is not None and role.kind == "recompute"
 
@@ -217,7 +217,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def facts(nodes: Iterable[fx.Node]) -> list[Any]:
-    """All that may be known of a program by its nodes, as objects: as long as these are the same ones, so is it.
+    """All facts about a program's nodes, as objects: while they are the same objects, the program has not changed.
 
     Arguments, types, SBPs and roles are never changed, only replaced.
     """
@@ -257,7 +257,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def flat_nodes(args: Any) -> list[fx.Node]:
-    """Every node in nested arguments, in order, repeats kept."""
+    """Every node in nested arguments, in order, with repeats."""
     nodes: list[fx.Node] = []
     _collect((args,), nodes)
     return nodes

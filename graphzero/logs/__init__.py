@@ -1,4 +1,4 @@
-"""What graphzero says of its own work: a structured log, and lines of progress while something long goes on.
+"""Logs of graphzero: structured records, and lines of progress during long work.
 
 Nothing here asks another rank for anything.
 """

@@ -1,4 +1,4 @@
-"""What a process is busy with, for who waits: nothing for two seconds, then which part of the work is under way.
+"""Progress of long work: nothing for two seconds, then the part that is under way.
 
 On a terminal tqdm updates one line in place, if it is installed.  Elsewhere there are plain lines: one for each part
 that took more than a second, and one every few seconds.  A thread of its own says them: the work may be anywhere.
@@ -65,7 +65,7 @@ class LongTask:
     # ---- what is shown
 
     def show(self) -> None:
-        """Where the work is now."""
+        """Show the present part of the work."""
         self.is_shown = True
         part = next((f"{name} (part {self.parts}), " for name in self._under_way[-1:]), "")
         self._say(f"{self.what}: {part}{self.elapsed:.0f} s so far")
@@ -150,13 +150,13 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _is_wanted() -> bool:
-    """Whoever has silenced the logger does not want lines either."""
+    """Return whether lines are wanted: not where the logger is silenced."""
     silenced = LOG.disabled or LOG.level > logging.INFO
     return OPTIONS.progress != "off" and sys.stderr is not None and not silenced
 
 
 def _on_terminal() -> bool:
-    """Whether a line is updated in place."""
+    """Return whether a line is updated in place."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return OPTIONS.progress == "auto" and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     return False

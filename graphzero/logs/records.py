@@ -70,7 +70,7 @@ class LogOptions:
 
 
 def set_logs(*, file: str | os.PathLike[str] | None = None, steps: bool = False, progress: str = "auto") -> None:
-    """What graphzero logs in this process from now on; each call says all of it.
+    """Set what graphzero logs in this process from now on; each call replaces all options.
 
     file: a path to which events are added as JSON lines, by rank 0 alone; one with ``{rank}`` in it by every rank, each
     to its own.  None: no file.  As the environment variable: ``GRAPHZERO_LOG``.
@@ -103,7 +103,7 @@ def note_rank(rank: int) -> None:
 
 
 def is_on(level: int = logging.INFO) -> bool:
-    """Whether anybody reads events: what is dear to find out need not be found out otherwise."""
+    """Return whether anybody reads events: what is dear to find out need not be found out otherwise."""
     return OPTIONS.writes or LOG.isEnabledFor(level)
 
 

@@ -64,7 +64,7 @@ def adam(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, decoupled: bool = True,
     maximize: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """The same beside them: the new parameters, then the first moments, the second, and the largest of these."""
+    """The same step, not in place: returns the new parameters, then the first moments, the second, and their maxima."""
     new_params, first, second, largest = (
         [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     )

@@ -34,7 +34,7 @@ def adam_rounded_(
     lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float, key: Tensor, *, numbers: Sequence[int],
     start: list[int], total: list[int], decoupled: bool = True, maximize: bool = False,
 ) -> None:  # fmt: skip
-    """One step of one parameter, each list holds one tensor or none; see ``adam_``.
+    """Step one parameter in place; each list holds one tensor or none. See ``adam_``.
 
     The gradient is float32, the others bfloat16.  numbers: of the parameter and its moments, the ``op`` of
     ``stochastic_round``, as are key, start and total.
@@ -55,7 +55,7 @@ def adam_rounded(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors,
     *rest: Any, **more: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """The same beside them: the new parameter, then the moments."""
+    """The same step, not in place: returns the new parameter, then the moments."""
     new_param, first, second, largest = (
         [x.clone() for x in group] for group in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     )

@@ -47,7 +47,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One implementation.
+    """One implementation of attention.
 
     fits: whether it computes a case.  enabled: torch's own switch for it; backend: torch's number of it.
     """

@@ -121,7 +121,7 @@ def _scores(
 
 
 class _Drops:
-    """Which weights are dropped.  scale: of those that are kept."""
+    """Weights that are dropped. scale: factor of the kept ones."""
 
     def __init__(self, k: Tensor, draws: Tensor | None, dropout: float) -> None:
         self.scale = 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0

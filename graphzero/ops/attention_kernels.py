@@ -122,7 +122,7 @@ def _parts(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _is_faster_in_float32(case: AttentionCase) -> bool:
-    """Whether the case is a backward of 16-bit values on a CPU without a unit for their products of matrices."""
+    """Return whether the case is a backward of 16-bit values on a CPU without a unit for their products of matrices."""
     return case.backward and case.dtype in HALF and not _compat.has_tiles()
 
 

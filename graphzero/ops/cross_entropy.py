@@ -46,7 +46,7 @@ def backward_out(
     grad: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
     total_weight: Tensor, *, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The same put into ``out``, which may be ``log_probs``."""
+    """The same, written into ``out``, which may be ``log_probs``."""
     nll_backward = aten.nll_loss2d_backward if log_probs.dim() == 4 else aten.nll_loss_backward
     rows, in_place = _rows(log_probs), out.device.type == "cpu" and out.is_contiguous()
     room = torch.empty_like(log_probs[:rows], memory_format=torch.contiguous_format)

@@ -43,13 +43,14 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def shape(a: Tensor, b: Tensor, ends: Tensor) -> tuple[int, ...]:
-    """Of the product."""
+    """Shape of the product."""
     groups = (ends.shape[0],) if a.dim() == b.dim() else ()
     return (*groups, a.shape[-2], b.shape[-1])
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether torch's kernel takes it: one of the last two dims is dense, the others multiples of 16 bytes apart."""
+    """Return whether torch's kernel takes it: of the last two dims one is dense, the other has a multiple of 16 bytes
+    as stride."""
     if x.dtype not in KERNEL_DTYPES or x.numel() == 0 or x.storage_offset() * x.element_size() % 16:
         return False
     dense = [d for d in (x.dim() - 1, x.dim() - 2) if x.stride(d) == 1]

@@ -136,7 +136,7 @@ def index_add(
 
 
 def scatter_value(x: Tensor, dim: int, index: Tensor, value: float, *, start: int, total: int) -> Tensor:
-    """What belongs to other ranks is written to one place behind the piece, which is cut off."""
+    """Scatter a value. Elements of other ranks are written to one place after the piece, which is then cut off."""
     length = x.shape[dim]
     here, _ = _local(index, start, length, total, other=length)
     room = torch.cat([x, x.new_empty([1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)])], dim)

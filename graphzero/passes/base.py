@@ -83,7 +83,7 @@ def each(passes: Iterable[Pass]) -> Iterator[Pass]:
 
 @dataclass(frozen=True)
 class Record:
-    """One pass of a run: its name, the graph before and after, and its seconds without verification.
+    """Record of one pass of a run: its name, the graph before and after, and its seconds without verification.
 
     ``seconds_verify`` is what the verification after it took.  The graphs are kept packed (``ir.packed_graph``).
     """

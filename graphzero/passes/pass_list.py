@@ -49,7 +49,7 @@ from graphzero.sbp.types import Nd
 
 @dataclass(frozen=True)
 class Options:
-    """What the built-in passes are told: a pass is given those of these options that it has a field for, by name.
+    """Options of the built-in passes: a pass gets those for which it has a field of the same name.
 
     placed: role of a placeholder -> its SBP, where the user said; see ``Pin``.
     stage: of ZeRO; 0 for none.
@@ -97,13 +97,13 @@ def _always(options: Options) -> bool:
 
 
 def _adds_up(options: Options) -> bool:
-    """Whether what is a sum over the batch is added up part by part."""
+    """Return whether what is a sum over the batch is added up part by part."""
     return options.micro_batches > 1 or options.tiles > 1
 
 
 @dataclass(frozen=True)
 class PassEntry:
-    """One line of the list.
+    """One entry of the list of passes.
 
     kind: a dataclass that is called with a graph; its name in snake case is the pass's.
     level: of the graphs that it runs on.  when: the options with which it is there.  group: what it and the passes

@@ -98,7 +98,7 @@ def _error(text: str, at: int, problem: str) -> ParseError:
 
 
 def listing() -> str:
-    """Every pass with the level that it runs on, one line of what it does, and its options."""
+    """Every pass with its level, its summary, and its options."""
     lines = ["name{option=value option=value},name,...   in the order in which they run", ""]
     entries = pass_entries()
     rows: list[tuple[str, str, type]] = [(entry.name, entry.level, entry.kind) for entry in entries]

@@ -17,7 +17,7 @@ from graphzero.sbp.types import B, Sbp
 
 @dataclass(frozen=True)
 class Move:
-    """One transition.  ``via`` holds the SBPs between where no single collective does it."""
+    """One transition. ``via``: the SBPs in between, where no single collective makes it."""
 
     kind: str
     src: Sbp

@@ -52,7 +52,7 @@ class CollectiveKind:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what arrives stands where it was sent from."""
+        """Whether the result arrives in the operand's storage."""
         return self.sent(0, 2) == self.received(2)
 
 

@@ -212,7 +212,8 @@ def _candidates(bound: _Bound, cut: Cut, nonempty: bool) -> Iterator[Candidate]:
 
 
 def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
-    """In how many sections a label may be split, 1 first, so that some dim it lies in has a wanted count."""
+    """Numbers of sections in which a label may be split, 1 first, so that some dim that contains it has a wanted
+    number."""
     before = {places[label][1] for places in (*bound.inputs, *bound.outputs) if label in places}
     inner = {count // b for count in wanted for b in before if count % b == 0} - {1}
     size = bound.sizes[label]
@@ -220,7 +221,7 @@ def _sections(bound: _Bound, label: str, wanted: Collection[int]) -> list[int]:
 
 
 def _cuts(bound: _Bound, label: str, count: int, cut: Cut, full: bool) -> bool:
-    """Whether a label can be cut so: evenly where the pieces of sections or of a merged dim would differ."""
+    """Return whether a label can be cut so: evenly where the pieces of sections or of a merged dim would differ."""
     size, ranks = bound.sizes[label], cut.ranks or 1
     pieces = cut.pieces or ranks
     if count > 1 or label in bound.merged:

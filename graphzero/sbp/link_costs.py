@@ -24,7 +24,7 @@ from graphzero.sbp.types import Sbp
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks that meet along one placement axis pay to talk.
+    """Cost of communication between the ranks along one placement axis.
 
     latency: seconds until a message arrives, whatever its size (alpha); 0 where only bytes count.
     bandwidth: bytes that one rank sends per second while all ranks do (1 / beta).
@@ -58,7 +58,7 @@ def link_of(given: Any, what: str) -> Link:
 
 
 def is_finite(x: object) -> TypeGuard[float]:
-    """Whether it is a number that a float can hold: no bool, no NaN, no infinity, no int beyond all floats."""
+    """Return whether it is a number that a float can hold: not a bool, NaN, infinity, or an int beyond all floats."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
@@ -99,7 +99,7 @@ class Costs:
         return per_message * messages(kind, ranks) + per_byte * wire_bytes(kind, nbytes, ranks)
 
     def box(self, src: Sbp, dst: Sbp, nbytes: float, axis: int) -> float:
-        """All steps from ``src`` to ``dst`` on ``axis``; see ``of``."""
+        """Cost of all steps from ``src`` to ``dst`` on ``axis``; see ``of``."""
         per_message, per_byte = self._weights[axis]
         count, share = _box(src, dst, self.hierarchy[axis])
         return per_message * count + per_byte * (share * nbytes)

@@ -35,7 +35,7 @@ def mesh_of(device_type: str, ranks: Ranks, names: tuple[str, ...]) -> DeviceMes
 
 
 def ascend(ranks: Ranks) -> bool:
-    """Whether ranks ascend along each axis: groups that are made by their members alone are in the order of ranks."""
+    """Return whether ranks ascend along each axis: groups that only their members create are in the order of ranks."""
     return all(bool((np.diff(ranks, axis=axis) > 0).all()) for axis in range(ranks.ndim))
 
 

@@ -1,4 +1,4 @@
-"""One use of an op, as a rule sees it: its arguments by name, its tensors in order, and nothing of their values."""
+"""One call of an op as a rule sees it: arguments by name, tensors in order, without their values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONSTANTS = (int, float, complex, str, type(None), type(Ellipsis), torch.dtype,
 
 @dataclass(frozen=True)
 class Call:
-    """One use of an op, with a TensorMeta where a tensor stood: all that a rule may look at."""
+    """One call of an op, with a TensorMeta for each tensor: all that a rule may depend on."""
 
     op: Op
     args: tuple[Any, ...]

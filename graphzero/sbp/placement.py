@@ -1,4 +1,4 @@
-"""Which ranks run a program, and how they are arranged.
+"""Placements: the ranks that run a program, and their arrangement.
 
 A placement is a fact, cheap to make and to compare; it opens no connection.  Only ``mesh()`` touches
 torch.distributed.  How a tensor lies on a placement is ``types``; who runs where is the runtime.
@@ -60,7 +60,7 @@ class Placement:
         return tuple(name for name in self.names if name.startswith("dp") or name == MICRO_BATCHES)
 
     def with_micro_batches(self, count: int) -> Placement:
-        """The same ranks with an axis ``mb`` behind the last data axis, along which each rank stands ``count`` times.
+        """The same ranks with an axis ``mb`` after the last data axis, along which each rank occurs ``count`` times.
 
         Programs speak of it up to the pass ``micro_batches``; nothing runs on such a placement.
         """
@@ -120,7 +120,8 @@ class Placement:
         return self._mesh[1]
 
     def axes_of(self, mesh: DeviceMesh) -> tuple[int, ...] | None:
-        """Which of its axes the dims of ``mesh`` are, seen from this process; None where it is no part of this.
+        """The placement's axes that the dims of ``mesh`` correspond to, seen from this process; None where the mesh is
+        not part of it.
 
         A part is all of it, or some axes in their order with this process' place on the others, as ``mesh["tp"]`` is.
         Names decide between axes that would do.

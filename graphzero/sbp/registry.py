@@ -1,4 +1,4 @@
-"""Which op may run on which SBPs.  Rules are registered here; what is cheap is not asked here.
+"""Registry of rules: the SBPs that each op may run on. Costs are not considered here.
 
     rule(torch.ops.aten.mm.default, "mk,kn->mn")
 
@@ -66,7 +66,7 @@ class Offset:
         return int(kwargs[self.dim] if self.dim in kwargs else args[at]) % max(ndim, 1)
 
     def splits(self, call: Call, signature: Signature) -> bool:
-        """Whether a signature splits the dim, in one section: a rank's piece has one beginning."""
+        """Return whether a signature splits the dim, in one section: a rank's piece has one beginning."""
         metas = (*call.tensors, *(m for m in call.outputs if m is not None))
         sbp = (*signature.inputs, *signature.outputs)[self.tensor]
         ndim = len(metas[self.tensor].shape)
@@ -170,7 +170,7 @@ def _load() -> None:
 
 
 def has_rule(op: Op) -> bool:
-    """Whether ``op`` may run on anything but B."""
+    """Return whether ``op`` may run on anything but B."""
     _load()
     return op in _entries
 
@@ -257,7 +257,7 @@ def _written(call: Call, rule: Rule, nonempty: bool, cut: Cut) -> tuple[Signatur
 
 
 def entry_of(op: Op) -> RuleEntry | None:
-    """All that was said of an op; None where nothing was."""
+    """The registered facts about an op; None if there are none."""
     _load()
     return _entries.get(op)
 

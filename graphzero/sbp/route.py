@@ -77,7 +77,7 @@ def bytes_of(steps: Sequence[Step], src: Nd, hierarchy: tuple[int, ...], nbytes:
 
 
 def is_possible(nd: Nd, axis: int, src: Sbp, dst: Sbp, hierarchy: Sequence[int]) -> bool:
-    """Whether one move on ``axis`` takes a value from ``src`` to ``dst`` while it stays on the others as in ``nd``."""
+    """Return whether one move on ``axis`` takes a value from ``src`` to ``dst`` while other axes stay as in ``nd``."""
     if src is dst or hierarchy[axis] == 1:
         return True
     inside = [sbp for sbp, ranks in zip(nd[axis + 1 :], hierarchy[axis + 1 :], strict=True) if ranks > 1]
@@ -151,7 +151,7 @@ def _moves(nd: Nd, options: list[list[Sbp]], hierarchy: tuple[int, ...]) -> Iter
 
 
 def _is_renamed(nd: Nd, axis: int, sbp: Sbp, hierarchy: tuple[int, ...]) -> bool:
-    """Whether the cut on ``axis`` is the same one in as many sections as ``sbp`` has."""
+    """Return whether the cut on ``axis`` is the same one in as many sections as ``sbp`` has."""
     same_dim = sbp.is_split and nd[axis].is_split and sbp.dim == nd[axis].dim
     return same_dim and alike(nd, _put(nd, axis, sbp), hierarchy)
 

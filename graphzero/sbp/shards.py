@@ -1,4 +1,4 @@
-"""Which piece of a tensor a rank holds.  The one place that knows how splits are cut: as torch.chunk cuts.
+"""Pieces of tensors on ranks. The only module that knows how splits are cut: as torch.chunk cuts.
 
 On several placement axes the outermost cuts first and each further one cuts what it finds, so that nested splits of
 one dim, ``(S(0), S(0))``, are chunks of chunks, as two ``Shard(0)`` of a DTensor are.  With sections, ``S(0, k)``, a
@@ -46,7 +46,7 @@ def cuts(nd: Nd, hierarchy: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def alike(a: Nd, b: Nd, hierarchy: Sequence[int]) -> bool:
-    """Whether every rank holds the same values under both: ``(S(0), S(0, 2))`` on 2 x 2 is ``(S(0), S(0))``."""
+    """Return whether every rank holds the same values under both: ``(S(0), S(0, 2))`` on 2 x 2 is ``(S(0), S(0))``."""
     plain = [[B if sbp.is_split else sbp for sbp in cutting(nd, hierarchy)] for nd in (a, b)]
     return plain[0] == plain[1] and cuts(a, hierarchy) == cuts(b, hierarchy)
 
@@ -66,14 +66,14 @@ def lifted(nd: Nd, axis: int, to: Sbp, hierarchy: Sequence[int]) -> Nd:
 
 
 def sections_at(nd: Nd, hierarchy: Sequence[int], axis: int) -> int:
-    """In how many sections a rank holds what ``axis`` splits, after all other axes' cuts."""
+    """Number of sections in which a rank holds what ``axis`` splits, after the cuts of all other axes."""
     mine = nd[axis]
     others = (i for i, s in enumerate(nd) if i != axis and s.is_split and s.dim == mine.dim)
     return mine.sections // prod(hierarchy[i] for i in others if nd[i].sections < mine.sections)
 
 
 def nests(shape: Sequence[int], nd: Nd, hierarchy: Sequence[int]) -> bool:
-    """Whether ranks can hold a tensor so: the sections of each dim, and their pieces over all axes, are even.
+    """Return whether ranks can hold a tensor so: the sections of each dim, and their pieces over all axes, are even.
 
     Cuts without sections may be uneven, one within the other.
     """
@@ -154,7 +154,7 @@ def window(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -
 
 
 def cut(whole: Tensor, nd: Nd, hierarchy: Sequence[int], at: Sequence[int]) -> Tensor:
-    """That piece: a view of ``whole`` but where it is cut in sections."""
+    """Cut out the piece at ``at``: a view of ``whole``, except where it is cut in sections."""
     view = window(whole, nd, hierarchy, at)
     return view.reshape(piece_shape(whole.shape, nd, hierarchy, at)) if view.dim() > whole.dim() else view
 

@@ -20,7 +20,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Signature:
-    """One SBP per tensor operand, in the order in which (args, kwargs) hold them, and one per tensor output."""
+    """One SBP per tensor operand, in the order of (args, kwargs), and one per tensor output."""
 
     inputs: tuple[Sbp, ...]
     outputs: tuple[Sbp, ...]
@@ -36,5 +36,5 @@ class Signature:
 
 
 def all_broadcast(inputs: int, outputs: int) -> Signature:
-    """Every rank does the whole op: right for every op, and no faster than one rank."""
+    """Every rank computes the whole op: correct for every op, and no faster than one rank."""
     return Signature((B,) * inputs, (B,) * outputs)

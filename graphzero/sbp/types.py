@@ -22,7 +22,7 @@ from graphzero.sbp.reductions import REDUCTIONS
 
 @dataclass(frozen=True, eq=False)
 class Sbp:
-    """One annotation on one placement axis.  Make it with ``B``, ``S(i)``, ``P`` or ``partial``."""
+    """One annotation on one placement axis. Create it with ``B``, ``S(i)``, ``P`` or ``partial``."""
 
     kind: str  # "B", "S" or "P"
     dim: int = -1  # of S

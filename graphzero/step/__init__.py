@@ -1,4 +1,4 @@
-"""Which program a call runs, alike on all ranks: arguments read, keys, captures and programs kept.
+"""Selection of the program for a call, equal on all ranks: arguments, keys, cached captures and programs.
 
 How tensors are bound and ops run is the runtime's; ``steps`` has the order of a step.
 """

@@ -1,4 +1,4 @@
-"""One call of a Graph as it was read: its arguments, the state of things as of now, and what selects its program.
+"""One call of a Graph as read: its arguments, the present state, and the key of its program.
 
 This is the only place that reads them.  The key, capture, the ranks' agreement, what the program is fed and what the
 user is given back all go by the one record.

@@ -94,7 +94,7 @@ class BuildInputReader:
         return flat, spec, names
 
     def may_be(self, name: str) -> bool:
-        """Whether another call may have an input of that name."""
+        """Return whether another call may have an input of that name."""
         known = self._signature.parameters
         return name.split(".")[0] in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
@@ -144,7 +144,7 @@ class BuildInputReader:
         return wanted
 
     def _global_shape(self, name: str, shape: tuple[int, ...], nd: Nd) -> tuple[int, ...]:
-        """Of a plain tensor."""
+        """Global shape of a plain tensor."""
         if not self.placement.virtual:
             return global_shape(shape, nd, self.placement.hierarchy)
         _check_divides(name, shape, nd, self.placement)
@@ -159,7 +159,8 @@ def _step(key: Any) -> str:
 
 
 def _checked_object(name: str, raw: Any) -> Any:
-    """A leaf that is baked into the program: it must be a constant, and hold no tensors that the graph cannot see."""
+    """Check a leaf that becomes a constant of the program: it must not change, nor hold tensors that the graph cannot
+    see."""
     if isinstance(raw, (float, *_PLAIN)):
         return raw
     if isinstance(raw, Iterator):

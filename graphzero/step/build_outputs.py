@@ -24,7 +24,7 @@ from graphzero.step.input_transform import TransformedInputs
 
 @dataclass(frozen=True)
 class BuildOutput:
-    """One thing that build returns.  nd, shape: of a tensor; no shape: a number.  is_literal: what stands there.
+    """One output of build. nd, shape: of a tensor; no shape: a number. is_literal: the value is a constant.
 
     padded: along what it is padded.
     """
@@ -65,7 +65,7 @@ class BuildOutput:
 
 
 class BuildOutputs:
-    """All of them.  spec: the tree that build makes of them."""
+    """All outputs. spec: the tree in which build returns them."""
 
     def __init__(self, graph: StepGraph, spec: pytree.TreeSpec, padded: Sequence[frozenset[Along]] = ()) -> None:
         along = padded or [frozenset()] * len(graph.outputs)

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks before a call: one hash of it, and its parts by name for a message."""
+"""Facts that must be equal on all ranks before a call: one hash, and its parts by name for a message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Parts = Callable[[], Mapping[str, str]]
 
 @dataclass
 class Progress:
-    """How far a Graph has come.
+    """Progress of a Graph.
 
     taken: steps since it was made or loaded; a call that a rank has stopped is one on some.
     completed: those after which all schedulers have stepped too; one that raises leaves its rank behind.
@@ -34,7 +34,7 @@ class Progress:
 
 
 class CallFacts:
-    """Of the calls of one Graph."""
+    """Facts about the calls of one Graph."""
 
     def __init__(self, source: UserGraph, attributes: GuardedAttributes, progress: Progress) -> None:
         self._source, self._attributes, self._progress = source, attributes, progress
@@ -73,6 +73,6 @@ class CallFacts:
 
 
 def compares_inputs(call: BuildCall, known: CachedKey) -> bool:
-    """Whether a call is one of those that compare the larger inputs that ranks are given alike."""
+    """Return whether a call is one of those that compare the larger inputs that ranks are given alike."""
     shared = known.shared
     return shared is not None and bool(shared.all) and (shared.calls < FIRST or call.settings.check_inputs == "values")

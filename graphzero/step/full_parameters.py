@@ -36,7 +36,7 @@ _WRITTEN = Topic(
 
 
 class FullParameters:
-    """One block, a context manager that every rank enters and leaves.
+    """One block of ``full_parameters``, a context manager that every rank enters and leaves.
 
     Where an interrupt keeps ``with`` from leaving it, it ends with the last that refers to it.
     """

@@ -18,7 +18,7 @@ _PLAIN = (float, int, bool, str, type(None))
 
 
 class _GroupRecord:
-    """One parameter group as it was: its entries, the role and value of its numbers, and what is held fixed."""
+    """Record of one parameter group: its entries, the role and value of its numbers, and its constants."""
 
     def __init__(self, optimizer: int, spec: OptimizerSpec, index: int) -> None:
         group = spec.optimizer.param_groups[index]

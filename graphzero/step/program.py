@@ -1,4 +1,4 @@
-"""One program of a Graph: the step as captured, what passes made of it, what it costs, and what runs.
+"""One program of a Graph: the captured step, the graph after all passes, its plan, and what runs it.
 
 What it reads anew in each call, and what it gives back, go by the record of the call.
 """
@@ -76,12 +76,12 @@ class StepProgram:
 
     @property
     def graph(self) -> StepGraph:
-        """All of it, as it runs."""
+        """The whole program as it runs."""
         return self.part.graph
 
     @cached_property
     def roles(self) -> dict[str, Role]:
-        """Of what every call feeds it, by placeholder."""
+        """Roles of the placeholders that every call fills."""
         return {node.name: node.meta["role"] for node in self.graph.placeholders(*FED)}
 
     @cached_property
@@ -142,5 +142,5 @@ class StepProgram:
 
     @cached_property
     def hash(self) -> int:
-        """Of its text and every collective, the same in every process."""
+        """Hash of the program's text and every collective, equal in every process."""
         return digest(str(self.graph), *map(repr, self.plan.collectives))

@@ -81,7 +81,7 @@ class ProgramCache:
         return None
 
     def find_capture(self, call: BuildCall) -> Captured | None:
-        """The same, of captures."""
+        """Find the capture for a call."""
         known, has_state = self.captures.get(call.key.captured, ()), call.state.has_state
         return next((x for x in known if x.guards.check(call.numbers, has_state, self.attributes)), None)
 

@@ -35,7 +35,7 @@ from graphzero.step.input_transform import active_transform
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """What selects a program.  ``captured`` selects the capture; ``placed`` and ``config`` what passes make of it.
+    """Key of a program. ``captured`` selects the capture; ``placed`` and ``config`` select what passes make of it.
 
     captured: (what it is, value): structure, shapes and dtypes of inputs, torch's settings, modules with their mode and
     hooks, parameters, optimizers with their groups.  placed: SBPs of inputs, parameters and buffers.
@@ -133,7 +133,7 @@ class ProgramKeyBuilder:
 
 
 def differing(one: ProgramKey, other: ProgramKey) -> list[str]:
-    """What two keys differ in, by the names of their parts."""
+    """Names of the parts in which two keys differ."""
     mine, its = dict(one.captured), dict(other.captured)
     names = [name for name in dict.fromkeys((*mine, *its)) if mine.get(name) != its.get(name)]
     names += ["how tensors lie"] * (one.placed != other.placed)
@@ -141,7 +141,7 @@ def differing(one: ProgramKey, other: ProgramKey) -> list[str]:
 
 
 def placed_of(inputs: Inputs, nds: Sequence[Nd]) -> tuple[Any, ...]:
-    """How inputs lie, and parameters and buffers, see ``State.nds``."""
+    """Placement of inputs, parameters and buffers, see ``State.nds``."""
     return tuple(leaf.nd for leaf in inputs.leaves), _Hashed(nds)
 
 
@@ -167,7 +167,7 @@ def _layout(optimizer: Optimizer, names: Mapping[int, str], index: int) -> tuple
 
 
 def _selects(leaf: Input) -> Any:
-    """What of an input selects a capture.  A float is read at run time and selects none."""
+    """The part of an input that selects a capture. A float is read at run time and selects none."""
     if leaf.shape is not None:
         return leaf.raw.dtype, leaf.shape
     return (float,) if isinstance(leaf.raw, float) else (type(leaf.raw), leaf.raw)

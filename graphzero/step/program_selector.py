@@ -1,4 +1,4 @@
-"""Which program a call runs: the call read, the ranks agreed, the program found or compiled.
+"""Selecting the program for a call: read the call, agree among ranks, find or compile the program.
 
 All of it happens before a step is taken, and what one rank cannot do, or would do otherwise, raises on every rank.
 ``build_call`` says what a call consists of, ``facts`` what ranks compare, ``compile_step`` how a program is made;
@@ -124,7 +124,8 @@ class ProgramSelector:
         return PreparedCall(source, call, program)
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PreparedCall:
-        """The same without a word to other ranks.  Raises ConfigError for arguments whose program has never run."""
+        """Find the program without talking to other ranks. Raises ConfigError for arguments whose program has never
+        run."""
         call = self._calls.read_call(args, kwargs, self.source.state(), running=False)
         program = self.programs.find(call, self.programs.known(call.key))
         if program is None or not program.part.has_executor:
@@ -194,5 +195,5 @@ class ProgramSelector:
 
 
 def _needs_room(settings: Settings) -> bool:
-    """On all ranks or on none."""
+    """Return whether the program depends on the memory limit of the ranks; equal on all ranks."""
     return settings.zero.stage == AUTO and settings.memory_budget is None

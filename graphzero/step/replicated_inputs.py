@@ -1,4 +1,4 @@
-"""Whether ranks that are said to be given the same input have been.
+"""Check that ranks which should get equal inputs have got them.
 
 A 0-d tensor, one that ``set_input`` says is B, and a batch along the axes that do not split it, is taken for equal on
 the ranks of such an axis.  Small ones are part of each call's agreement; larger ones are compared in the first calls.
@@ -21,7 +21,7 @@ FIRST = 2  # calls of a program in which larger inputs are compared
 
 
 class ReplicatedInputs:
-    """Which inputs of a call several ranks are said to be given alike: by their numbers among the leaves.
+    """Inputs of a call that several ranks must get with equal values: by their numbers among the leaves.
 
     small: those compared in each call.  calls: how often the others have been compared.
     """
@@ -33,7 +33,7 @@ class ReplicatedInputs:
         self.calls = 0
 
     def values(self, inputs: Inputs) -> list[str]:
-        """Of the small ones, but on a GPU, for which the host would wait."""
+        """Values of the small ones; not on a GPU, for which the host would have to wait."""
         raws = [inputs.leaves[i].raw for i in self.small]
         return [repr(raw.tolist()) if raw.device.type == "cpu" else f"on {raw.device.type}" for raw in raws]
 

@@ -22,7 +22,7 @@ from graphzero.step.user_graph import UserGraph
 
 
 class StepRunner:
-    """Those of one Graph, and what the last training call says beside its outputs."""
+    """Runs the steps of one Graph, and keeps the results of the last training call beside its outputs."""
 
     def __init__(self, source: UserGraph, selection: ProgramSelector) -> None:
         self.source, self.selection = source, selection
@@ -131,5 +131,5 @@ class StepRunner:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last training call changed nothing.  On a GPU it waits for that call."""
+        """Whether the last training call changed nothing. On a GPU this waits for that call."""
         return any(map(bool, self._skips))

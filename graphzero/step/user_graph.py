@@ -29,7 +29,7 @@ from graphzero.step.build_inputs import BuildInputReader
 
 
 class UserGraph:
-    """All of it, as of now.
+    """Everything that a user's Graph holds, as of now.
 
     owner: the user's object, on whose attributes ``build``, modules and a ``name`` are looked up.
     optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.  averages: in the order of
@@ -55,7 +55,7 @@ class UserGraph:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """By attribute; the loss scale beside them where there is one."""
+        """Modules by attribute; also the loss scale where there is one."""
         named = {name: attribute for name, attribute in vars(self.owner).items() if isinstance(attribute, nn.Module)}
         scale = self.loss_scale
         return named if scale is None else {**named, LOSS_SCALE: scale}
@@ -118,7 +118,7 @@ class UserGraph:
         return Step(self.name, self.placement, build, modules, self.optimizers, precision, self.averages)
 
     def reader(self) -> BuildInputReader:
-        """Of build's arguments.  Raises ConfigError for a build that cannot be called."""
+        """Reader of build's arguments. Raises ConfigError for a build that cannot be called."""
         build = self.owner.build
         if getattr(build, "__isabstractmethod__", False):
             build()  # says that there is none

@@ -1,4 +1,4 @@
-"""What one needs to unit-test passes on a laptop: a fake world, text in and text out, the same step twice.
+"""Tools to unit-test passes on a laptop: a fake world, text in and text out, the same step twice.
 
 def test_my_pass():
     graph = gz.parse(TEXT)

@@ -15,7 +15,7 @@ _edits: dict[pathlib.Path, list[tuple[ast.expr, str]]] = {}
 
 
 def enable(on: bool) -> None:
-    """Whether mismatches are taken as the new expectation."""
+    """Set whether mismatches become the new expectation."""
     global _on
     _on = on
 

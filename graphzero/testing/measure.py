@@ -1,4 +1,4 @@
-"""What one call of a Graph takes and sends, as the dispatcher and the ranks see it."""
+"""Measurement of one call of a Graph, by the dispatcher and the ranks."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class MemoryMeter(TorchDispatchMode):
                 self._resident[category] = self._resident.get(category, 0) + nbytes
 
     def measured(self) -> Measured:
-        """What was found so far."""
+        """Results so far."""
         self._note_peak()
         at_peak: dict[str, int] = {}
         for storage in self._at_peak:

@@ -1,4 +1,4 @@
-"""Where the seconds of a run go: compute by phase, copies in and out of buffers, waiting for other ranks.
+"""Seconds of a run by kind: compute by phase, copies in and out of buffers, waiting for other ranks.
 
 ``Executor.run_step`` takes it in place of a ``MemoryMeter``.  It times the first local rank line by line, which itself
 costs some 0.2 microseconds a line.  On a device that works asynchronously it times the launches, not the kernels.
@@ -68,12 +68,12 @@ class Timer:
         self._began, self._node = time.perf_counter(), ""
 
     def stop(self) -> None:
-        """It is over."""
+        """End the measurement."""
         self.enter("", "")
         self.times.calls += 1
 
     def agreed(self, seconds: float) -> None:
-        """So many seconds around the program went by until all ranks had come to agree on it."""
+        """Add seconds that passed around the program until all ranks had agreed on it."""
         if seconds:
             self.times.seconds[AROUND] -= seconds
             self.times.seconds[AGREEING] += seconds
@@ -85,7 +85,7 @@ class Timer:
         return local == 0
 
     def enter(self, node: str, kind: str) -> None:
-        """What ran since the last call belongs to the node entered then."""
+        """Attribute the time since the last call to the node entered then."""
         now = time.perf_counter()
         what = self._kinds.get(self._node)
         if what is None:

@@ -1,4 +1,4 @@
-"""What a module says to DTensor in its forward, while build is traced.
+"""Calls of DTensor in a module's forward, recorded while build is traced.
 
 ``torch.distributed.tensor.parallel.parallelize_module`` leaves hooks that make DTensors of inputs, redistribute them,
 and hand out local tensors.  Build is written for one device, where every value is whole: so ``from_local`` and
@@ -59,7 +59,8 @@ def dtensor_calls(placement: Placement) -> Iterator[None]:
 
 
 def _pins(x: Tensor, placement: Placement, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Sbp | None] | None:
-    """One per axis of the placement; None where the mesh is not part of it, or nothing is said that an SBP can say."""
+    """One SBP per axis of the placement; None where the mesh is not part of it, or where no SBP expresses the
+    placements."""
     with _compat.without_modes():  # a mesh keeps its ranks in a tensor
         axes = placement.axes_of(mesh)
     if axes is None or len(axes) != len(placements):

@@ -1,4 +1,4 @@
-"""What a ``local_region`` is given: an SBP for each of its tensors, and the shapes that follow."""
+"""SBPs of the tensors of a ``local_region``, and the shapes that follow from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Given = Sbp | tuple[Sbp, ...] | Mapping[str, Sbp]
 
 
 def nds_of(given: Given | list[Given], count: int, placement: Placement, what: str, of: str) -> list[Nd]:
-    """One SBP for each of ``count`` tensors.  ``what``: in_sbp or out_sbp; ``of``: what the tensors are."""
+    """An SBP for each of ``count`` tensors. ``what``: in_sbp or out_sbp; ``of``: what the tensors are."""
     each = given if isinstance(given, list) else [given] * count
     if len(each) != count:
         raise SbpError(
@@ -55,7 +55,7 @@ def _shown(given: Sequence[Any]) -> str:
 
 
 def local_shape(x: Tensor, nd: Nd, placement: Placement, what: str) -> list[int]:
-    """What a rank holds of ``x``.  Raises SbpError where ranks would hold unequal pieces."""
+    """Shape of a rank's part of ``x``. Raises SbpError where ranks would hold unequal parts."""
     shape = list(x.shape)
     cuts = _cuts(shape, nd, placement, what)
     if not nests(shape, nd, placement.hierarchy):
@@ -75,7 +75,7 @@ def local_shape(x: Tensor, nd: Nd, placement: Placement, what: str) -> list[int]
 
 
 def global_shape(y: Tensor, nd: Nd, placement: Placement, what: str) -> list[int]:
-    """What the ranks' values ``y`` are together."""
+    """Global shape of the ranks' values ``y``."""
     if y.dtype == torch.bool and any(sbp.is_partial for sbp in nd):
         raise SbpError(f"local_region: {what} is bool, which cannot be {_shown(nd)}: return numbers, y.to(torch.int64)")
     shape = list(y.shape)
@@ -131,5 +131,5 @@ class RegionSignature:
         return nds_of(self.outs, count, self.placement, "out_sbp", "tensors that the function returns")
 
     def words(self, nd: Nd) -> list[str]:
-        """As the ops of the graph have it."""
+        """SBPs as they are written in the ops of the graph."""
         return [str(sbp) if i in self.apart else SAME for i, sbp in enumerate(nd)]

@@ -51,7 +51,8 @@ _LEAKS = (
 
 
 def region_runs() -> Runs | None:
-    """How a region is carried out now: None outside of a Graph, where its function is called as it is."""
+    """The callback that carries out a region now; None outside of a Graph, where the region's function is called
+    directly."""
     return _runs.get()
 
 

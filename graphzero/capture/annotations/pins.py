@@ -20,7 +20,7 @@ _placement: ContextVar[Placement | None] = ContextVar("graphzero_placement", def
 
 
 def is_capturing() -> bool:
-    """Whether build is being traced."""
+    """Return whether build is being traced."""
     return _running.get() is not None
 
 

@@ -95,7 +95,7 @@ class AttributeGuards:
         self._add_guard(x, f"{path}.{name}", read_attribute(x, name))
 
     def was_none(self, owner: Any, name: str) -> bool:
-        """Whether build read an attribute that was None when it first did."""
+        """Return whether build read an attribute that was None when it first did."""
         prefix = self._prefixes.get(id(owner))
         return prefix is not None and self.guarded.get(prefix + name, MISSING) is None
 
@@ -138,7 +138,7 @@ def record_attribute_guards(build: Any, root: nn.Module) -> AttributeGuards:
 
 
 def _is_in_key(owner: Any, name: str) -> bool:
-    """Whether the call's key guards the attribute, or nothing depends on it."""
+    """Return whether the call's key guards the attribute, or nothing depends on it."""
     if issubclass(type(owner), Optimizer):  # not isinstance, which would read __class__
         return name in _OPTIMIZER_ATTRIBUTES or name.startswith(("__", "_optimizer_"))
     return name in _IN_KEY or name[:2] == "__"
@@ -150,9 +150,8 @@ def _is_comparable(value: Any) -> bool:
 
 
 def _has_recordable_attributes(kind: type, owner: type) -> bool:
-    """Whether objects of a class hold settings whose reads can be recorded: those of the user's classes, and of a
-    library's classes those in its own modules, as a model's configuration.
-    """
+    """Return whether reads of attributes can be recorded for objects of a class: the user's classes, and of a library's
+    classes those in its own modules, as a model's configuration."""
     if issubclass(kind, _OPAQUE_TYPES) or not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE_TYPE:
         return False
     package = kind.__module__.partition(".")[0]
@@ -161,7 +160,7 @@ def _has_recordable_attributes(kind: type, owner: type) -> bool:
 
 
 def _is_stored(owner: Any, name: str, value: Any) -> bool:
-    """Whether it is stored in the object or its class, and is not computed by a property."""
+    """Return whether it is stored in the object or its class, and is not computed by a property."""
     try:
         attributes = object.__getattribute__(owner, "__dict__")
     except AttributeError:

@@ -1,4 +1,4 @@
-"""All guards of one capture."""
+"""The guards of one capture."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class GuardSet:
     tensors: Sequence[tuple[Tensor, ObjectIdentity]] = ()
 
     def check(self, numbers: Mapping[Role, float], has_state: HasState | None, attributes: AttributeChecker) -> bool:
-        """Whether all guards hold.  has_state: None where optimizer states are known to be as assumed."""
+        """Return whether all guards hold.  has_state: None where optimizer states are known to be as assumed."""
         has_states = has_state is None or self.optimizer_state.check(numbers, has_state)
         return has_states and attributes.check(self) and self.numbers.check(numbers)

@@ -85,7 +85,7 @@ class GuardedAttributes:
             self.texts = (*texts, *tensor_texts)
 
     def check(self, guards: GuardSet, /) -> bool:
-        """Whether every attribute and tensor has its guarded value."""
+        """Return whether every attribute and tensor has its guarded value."""
         holds = self._checked.get(id(guards))
         if holds is None:
             present = self._present
@@ -95,7 +95,7 @@ class GuardedAttributes:
         return holds
 
     def describe(self) -> dict[str, str]:
-        """By path, as text that is the same in every process."""
+        """Describe the attributes by path, as text that is equal in every process."""
         names = (*map(describe_path, self._present), *self._tensor_texts)
         return dict(zip(names, self.texts, strict=True))
 

@@ -60,7 +60,7 @@ def read_attribute(owner: Any, name: str) -> Any:
 
 
 def values_match(a: Any, b: Any) -> bool:
-    """Whether two guarded values are equal; nan equals itself, and 1 is not 1.0: they give other dtypes."""
+    """Return whether two guarded values are equal; nan equals itself, and 1 is not 1.0: they give other dtypes."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:  # a number has become an array, say
@@ -74,7 +74,7 @@ def tensor_identity(x: Tensor) -> ObjectIdentity:
 
 
 def needs_rebuild(guarded: Any) -> bool:
-    """Whether a guarded value has to be built anew to be compared, as it is not the attribute's own value."""
+    """Return whether a guarded value has to be built anew to be compared, as it is not the attribute's own value."""
     is_identity = isinstance(guarded, ObjectIdentity) and not isinstance(guarded.obj, FUNCTION_TYPES)
     return isinstance(guarded, ContainerValue) or is_identity
 

@@ -30,7 +30,7 @@ class NumberGuards:
         return list(dict.fromkeys((*self.fixed, *read)))
 
     def check(self, numbers: Mapping[Role, float]) -> bool:
-        """Whether all guards hold for these numbers; one that is not given counts as changed."""
+        """Return whether all guards hold for these numbers; one that is not given counts as changed."""
         for condition, roles in self.conditions:
             if not all(role in numbers for role in roles.values()):
                 return False
@@ -41,7 +41,7 @@ class NumberGuards:
 
 
 def _is_same_float(a: float, b: float) -> bool:
-    """Whether two floats are equal bit by bit: nan equals itself, and 0.0 is not -0.0."""
+    """Return whether two floats are equal bit by bit: nan equals itself, and 0.0 is not -0.0."""
     return a.hex() == b.hex()
 
 

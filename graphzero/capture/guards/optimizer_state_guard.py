@@ -32,11 +32,11 @@ class OptimizerStateGuard:
         return OptimizerStateGuard(*sets, {**self.numbers, **other.numbers}, (*self.sharing, *other.sharing))
 
     def with_counters(self, owners_of_counters: Mapping[str, list[Owner]]) -> OptimizerStateGuard:
-        """The same guard, also on parameters that share a counter.  owners_of_counters: by placeholder."""
+        """The same guard, which also covers parameters that share a counter. owners_of_counters: by placeholder."""
         return replace(self, sharing=tuple(tuple(owners) for owners in owners_of_counters.values() if owners[1:]))
 
     def check(self, numbers: Mapping[Role, float], has_state: HasState) -> bool:
-        """Whether the optimizers hold the states that the capture assumes."""
+        """Return whether the optimizers hold the states that the capture assumes."""
         if any(len({has_state(*owner) for owner in owners}) > 1 for owners in self.sharing):
             return False
         if any(has_state(*x) for x in self.absent) or not all(has_state(*x) for x in self.present):

@@ -29,7 +29,7 @@ _MAKING = ("__init__", "__new__", "__post_init__")
 
 
 class GlobalNamespace:
-    """Those of a module, as attributes.
+    """Names of a module, read as attributes.
 
     Not the module itself: code that is run by ``exec`` or by a notebook may have others.
     """
@@ -45,7 +45,7 @@ class GlobalNamespace:
 
 
 class ClosureNamespace:
-    """Those that functions share with one around them, as attributes; one that is not set yet is not there."""
+    """Variables that functions share with an enclosing function, read as attributes; unset ones are missing."""
 
     def __init__(self, cells: Mapping[str, CellType]) -> None:
         self._cells = cells
@@ -58,10 +58,10 @@ class ClosureNamespace:
 
 
 class ReferencedNames:
-    """What ``build`` and the functions behind it name.
+    """Names that ``build`` and the functions behind it refer to.
 
-    spaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> what has the names as attributes.
-    found: the names in each.
+    namespaces: ``global train``, ``variable Train.build`` or ``class train.Options`` -> the owner of the names.
+    names: the names in each.
     has_exact_float: whether one of the functions asks ``is float``, to which an object of a subclass is none.
     """
 
@@ -142,7 +142,7 @@ class ReferencedNames:
                 value = self._attribute(owner, name)
 
     def _attribute(self, owner: Any, name: str) -> Any:
-        """What stands in ``owner`` under a name, if it is a module or a class of the project's."""
+        """The attribute ``name`` of ``owner``, if that is a module or a class of the project."""
         if name not in self._asked:
             self._asked.add(name)
             self._todo += self._methods.get(name, ())

@@ -64,7 +64,7 @@ def caller() -> FrameType | None:
 
 
 def _prints(frame: FrameType) -> bool:
-    """Whether it is one of torch's own by which Python asks a tensor for its text."""
+    """Return whether it is one of torch's own by which Python asks a tensor for its text."""
     return frame.f_code.co_name in _PRINTING and frame.f_globals.get("__name__", "") in (
         "torch._tensor",
         "torch.overrides",
@@ -146,7 +146,7 @@ class _ControlFlow:
         return raises
 
     def _ways(self, start: int, ends: AbstractSet[int]) -> list[int]:
-        """What is reached from ``start`` up to raises, and before ``ends``."""
+        """Instructions that are reached from ``start``, up to raises and before ``ends``."""
         reached = self._reached(start, lambda one: one.opname == "RAISE_VARARGS" or self.number[one.offset] in ends)
         return [i for i in reached if i not in ends]
 
@@ -176,7 +176,8 @@ class _ControlFlow:
         return (type(one.argval), one.argval) if returns else None
 
     def part_of_a_check(self, sides: dict[bool, int]) -> CheckOperand | None:
-        """Where all that one side does is to raise or to come, having looked at more, to where the other side begins.
+        """The operand of a check, if one side of the jump only raises, or reads more values and then raises or joins
+        the other side.
 
         What looks at more is entered from nowhere else and runs once: who is there has come by this side.
         """
@@ -195,7 +196,7 @@ class _ControlFlow:
         return None
 
     def _is_statement(self, i: int) -> bool:
-        """Whether the result of a call is thrown away: it was called for what it does."""
+        """Return whether the result of a call is thrown away: it was called for what it does."""
         return self.all[i].opname == "POP_TOP" and self.all[i - 1].opname.startswith("CALL")
 
     def _reached(self, start: int, ends: Callable[[Any], bool] = lambda one: False) -> Iterator[int]:
@@ -211,14 +212,14 @@ class _ControlFlow:
             todo += new
 
     def _next(self, i: int) -> list[int]:
-        """Where control may go from an instruction, other than out of the function."""
+        """Instructions to which control may pass from instruction ``i``, within the function."""
         one = self.all[i]
         following = [i + 1] if not _always_jumps(one.opname) and not one.opname.startswith(_ENDS) else []
         following += [self.number[one.argval]] if one.opcode in _JUMPS else []
         return [n for n in following if n < len(self.all)]
 
     def is_caught(self, offset: int) -> bool:
-        """Whether the function itself goes on after what is raised there."""
+        """Return whether the function itself goes on after what is raised there."""
         entries: Any = getattr(dis.Bytecode(self.code), "exception_entries", None)
         if entries is None:  # Python 3.10 keeps no table; SETUP_FINALLY opens what POP_BLOCK closes
             opened = [one for one in self.all if one.opname == "SETUP_FINALLY" and one.offset < offset < one.argval]
@@ -236,7 +237,7 @@ def _always_jumps(name: str) -> bool:
 
 
 def message_of(code: CodeType, line: int) -> str:
-    """What the ``raise`` or ``assert`` at a line says, as it is written: values stand in braces."""
+    """Message of the ``raise`` or ``assert`` at a line, as it is written: values are shown in braces."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError, ValueError):

@@ -16,7 +16,7 @@ def embedding_bag(
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Any = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.nn.functional.embedding_bag``.  Bags cut by offsets stay torch's op: their lengths are data."""
+    """Trace ``torch.nn.functional.embedding_bag``. Bags cut by offsets stay torch's op: their lengths are data."""
     is_table = input.dim() == 2 and weight.dim() == 2 and not input.is_nested and input.shape[1] > 0
     is_plain = offsets is None and max_norm is None and not (scale_grad_by_freq or sparse or include_last_offset)
     is_scaled = per_sample_weights is not None

@@ -138,7 +138,7 @@ def tensor_of(symbol: Any, dtype: torch.dtype | None = None, **options: Any) -> 
 
 
 def holds_nan(module: fx.GraphModule) -> bool:
-    """Whether a traced program holds a number that is none, as what has read a float input past its methods leaves."""
+    """Return whether a traced program contains a NaN, which a read of a float input past its methods leaves behind."""
     numbers = (x for node in module.graph.nodes for x in pytree.tree_leaves((node.args, node.kwargs)))
     constants = (getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr"))
     floats = (x for x in constants if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
@@ -146,14 +146,14 @@ def holds_nan(module: fx.GraphModule) -> bool:
 
 
 def _has_nan(x: Tensor) -> bool:
-    """Whether a constant holds nan; a fake has no values."""
+    """Return whether a constant holds nan; a fake has no values."""
     value = _compat.constant_of(x) if isinstance(x, _compat.FakeTensor) else x
     with _compat.no_modes():
         return value is not None and bool(value.isnan().any())
 
 
 def numbers_of(tree: Any) -> Any:
-    """The same with their values, on which the capture depends from now on."""
+    """The same numbers with their values, on which the capture depends from now on."""
     return pytree.tree_map_only(FloatInput, lambda x: x.number(), tree)
 
 

@@ -19,12 +19,12 @@ aten = torch.ops.aten
 
 
 def has_mask(indices: Any) -> bool:
-    """Whether one of ``indices`` is a mask, so that they pick as many elements as it has ones."""
+    """Return whether one of ``indices`` is a mask, so that they pick as many elements as it has ones."""
     return any(map(_is_mask, indices))
 
 
 def folded_call(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """What makes ``func``'s result, or None where the size of it depends on values that are not known."""
+    """The call that makes ``func``'s result, or None where its size depends on unknown values."""
     if func is aten.index.Tensor and all(map(_known, filter(_is_mask, args[1]))):
         return lambda: func(args[0], _places(args[1]))
     tensors = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]

@@ -35,7 +35,7 @@ def data_dependent_shape_problem(what: str, build: CodeType | None) -> CaptureEr
 
 
 class MaskedSelection(Tensor):
-    """What ``x[mask]`` gives.  It has a number of rows, and no values: anything but its size is refused."""
+    """Result of ``x[mask]``: it has a number of rows, but no values. Anything except its size is refused."""
 
     rows: HostNumber
     rest: tuple[int, ...]
@@ -75,7 +75,8 @@ def select_by_mask(value_reads: ValueReads, x: Tensor, index: Any) -> MaskedSele
 
 
 def write_by_mask(x: Tensor, index: Any, value: Any) -> bool:
-    """Whether ``x[index] = value`` has been written so that all rows stay: for a value that is alike in those selected.
+    """Write ``x[index] = value`` so that all rows stay, if ``value`` is equal in all selected ones; return whether it
+    was.
 
     Only for one that learns, as its gradient would be picked from the rows that are selected.
     """

@@ -17,7 +17,7 @@ _PLAIN = (bool, int, float, torch.SymFloat)
 
 
 class ValueReadHandler(Protocol):
-    """What is asked where Python must know a value.  taker: the function that a number is being given to, or ""."""
+    """Called where Python must know a value. taker: the function that a number is being given to, or ""."""
 
     taker: str
 
@@ -29,7 +29,7 @@ class ValueReadHandler(Protocol):
 
 
 class HostNumber(TracedNumber):
-    """What ``.item()`` gives while build is traced.
+    """Result of ``.item()`` while build is traced.
 
     tensor: 0-d; of float64, int64 or bool, as Python's own numbers are.  What Python must know, a branch, an index, the
     number itself, is refused at its line; a check becomes an op of the program.  line: of the user's that made it.
@@ -41,7 +41,8 @@ class HostNumber(TracedNumber):
         self.tensor, self.value_reads, self.line = tensor, value_reads, user_frame()
 
     def beside(self, tensors: Iterable[Tensor]) -> Tensor:
-        """As an operand beside tensors: a Python number makes integers floats of the default dtype, nothing wider."""
+        """The number as an operand beside tensors: it turns integers into floats of the default dtype, and widens
+        nothing."""
         if self.tensor.is_floating_point() and not any(x.is_floating_point() or x.is_complex() for x in tensors):
             return self.tensor.to(torch.get_default_dtype())
         return self.tensor
@@ -115,7 +116,7 @@ def _arithmetic(x: Any) -> Any:
 
 
 def _alike(a: Tensor, b: Any) -> tuple[Tensor, Any]:
-    """Where one of two is a float, so is the other: of all its 64 bits."""
+    """Convert tensors to float64 where one of the two values is a float."""
     floats = [
         x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, (float, torch.SymFloat)) for x in (a, b)
     ]
@@ -125,7 +126,7 @@ def _alike(a: Tensor, b: Any) -> tuple[Tensor, Any]:
 
 
 def _as_python(x: Tensor) -> Tensor:
-    """In the dtype that holds Python's numbers."""
+    """Convert a floating tensor to float64, the dtype of Python's floats."""
     return x.double() if x.is_floating_point() else x
 
 

@@ -60,7 +60,7 @@ _REGION = "Return the condition from the region as a value, P(max) or P(min) of 
 
 
 def _size(tensors: list[Any]) -> int:
-    """How many elements an op makes of tensors, at most."""
+    """Largest number of elements that an op makes of these tensors."""
     try:
         shape: Any = torch.broadcast_shapes(*(x.shape for x in tensors))
         return math.prod(shape)
@@ -69,7 +69,7 @@ def _size(tensors: list[Any]) -> int:
 
 
 def _filled(message: str, variables: Mapping[str, Any]) -> str:
-    """What a check says, with the words and integers that it names, as ``{param}``."""
+    """Message of a check, with the words and integers that it refers to as ``{param}``."""
 
     def word(found: re.Match[str]) -> str:
         value = variables.get(found[1])
@@ -100,16 +100,17 @@ class PartialCheck:
     outer: PartialCheck | None
 
     def looks_on(self) -> bool:
-        """Whether the others are being looked at."""
+        """Return whether the others are being looked at."""
         return self.frame.f_lasti in self.part.others
 
     def ends(self, frame: FrameType, behind: int) -> bool:
-        """Whether a value that was looked at in ``frame`` was the last; ``behind``: where the code then goes on."""
+        """Return whether the value read in ``frame`` was the last one of the check; ``behind``: where the code then
+        continues."""
         return frame is self.frame and self.looks_on() and behind in self.part.behind
 
 
 class ValueReads:
-    """What one trace of build does with values.
+    """Reads of values in one trace of build.
 
     checks: the ops that check, in program order.  paused: whether what runs has run before, as in recomputation.
     sources: of what kind each input of the trace is: "input", "state" or "seed".  texts: the user's lines that have
@@ -246,7 +247,7 @@ class ValueReads:
         return not branch.when
 
     def _so_far(self, holds: Tensor) -> Tensor:
-        """Where what runs here runs in plain PyTorch, too, if it does where ``holds``."""
+        """The condition, limited to steps that reach this line in plain PyTorch if they do so where ``holds``."""
         return holds & self.begun.so_far if self.begun is not None and self.begun.looks_on() else holds
 
     def check(self, ok: Tensor, message: str = "") -> None:
@@ -286,7 +287,7 @@ class ValueReads:
             yield
 
     def _checked_by_torch(self, error: type[Exception], condition: Any, message: Any) -> bool:
-        """Whether a condition of ``torch._check`` is one that only the step knows, and has been noted."""
+        """Return whether a condition of ``torch._check`` is one that only the step knows, and has been noted."""
         if type(condition) is not HostNumber:
             return False
         self._checked(condition, error.__name__, message)

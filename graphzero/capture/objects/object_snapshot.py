@@ -1,4 +1,4 @@
-"""What stands in Python containers and objects: kept, told from what stands there later, and put back in place.
+"""Snapshots of Python containers and objects: kept, compared with later contents, and restored.
 
 Only what differs is written, entry by entry and by the methods of the built-in class: a class that refuses writes (a
 frozen configuration) or acts on them is not asked, and nothing is emptied in order to be filled again.
@@ -19,7 +19,7 @@ MISSING: Any = object()
 
 
 class ObjectSnapshot:
-    """What ``holder`` held when this was made, as a flat list of objects that count by identity.
+    """Contents of ``holder`` at one moment, as a flat list of objects compared by identity.
 
     owner: the object that it hangs off, and the attribute; "" if these are the object's attributes themselves.
     """
@@ -38,7 +38,7 @@ class ObjectSnapshot:
         raise NotImplementedError
 
     def children(self) -> list[Any]:
-        """What stands in it, to look into."""
+        """Objects that it holds, for further snapshots."""
         return self.content
 
     def differs(self) -> bool:
@@ -46,7 +46,7 @@ class ObjectSnapshot:
         return len(now) != len(self.content) or not all(map(operator.is_, now, self.content))
 
     def new_content(self) -> list[Any]:
-        """What stands there now and did not."""
+        """Objects that are there now and were not before."""
         before = set(map(id, self.content))
         return [x for x in self.read_content(self.holder) if id(x) not in before]
 
@@ -61,7 +61,7 @@ def restore_all(kept: Iterable[ObjectSnapshot]) -> None:
 
 
 class DictSnapshot(ObjectSnapshot):
-    """Of a dict: all keys, then all values."""
+    """Contents of a dict: all keys, then all values."""
 
     __slots__ = ()
 
@@ -143,7 +143,7 @@ class DequeSnapshot(ObjectSnapshot):
 
 
 class SlotsSnapshot(ObjectSnapshot):
-    """Of an object: what its classes keep in ``__slots__``."""
+    """Values that an object keeps in ``__slots__`` of its classes."""
 
     __slots__ = ()
 
@@ -178,7 +178,7 @@ def _of_slot(slot: Any, holder: Any) -> Any:
 
 
 class CellSnapshot(ObjectSnapshot):
-    """Of a variable that a function shares with the function around it."""
+    """Value of a variable that a function shares with an enclosing function."""
 
     __slots__ = ()
 
@@ -196,7 +196,7 @@ class CellSnapshot(ObjectSnapshot):
 
 
 class TensorSnapshot(ObjectSnapshot):
-    """Of a leaf tensor: its gradient, and whether it wants one."""
+    """Gradient of a leaf tensor, and whether it requires one."""
 
     __slots__ = ()
 
@@ -227,7 +227,7 @@ _KINDS: list[tuple[type, type[ObjectSnapshot]]] = [
 
 
 def snapshots_of(thing: Any, owner: tuple[Any, str]) -> Iterator[ObjectSnapshot]:
-    """All that can be kept of one object: what it holds as a container, in its ``__dict__``, and in its slots."""
+    """Snapshots of one object: of what it holds as a container, in its ``__dict__``, and in its slots."""
     kind = type(thing)
     for base, how in _KINDS:
         if issubclass(kind, base):
@@ -248,13 +248,13 @@ def _attributes(thing: Any) -> dict[str, Any] | None:
 
 
 class TracedNumber:
-    """What stands for a number that only the step knows.  line: of the user's that has made it."""
+    """Placeholder of a number that is known only in the step. line: the user's line that has made it."""
 
     __slots__ = ("line",)
     line: str
 
 
 def is_other_number(before: Any, after: Any) -> bool:
-    """Whether a step has changed a plain number that it keeps in Python."""
+    """Return whether a step has changed a plain number that it keeps in Python."""
     kinds = (int, float, torch.SymFloat, torch.SymInt)
     return isinstance(after, kinds) and before is not after and (type(before) is not type(after) or before != after)

@@ -1,4 +1,4 @@
-"""What build reaches besides its own objects: globals, variables of functions around it, attributes of classes."""
+"""Objects that build reaches beyond its own: globals, variables of enclosing functions, attributes of classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FUNCTIONS = (FunctionType, *METHODS)
 
 
 class GlobalsSnapshot(ObjectSnapshot):
-    """Of the globals that functions set, by name."""
+    """Globals that functions set, by name."""
 
     __slots__ = ("names",)
 
@@ -36,7 +36,7 @@ class GlobalsSnapshot(ObjectSnapshot):
 
 
 class ClassSnapshot(ObjectSnapshot):
-    """Of the attributes of a class: all names, then all values."""
+    """Attributes of a class: all names, then all values."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class ClassSnapshot(ObjectSnapshot):
 
 
 class ScopeReferences:
-    """What the project's own functions name, of those that build reaches; ``kept``: the bindings themselves."""
+    """Names used by the project's own functions that build reaches; ``kept``: the bindings themselves."""
 
     def __init__(self) -> None:
         self.snapshots: list[ObjectSnapshot] = []
@@ -71,7 +71,7 @@ class ScopeReferences:
         return values
 
     def names_of(self, x: Any) -> list[Any]:
-        """What a function names, to be looked into: globals, and variables of functions around it."""
+        """Globals and variables of enclosing functions that a function refers to."""
         function = x.__func__ if isinstance(x, METHODS) else x
         if id(function) in self._seen or not is_project(getattr(function, "__module__", None)):
             return []

@@ -89,7 +89,8 @@ def snapshot_all(roots: Iterable[Any], reached: ScopeReferences) -> list[ObjectS
 
 
 def _is_open(kind: type) -> bool:
-    """Whether to look into objects of a class: containers, modules, optimizers, tensors, and all that is no library's.
+    """Return whether to look into objects of a class: containers, modules, optimizers, tensors, and classes of no
+    library.
 
     A lock, a logger, a process group or one of our own objects is none of build's business.
     """
@@ -145,7 +146,8 @@ def _warn_of_writes(kept: list[ObjectSnapshot], line: Callable[[Any, str], str])
 
 
 def _warn_of_modes(kept: list[ObjectSnapshot]) -> None:
-    """Each step begins in the modes of its call; in plain PyTorch it begins in those that the step before has left."""
+    """Warn of modes that a step changes: each step begins in the modes of its call, in plain PyTorch in those of the
+    step before."""
     left = [
         type(contents.owner[0]).__name__
         for contents in kept

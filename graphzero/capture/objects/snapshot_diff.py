@@ -1,4 +1,4 @@
-"""What has changed in the contents of Python objects, in words."""
+"""Changes in the contents of Python objects, in words."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def describe_changes(kept: ObjectSnapshot) -> Iterator[str]:
 
 
 def _is_cached(owner: Any, name: str, key: Any) -> bool:
-    """Whether an attribute is a ``functools.cached_property`` that has been asked for."""
+    """Return whether an attribute is a ``functools.cached_property`` that has been asked for."""
     return not name and isinstance(inspect.getattr_static(type(owner), str(key), None), functools.cached_property)
 
 

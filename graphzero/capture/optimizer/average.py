@@ -51,7 +51,7 @@ class _ModuleTensors:
 
 
 class _TracedCount:
-    """How many models an average is of, more than none; its number is a tensor of the graph."""
+    """Number of models in an average, not zero; the number itself is a tensor of the graph."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -73,7 +73,7 @@ class _TracedCount:
 
 
 class _TracedAverage:
-    """In the place of an ``AveragedModel`` while its ``update_parameters`` runs."""
+    """Replacement of an ``AveragedModel`` while its ``update_parameters`` runs."""
 
     def __init__(self, real: AveragedModel, module: _ModuleTensors, count: Any) -> None:
         self.real, self.module, self.n_averaged = real, module, _TracedCount(count)
@@ -98,7 +98,7 @@ class _NamedFunction:
 
 
 def constants_of_average(spec: AverageSpec) -> tuple[Any, ...]:
-    """What of an average a capture holds fixed."""
+    """Properties of an average that a capture holds fixed."""
     averaged = spec.averaged
     functions = (_NamedFunction(one) for one in (averaged.avg_fn, averaged.multi_avg_fn))
     return type(averaged).__qualname__, averaged.use_buffers, *functions

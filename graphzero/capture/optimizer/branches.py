@@ -146,7 +146,7 @@ def trace_branches(
 
 @dataclass
 class _BranchRun:
-    """What came of a step on one way: by label, and the conditions that it met."""
+    """Results of a step on one branch, by label, and the conditions that led there."""
 
     results: dict[Label, Any]
     conditions: Mapping[str, list[Tensor]]
@@ -155,7 +155,7 @@ class _BranchRun:
 def merge_branches(
     step: Callable[[BranchOutcomes], dict[Label, Any]], owner_of: Callable[[Tensor], str], name: str
 ) -> dict[Label, Any]:  # fmt: skip
-    """What comes of a step whichever way it goes.
+    """Results of a step for all branches, selected by ``torch.where``.
 
     step: from the same beginning each time; its results by label, of which the second entry is the parameter.
     """

@@ -23,7 +23,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def clip(
     emit: Emit, spec: OptimizerSpec, grads: dict[str, fx.Node], normed: dict[str, fx.Node], inverse: fx.Node | None
 ) -> tuple[Callable[[fx.Node], fx.Node], fx.Node | None]:
-    """What clips a gradient, and the norm of all before clipping (None where it is not asked for).
+    """The function that clips a gradient, and the norm of all gradients before clipping (None where it is not needed).
 
     normed: the gradients of which the norm is taken.  inverse: what they are still to be multiplied by, None for 1.
     """

@@ -20,7 +20,7 @@ KERNELS: Mapping[Any, bool] = {torch._fused_adam_: False, torch._fused_adamw_: T
 
 
 def is_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a group of parameters is stepped by one of ``KERNELS``."""
+    """Return whether a group of parameters is stepped by one of ``KERNELS``."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and group.get("fused") is True
 
 

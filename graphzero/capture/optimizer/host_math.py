@@ -43,7 +43,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 
 
 def _of_tensors(name: str, args: tuple[Any, ...]) -> Any:
-    """Of numbers that tensors hold: ``.item()`` gives them."""
+    """A function of numbers that tensors hold: ``.item()`` gives them."""
     given = [x.item() if isinstance(x, Tensor) else x for x in args]
     value_reads = next((x.value_reads for x in given if isinstance(x, HostNumber)), None)
     if value_reads is None:  # no step is being traced: they are plain

@@ -1,4 +1,4 @@
-"""What torch's optimizers do with numbers on the host, written with 0-d tensors, which a graph can follow."""
+"""Arithmetic of torch's optimizers on host numbers, written with 0-d tensors, which a graph can follow."""
 
 from __future__ import annotations
 

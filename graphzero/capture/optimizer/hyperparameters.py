@@ -38,7 +38,7 @@ class Hyperparameter:
 
     @property
     def is_of_states(self) -> bool:
-        """Whether it stands in the states of the group's parameters."""
+        """Whether the number is in the states of the group's parameters."""
         return self.key.startswith(OF_STATE)
 
     @property
@@ -112,7 +112,7 @@ def of_group(optimizer: int, index: int, group: dict[str, Any], carried: Carried
 
 
 def constants_of_numbers(optimizer: int, index: int, group: dict[str, Any], carried: Carried) -> tuple[Any, ...]:
-    """All of a parameter group that a capture holds fixed: flags, counts, texts.  A change needs a new capture."""
+    """Entries of a parameter group that a capture holds fixed: flags, counts, texts. A change needs a new capture."""
     numbers = list(of_group(optimizer, index, group, carried))
     constants: list[Any] = [(optimizer, index, x.key, type(x.value).__name__) for x in numbers if x.carried]
     running = {hyper.key for hyper in numbers}
@@ -143,6 +143,6 @@ def with_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> dict[str, An
 
 
 def hyperparameter_name(hyper: Hyperparameter) -> str:
-    """How the placeholder is called: ``lr_0``, with the optimizer's number in front if it is not the first."""
+    """Name of the placeholder: ``lr_0``, with the optimizer's number in front if it is not the first."""
     first = "" if hyper.optimizer == 0 else f"optimizer{hyper.optimizer}_"
     return f"{first}{hyper.key}_{hyper.group}"

@@ -1,4 +1,4 @@
-"""What optimizer state is before the first step.
+"""Optimizer state before the first step.
 
 torch makes state inside the first step, a graph needs it before.  The keys and shapes are learnt from a step on
 fakes (``optimizer.py``), the values here, from a twin: the same class and settings on tiny real parameters.  What the
@@ -58,7 +58,7 @@ def initial_fill(stepping: OptimizerTracer, group: int, ndim: int) -> dict[str, 
 
 
 def _fill_of_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[dict[str, float], dict[str, Any]] | None:
-    """What fills its tensors, and the Python numbers among its state."""
+    """Initial fills of a twin's state tensors, and the Python numbers in its state."""
     first = _run(stepping, group, ndim, seed=0)
     other = _run(stepping, group, ndim, seed=1)
     fills = {
@@ -73,7 +73,7 @@ def _fill_of_twin(stepping: OptimizerTracer, group: int, ndim: int) -> tuple[dic
 
 
 def _candidates(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """What numbers may be before the first step: what is put there first, or zeros, of which that is made."""
+    """Candidates for the values of numbers before the first step: what the step writes first, or zeros."""
     return [recorded, {key: type(x)(0) for key, x in recorded.items()}] if recorded else [{}]
 
 
@@ -97,7 +97,7 @@ def _run(
     stepping: OptimizerTracer, group: int, ndim: int, seed: int, fills: dict[str, float] | None = None,
     like: _TwinStep | None = None, numbers: Mapping[str, Any] | None = None, more: int = 0,
 ) -> _TwinStep:  # fmt: skip
-    """One step of a twin from no state, or from the state of ``like`` filled with ``fills``.
+    """Run one step of a twin without state, or with the state of ``like`` filled with ``fills``.
 
     numbers: what its group holds beside what the user's does.  more: how many parameters beside the one."""
     generator = torch.Generator().manual_seed(seed)

@@ -36,7 +36,7 @@ _known: OrderedDict[Hashable, Any] = OrderedDict()
 
 
 def cached_update(key: Hashable | None, make: Callable[[], Result]) -> Result:
-    """What ``make`` gave for an equal key, or gives now; whoever asks does not change it.  None: nothing is kept."""
+    """Result of ``make`` for an equal key, or a new one; callers must not change it. None: nothing is cached."""
     if key is None:
         return make()
     if key not in _known:
@@ -51,7 +51,7 @@ def cached_update(key: Hashable | None, make: Callable[[], Result]) -> Result:
 def key_of(
     what: str, index: int, optimizer: torch.optim.Optimizer, members: Sequence[SteppedParameter]
 ) -> Hashable | None:
-    """All that tracing a step of ``members`` depends on; None where that cannot be listed.
+    """Key of everything that tracing a step of ``members`` depends on; None where that cannot be listed.
 
     what: is made of it.  index: of the optimizer in its Graph, which stands in the roles of its numbers.
     """

@@ -53,20 +53,20 @@ class LossScale(nn.Module):
 
 
 class LossScaleUpdate:
-    """What the update makes of it.  held: the three buffers by name, as they enter the step."""
+    """Update of the loss scale. held: the three buffers by name, as they enter the step."""
 
     def __init__(self, emit: Emit, scaling: Scaling, held: dict[str, fx.Node]) -> None:
         self.emit, self.scaling, self.held = emit, scaling, held
 
     def inverse(self) -> fx.Node:
-        """What a gradient is multiplied by, as GradScaler takes it."""
+        """Factor by which gradients are multiplied, as in GradScaler."""
         wide = TensorType(torch.float64, ())
         scale = self.emit(aten._to_copy.default, (self.held["scale"],), wide, kwargs={"dtype": torch.float64})
         inverse = self.emit(aten.reciprocal.default, (scale,), wide)
         return self.emit(aten._to_copy.default, (inverse,), _FLOAT, kwargs={"dtype": torch.float32})
 
     def count(self, grads: Iterable[fx.Node]) -> fx.Node:
-        """How many elements of the gradients are not finite: one number, of split gradients a partial sum."""
+        """Number of elements of the gradients that are not finite; a partial sum where gradients are split."""
         total: fx.Node | None = None
         for grad in grads:
             shape = tensor_type(grad).shape

@@ -197,7 +197,7 @@ def _stepped_states(
 
 
 def _complete(stepping: OptimizerTracer, stand_ins: dict[int, Any]) -> None:
-    """Where parameters stand elsewhere too, something stands for those that have no gradient as well."""
+    """Add stand-ins for parameters without a gradient, where parameters are also held outside of the groups."""
     for key, param in stepping.owned.items() if stepping.mixes else ():
         if key not in stand_ins:
             stand_ins[key] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
@@ -294,7 +294,7 @@ def _step(
     stepping: OptimizerTracer, members: list[SteppedParameter], numbers: list[dict[str, Any]], named: dict[Any, Any],
     outcomes: BranchOutcomes, mode: _compat.FakeTensorMode,
 ) -> dict[tuple[Any, ...], Any]:  # fmt: skip
-    """What comes of a step, by ("param", path, ""), ("state", path, key) and ("number", group, key)."""
+    """Results of a step, by ("param", path, ""), ("state", path, key) and ("number", group, key)."""
     params: list[Any] = []
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for member in members:

@@ -1,4 +1,4 @@
-"""What is in optimizer state when a capture begins: real values where the user has stepped, fills elsewhere.
+"""Optimizer state when a capture begins: real values where the user has stepped, fills elsewhere.
 
 Where nothing is there and no number fills it, the captured step is torch's own first one: it makes the state, and
 holds only until it is there (``OptimizerStateGuard``).
@@ -19,12 +19,12 @@ from graphzero.capture.optimizer.stepping import OptimizerTracer
 
 
 def is_real(entry: Any) -> bool:
-    """Whether a piece of optimizer state is a tensor with values."""
+    """Return whether a piece of optimizer state is a tensor with values."""
     return isinstance(entry, Tensor) and not entry.is_meta
 
 
 def has_state(state: Mapping[Any, Mapping[str, Any]], param: Tensor) -> bool:
-    """Whether an optimizer's ``state`` holds any for ``param``."""
+    """Return whether an optimizer's ``state`` holds any for ``param``."""
     return any(map(is_real, state.get(param, {}).values()))
 
 
@@ -36,14 +36,14 @@ class StateFills:
         self.known: dict[tuple[int, int], dict[str, float] | None] = {}
 
     def fills_of(self, member: SteppedParameter) -> dict[str, float] | None:
-        """Of each state of ``member``; None if no numbers fill them."""
+        """Fills of each state of ``member``; None if no numbers fill them."""
         place = (member.group, member.param.dim())
         if place not in self.known:
             self.known[place] = initial_fill(self.stepping, *place)
         return self.known[place]
 
     def fill_of(self, member: SteppedParameter, key: str) -> float:
-        """Of state ``key`` of ``member``; 0 where the optimizer already holds it, or the step makes it."""
+        """Fill of state ``key`` of ``member``; 0 where the optimizer already holds it, or the step makes it."""
         fills = self.fills_of(member)
         if fills is not None:
             return fills.get(key, 0.0)

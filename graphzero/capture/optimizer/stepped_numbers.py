@@ -49,13 +49,13 @@ def carried(optimizer: torch.optim.Optimizer, group: int) -> Carried:
 
 
 def counts_parameters(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    """Whether what ``step`` makes of a group's numbers may depend on how many parameters it holds."""
+    """Return whether what ``step`` makes of a group's numbers may depend on how many parameters it holds."""
     carried(optimizer, group)
     return not _known[optimizer][group][2]
 
 
 def counts_in_states(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    """Whether states of a group's parameters hold Python numbers, or will."""
+    """Return whether states of a group's parameters hold Python numbers, or will."""
     return any(key.startswith(OF_STATE) for key in carried(optimizer, group))
 
 
@@ -138,7 +138,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable[Any]) -> Any:
-    """What a traced step has made of a Python number in the states of the parameters of one group, alike in each."""
+    """Result of a traced step for a Python number in the states of one group's parameters, equal in each."""
     first, *others = found
     texts = {str(x.node.expr) if isinstance(x, (torch.SymInt, torch.SymFloat)) else str(x) for x in (first, *others)}
     if len(texts) > 1 or not (is_number(first) or isinstance(first, (torch.SymInt, torch.SymFloat))):
@@ -153,7 +153,7 @@ def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable
 def carry_of(
     optimizer: torch.optim.Optimizer, index: int, group: int, key: str, made: Any, inputs: Mapping[fx.Node, Any]
 ) -> Carry:  # fmt: skip
-    """What a traced step makes of a number.
+    """The computation that a traced step applies to a number.
 
     made: its node, or the number itself.  inputs: what the placeholders of the trace stand for.
     """

@@ -37,7 +37,7 @@ class SteppedParameter:
         return {} if self.first else self.states
 
     def stepped(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the step computes with what is held as ``dtype``."""
+        """The dtype in which the step computes with a value held as ``dtype``."""
         return torch.float32 if self.rounded and dtype is torch.bfloat16 else dtype
 
 

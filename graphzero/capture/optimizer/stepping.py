@@ -48,7 +48,7 @@ _SHARE = (
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether its class and the step that it takes are torch's own, which keep all that counts in groups and state."""
+    """Return whether its class and its step are torch's own, which keep everything relevant in groups and state."""
     own = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
     return own and _compat.is_torchs_step(optimizer.step)
 
@@ -94,7 +94,8 @@ class OptimizerTracer:
             roots = [self.optimizer, *self.inner]  # what their classes name counts too
 
     def _holds_params(self, kept: ObjectSnapshot) -> bool:
-        """Whether parameters stand in it, or their ids, though it is neither a group of the optimizer nor its state."""
+        """Return whether an attribute holds parameters or their ids, though it is not a group or the state of the
+        optimizer."""
         return id(kept.holder) not in self._own and any(map(self._is_owned, kept.content))
 
     def _is_owned(self, x: Any) -> bool:
@@ -256,7 +257,7 @@ class OptimizerTracer:
         return {_compat.storage_id(_compat.local_tensor(x)) for x in reached if x.layout is torch.strided}
 
     def past_stand_in(self, x: Tensor) -> CaptureError:
-        """What to say of a step that reaches a parameter itself: it would train nothing there."""
+        """The error for a step that reaches a parameter itself: it would train nothing there."""
         inside = f", by {type(self.inner[0]).__name__} inside of it" if self.inner else ""
         return problem_here(
             f"{self.name}.step() reaches {self._path(id(x))} itself{inside}, by a way that capture does not follow",

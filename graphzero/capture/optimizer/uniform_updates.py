@@ -1,4 +1,4 @@
-"""Whether parameters of one kind step alike, wherever they stand in their group and however many it holds.
+"""Checks that parameters of one kind step alike, whatever their position in the group and the size of the group.
 
 An optimizer of the user's may go by the place of a parameter (a rate for each layer) or by their number.  So it steps
 twins of all of them, equal within a kind, and twins of one of each kind; if any two differ, it is traced whole.
@@ -38,7 +38,8 @@ def has_uniform_updates(
 
 
 def _stepped(stepping: OptimizerTracer, keys: list[int], kinds: dict[int, Any]) -> dict[int, dict[str, Any]]:
-    """By the id of a parameter, what some steps make of its twin and of that one's state; "" is the twin itself."""
+    """Results of some steps for the twin of each parameter and its state, by the parameter's id; "" is the twin
+    itself."""
     numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds.values()))}
     twins: dict[int, Tensor] = {}
     for key in keys:

@@ -38,7 +38,7 @@ def _is_name(target: Any) -> bool:
 
 
 def shows_operand(target: Any) -> bool:
-    """Whether an op gives its one operand another name, form, place or dtype, and computes nothing."""
+    """Return whether an op gives its one operand another name, form, place or dtype, and computes nothing."""
     return _is_name(target) or is_plain_view(target) or is_copy(target) or target in _PIECES
 
 
@@ -60,7 +60,8 @@ def canonicalise(graph: fx.Graph) -> None:
 
 
 def _is_apart(node: fx.Node, same: fx.Node) -> bool:
-    """Whether views of ``node`` lie in memory, as their fakes tell, otherwise than such views of ``same`` would."""
+    """Return whether views of ``node`` have another memory layout, by their fakes, than such views of ``same`` would
+    have."""
     fake, other = node.meta.get("val"), same.meta.get("val")
     if not isinstance(fake, Tensor) or not isinstance(other, Tensor):
         return "apart" in node.meta

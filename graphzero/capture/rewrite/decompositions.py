@@ -310,7 +310,7 @@ def batch_norm_backward(
 
 @rule(aten.linalg_matrix_exp.default)
 def matrix_exp(x: Tensor) -> Any:
-    """In 16 bit the CPU's kernel gives NaN, also where autograd calls it; autocast leaves the dtype as it is."""
+    """``matrix_exp`` without autocast: in 16 bit the CPU's kernel gives NaN, also where autograd calls it."""
     return aten.linalg_matrix_exp(x.float()).to(x.dtype) if x.dtype in _WIDE else NotImplemented
 
 

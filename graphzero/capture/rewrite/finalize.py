@@ -18,7 +18,7 @@ _KNOWN = ("type", "sbp", "pins", "role", "phase", "source", "module")
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What ``node`` is a plain copy of."""
+    """The value of which ``node`` is a plain copy."""
     while alias_kind(node.target) is AliasKind.NAME or node.target is aten.clone.default:
         node = value.operand(node)
     return node
@@ -65,7 +65,7 @@ def _own_node(graph: fx.Graph, grad: fx.Node, taken: set[fx.Node]) -> fx.Node:
 
 
 def _is_held(node: fx.Node) -> bool:
-    """Whether the value is storage that the runtime holds, so that build's output must be a copy."""
+    """Return whether the value is storage that the runtime holds, so that build's output must be a copy."""
     while is_plain_view(node.target) or node.target in (PIN, AS_LOCAL, AS_GLOBAL):
         node = value.operand(node)
     return is_tensor(node) and (node.op == "placeholder" or node.target is use)

@@ -36,7 +36,7 @@ _SINGLE: dict[str, Callable[..., Tensor]] = {
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """For make_fx: every overload of every ``_foreach`` op that torch offers."""
+    """Decompositions for make_fx of every overload of each ``_foreach`` op in this torch."""
     names = [name for name in dir(torch) if name.startswith(_PREFIX)]
     packets = [getattr(aten, name) for name in names]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads() if "out" not in overload]

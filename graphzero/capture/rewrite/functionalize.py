@@ -18,7 +18,7 @@ _WRITE_HINT = "Write the line without an in-place op: x = x.mul(2) in place of x
 def functionalize_writes(
     module: fx.GraphModule, inputs: list[Any], table: dict[Any, Callable[..., Any]], mode: _compat.FakeTensorMode
 ) -> fx.GraphModule:
-    """The same graph without writes in place: what was written becomes a new value that later readers read."""
+    """The same graph without writes in place: a written value becomes a new one, which later readers read."""
     writes = [node for node in module.graph.nodes if _writes(node)]
     if rewrite_inplace_ops(module.graph, writes, table, mode):
         return module

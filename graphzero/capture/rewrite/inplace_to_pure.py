@@ -19,7 +19,8 @@ from graphzero import _compat
 def rewrite_inplace_ops(
     graph: fx.Graph, writes: Sequence[fx.Node], decomposed: Container[Any], mode: _compat.FakeTensorMode
 ) -> bool:
-    """Whether all ``writes`` of a traced graph were of this form, and it is now without them; else it is as it was."""
+    """Rewrite ``writes`` of a traced graph as ops that make new values; return False, and change nothing, if one has
+    another form."""
     with mode:
         pure = [_pure(node, decomposed) for node in writes]
     if None in pure or not all(_is_alone(nodes, writes) for nodes in _storages(graph, writes)):
@@ -37,7 +38,7 @@ def rewrite_inplace_ops(
 
 
 def _storages(graph: fx.Graph, writes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """For each storage that is written to: the nodes of tensors that lie in it, up to the last write, in order."""
+    """For each storage that is written to: its tensors' nodes up to the last write, in order."""
     last = {storage: node for node in writes for storage in _lie_in(node)}
     nodes_of: dict[int, list[fx.Node]] = {storage: [] for storage in last}
     for node in graph.nodes:
@@ -56,7 +57,8 @@ def _is_tensor(x: Any) -> TypeGuard[Tensor]:
 
 
 def _is_alone(nodes: list[fx.Node], writes: Sequence[fx.Node]) -> bool:
-    """Of tensors in one storage: whether the first was given or made new, and each other one is a write to the last."""
+    """Return whether, of tensors in one storage, the first was given or made new, and each other one is a write to the
+    last."""
     first, *others = nodes
     schema = getattr(first.target, "_schema", None)
     is_new = schema is not None and all(returned.alias_info is None for returned in schema.returns)

@@ -1,4 +1,4 @@
-"""Each phase reads a parameter through its own ``use``.
+"""Uses of parameters: each phase reads a parameter through its own ``use``.
 
 Values that are only views or casts of a parameter are made anew in every phase that reads them, so that nothing of a
 parameter's size crosses from forward to backward: what ZeRO's third stage stands on.
@@ -71,7 +71,8 @@ class _UseInserter:
         return copied
 
     def _outputs(self) -> None:
-        """What is a parameter itself: an output is a copy of how forward reads it, a state of how the update does."""
+        """Copy parameters that are outputs: an output is a copy of what forward reads, a state of what the update
+        reads."""
         output = self.graph.output_node()
         results: Any = output.args[0]
         outputs, aux, updates, *rest = results

@@ -1,4 +1,4 @@
-"""One element of each row: ``x[torch.arange(len(x)), i]`` as a gather, which a split batch can do without its others.
+"""One element of each row: ``x[torch.arange(len(x)), i]`` as a gather, which can be computed on a part of the batch.
 
 As an index the row numbers are data, so any row may be asked for.  Written as ``gather`` along dim 1 it is plain
 that each row asks for its own; assignments and gradients become ``scatter`` and ``scatter_add``.
@@ -48,7 +48,7 @@ def _is_accumulated(node: fx.Node) -> bool:
 
 
 def _counts(node: fx.Node, rows: int) -> bool:
-    """Whether the values of ``node`` are 0, 1, 2 ..."""
+    """Return whether the values of ``node`` are 0, 1, 2 ..."""
     while alias_kind(node.target) in (AliasKind.RESHAPE, AliasKind.UNIT):
         node = value.operand(node)
     if node.target not in _ARANGES:

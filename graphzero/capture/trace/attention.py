@@ -20,7 +20,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.nn.functional.scaled_dot_product_attention``, which is on autocast's list of 16-bit ops."""
+    """Trace ``torch.nn.functional.scaled_dot_product_attention``, which is on autocast's list of 16-bit ops."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (_narrow(x) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _narrow(attn_mask)

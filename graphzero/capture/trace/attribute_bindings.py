@@ -1,4 +1,4 @@
-"""What build binds anew: buffers, parameters and modules that it puts in, replaces or takes out, and plain tensors.
+"""Attributes that build binds: buffers, parameters and modules that it adds, replaces or removes, and plain tensors.
 
 A buffer that is bound to another tensor of its shape and dtype is the step's update.  A cache, a tensor that follows
 from constants and from state that the step leaves alone, is computed in every step, so nothing depends on where it was
@@ -54,7 +54,7 @@ Place = tuple[str, str, str]  # the path of a module, the register, the name in 
 
 
 class AttributeBindings:
-    """Those of one trace of build.
+    """Bindings of one trace of build.
 
     root: of the modules.  build: the user's.
     """
@@ -157,7 +157,7 @@ class AttributeBindings:
         return ""
 
     def _is_cache(self, x: Any, now: dict[Place, Any] | None = None) -> bool:
-        """Whether the next step would make ``x`` again as it is."""
+        """Return whether the next step would make ``x`` again as it is."""
         if isinstance(x, HostNumber):
             return False
         bound = {id(y) for y in (now if now is not None else dict(self._bound())).values()}

@@ -48,7 +48,7 @@ from graphzero.ir.source_location import line_of
 
 @dataclass
 class TracedBuild:
-    """What tracing build gives.
+    """Result of tracing build.
 
     module: the fx graph, its inputs in the order batch, scalars, params, buffers, seed.
     results: its outputs: build's ("outputs"), "losses", gradients when backward "ended" and as build left them
@@ -287,7 +287,7 @@ class BuildTrace:
         )
 
     def _plain_error(self) -> str:
-        """What plain PyTorch raises for build on tensors without values, in one line; "" where it runs."""
+        """The error, in one line, that plain PyTorch raises for build on tensors without values; "" where it runs."""
         meta = {
             name: torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             for name, x in {**self.params, **self.buffers}.items()

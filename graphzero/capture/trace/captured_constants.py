@@ -48,7 +48,7 @@ _AS_NUMPY: Any = (Tensor.numpy, Tensor.__array__)
 
 @dataclass(frozen=True)
 class ConstantMessages:
-    """What errors call who is traced, tensors that it may not write, and parameters that are not its own."""
+    """Words in errors for the traced function, tensors that it may not write, and parameters that it does not have."""
 
     who: str = "build"
     written: str = "no buffer of its modules"
@@ -61,7 +61,7 @@ _OF_BUILD = ConstantMessages()
 
 
 class CapturedConstants:
-    """Those that one tracing of build meets.  ``put_back`` is for the end.
+    """Constants that one tracing of build meets. ``put_back`` is called at the end.
 
     mode: of the fakes.  held: parameters and buffers of the step by path, of which those that the step may change must
     not be met under another name.  words: of errors.
@@ -137,17 +137,17 @@ class CapturedConstants:
         return result
 
     def problem_of(self, error: Exception, where: list[str]) -> CaptureError | None:
-        """What to say of an error that a write to the memory of a free tensor has raised in numpy."""
+        """The problem behind an error that numpy raised for a write to the memory of a free tensor."""
         if self._shown and isinstance(error, ValueError) and "read-only" in str(error):
             return problem("build writes to a tensor that is no buffer of its modules: .numpy()", _WRITE_HINT, where)
         return None
 
     def has_met(self, x: Any) -> bool:
-        """Whether build has read the values of ``x``, which is a constant of the graph then."""
+        """Return whether build has read the values of ``x``, which is a constant of the graph then."""
         return id(x) in self._known
 
     def identities(self) -> list[tuple[Tensor, ObjectIdentity]]:
-        """Each constant, and its identity and version."""
+        """Each constant, with its identity and version."""
         return [(x, tensor_identity(x)) for x in self._known.values()]
 
     def restore(self) -> None:
@@ -174,7 +174,7 @@ def _tensors(args: Any) -> Any:
 
 @cache
 def _written(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments an op writes to: positions, names."""
+    """Arguments that an op writes to: positions, names."""
     arguments = op._schema.arguments
     written = [(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
     return tuple(i for i, _ in written), tuple(name for _, name in written)

@@ -39,7 +39,7 @@ def of_masters(func: Function) -> Function:
 
 
 class ParameterCasts:
-    """Those of one trace.
+    """Casts of parameters in one trace.
 
     dtype: of the casts; None where there is no mixed precision.  begun: whether backward has been called: what is read
     behind it without wanting a gradient, by code that clips, is the parameter itself.
@@ -105,12 +105,12 @@ class ParameterCasts:
 
 
 def is_master(x: Tensor) -> bool:
-    """Whether a parameter is wider than 16 bit, so that forward reads its cast."""
+    """Return whether a parameter is wider than 16 bit, so that forward reads its cast."""
     return x.is_floating_point() and x.dtype.itemsize > 2
 
 
 def _is_attribute(func: Any) -> bool:
-    """Whether a call reads or sets an attribute of a tensor, as ``p.grad``."""
+    """Return whether a call reads or sets an attribute of a tensor, as ``p.grad``."""
     return isinstance(getattr(func, "__self__", None), (GetSetDescriptorType, property))
 
 
@@ -118,13 +118,13 @@ _READ = frozenset(view.__get__ for view in _VIEWS)
 
 
 def _writes(func: Any) -> bool:
-    """Whether a call writes to its first argument."""
+    """Return whether a call writes to its first argument."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
 
 
 def _refuses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> bool:
-    """Whether a norm refuses 16-bit weights when it runs: beside wide input or wide statistics."""
+    """Return whether a norm refuses 16-bit weights when it runs: beside wide input or wide statistics."""
     if func in _LAYER_NORMS:
         x = args[0] if args else kwargs.get("input")
         return isinstance(x, Tensor) and x.dtype != dtype

@@ -1,4 +1,4 @@
-"""What ``torch.autocast`` does on CUDA, for fakes, which are on the CPU.
+"""Rules of ``torch.autocast`` on CUDA, applied to fakes, which are on the CPU.
 
 The lists differ: on CUDA softmax, norms of layers, sums, exponentials and losses are computed in float32, on the CPU
 most of them are left in 16 bit.  torch goes by the device of the operands.  Here kernels for the autocast of a device

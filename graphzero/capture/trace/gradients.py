@@ -1,4 +1,4 @@
-"""How build makes gradients: by ``backward()``, or by ``torch.autograd.grad`` and the like and ``p.grad = g``."""
+"""Gradients in build: by ``backward()``, or by ``torch.autograd.grad`` and the like and ``p.grad = g``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRAD_CALLS = "gradients asked for"  # the phase of what follows torch.autograd.
 
 
 class GradientRecorder:
-    """What one trace of build does about gradients.
+    """Gradients of one trace of build.
 
     losses: what backward() was called on, or, where it was not, what ``torch.autograd.grad`` was of.
     ended: path -> the gradient that the last backward() left, or that build has put into ``p.grad`` by hand.  Under
@@ -87,8 +87,8 @@ class GradientRecorder:
         self.ended = {name: self.ended[name] for name in params if name in self.ended}
 
     def settle_phases(self, graph: fx.Graph) -> None:
-        """What follows the first ``torch.autograd.grad`` of parameters is backward if these gradients are the step's:
-        if build calls no backward()."""
+        """Mark ops after the first ``torch.autograd.grad`` of parameters as backward, if its gradients are the step's:
+        build does not call backward()."""
         phase = "backward" if self.losses and self.losses is self._asked else "forward"
         for node in graph.nodes:
             custom = node.meta.get("custom", {})
@@ -139,7 +139,8 @@ class GradientRecorder:
         return reduced
 
     def _put_back(self, params: Mapping[str, nn.Parameter]) -> None:
-        """What an earlier backward() left, for the next one to add to: as autograd left it, unless build changed it."""
+        """Restore the gradients that an earlier backward() left, to which the next one adds, unless build changed
+        them."""
         with torch.no_grad():
             for name, (grad, wide, version) in self._left.items():
                 current = params[name].grad
@@ -150,7 +151,7 @@ class GradientRecorder:
         self._left = {}
 
     def _weight(self, loss: Tensor, gradient: Any) -> Any:
-        """What backward begins with: that of the scaled loss."""
+        """Gradient with which backward begins: that of the scaled loss."""
         if self._scale is None:
             return gradient
         with torch.no_grad():
@@ -158,7 +159,7 @@ class GradientRecorder:
             return begun * self._scale.to(begun.dtype)
 
     def _backward(self, autograd: Any, loss: Tensor, gradient: Any, retain_graph: Any, **more: Any) -> None:
-        """One ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
+        """Record one ``loss.backward()`` of build; ``autograd`` is torch.autograd.backward."""
         refuse_inside("backward() is called inside of a local_region", _LOCAL_LOSS, self.build)
         self._check_loss(loss, gradient)
         self.losses.append(loss)
@@ -231,5 +232,5 @@ class GradientRecorder:
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """One tensor or several, as a list."""
+    """One or several tensors as a list."""
     return [given] if isinstance(given, Tensor) else list(given)

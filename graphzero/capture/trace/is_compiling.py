@@ -1,4 +1,4 @@
-"""What build is told where it asks whether it is being traced: ``torch.compiler.is_compiling()``, FakeTensor.
+"""Answers to build where it asks whether it is being traced: ``torch.compiler.is_compiling()``, FakeTensor.
 
 Packages ask where plain PyTorch looks at values, and go another way then, which is not always the same function of
 the inputs.  So build is told no, and takes the way of plain PyTorch, which is written down where the values on it are
@@ -41,7 +41,7 @@ class CompilingAnswers:
             yield
 
     def _answer(self, asker: FrameType) -> bool:
-        """Whether build is being traced, for the frame that asks."""
+        """Return whether build is being traced, for the frame that asks."""
         if f"{asker.f_globals.get('__name__')}.".startswith("torch."):
             return True
         if self.always:
@@ -63,7 +63,7 @@ class CompilingAnswers:
         return True
 
     def learns(self, error: Exception) -> bool:
-        """Whether build is to be traced again, with another answer than the one that ended in ``error``.
+        """Return whether build is to be traced again, with another answer than the one that ended in ``error``.
 
         The answer that changes is the one given to the innermost function that had not returned.  What the code itself
         raises, plain PyTorch would raise too.
@@ -89,7 +89,7 @@ class CompilingAnswers:
 
 
 def is_raised(error: Exception) -> bool:
-    """Whether a line of Python raises it, with ``raise`` or ``assert``."""
+    """Return whether a line of Python raises it, with ``raise`` or ``assert``."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

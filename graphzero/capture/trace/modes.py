@@ -285,5 +285,5 @@ class OpMode(TorchDispatchMode):
 
 
 def _sized_by_values(func: Any, args: Any) -> bool:
-    """Whether the shape of the result depends on values."""
+    """Return whether the shape of the result depends on values."""
     return torch.Tag.dynamic_output_shape in func.tags and (func is not aten.index.Tensor or has_mask(args[1]))

@@ -66,7 +66,7 @@ def blocking_other_threads(root: nn.Module) -> Iterator[None]:
 
 @_compat.contextmanager
 def _register_of_build(module: nn.Module, name: str, others: set[int | None]) -> Iterator[None]:
-    """In the place of a module's register, one for build; the module's own one is not written to meanwhile."""
+    """A register for build in place of a module's own one, which is not written meanwhile."""
     real = vars(module)[name]
     before, ours, own = dict(real), _Register(real, others), vars(module)
     try:

@@ -1,4 +1,4 @@
-"""What is arranged around the user's build while it is traced, and put back afterwards."""
+"""Contexts around the user's build while it is traced, all undone afterwards."""
 
 from __future__ import annotations
 

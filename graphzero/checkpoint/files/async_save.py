@@ -1,4 +1,4 @@
-"""A checkpoint that is being written, or is complete: written at once, or by a thread while the next steps run."""
+"""A checkpoint that is being written or complete: written at once, or by a thread while later steps run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Saved:
             raise CheckpointError(f"{self.path} was not saved: no thread can be started ({error})") from error
 
     def cancel(self) -> bool:
-        """Whether no thread has begun to write it, and none will any more."""
+        """Return whether no thread has begun to write it, and none will any more."""
         return self._start_lock.acquire(blocking=False)
 
     def wait(self) -> None:

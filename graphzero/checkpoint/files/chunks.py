@@ -65,7 +65,7 @@ def whole_chunk(shape: Sequence[int]) -> Chunk:
 
 
 def cover_exactly_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether each element of a tensor is in exactly one of the chunks, and nothing else is.
+    """Return whether each element of a tensor is in exactly one of the chunks, and nothing else is.
 
     This holds where the chunks lie within the tensor, do not overlap, and have as many elements as the tensor.
     """
@@ -79,7 +79,7 @@ def cover_exactly_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 
 
 def _are_disjoint(chunks: Sequence[Chunk], depth: int) -> bool:
-    """Whether planes separate the chunks from each other, in up to ``depth`` dims one after the other.
+    """Return whether planes separate the chunks from each other, in up to ``depth`` dims one after the other.
 
     They do for all chunks that ranks write: pieces are a grid, and each chunk is a slice of a piece.
     """

@@ -54,7 +54,7 @@ def complete_checkpoints(path: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a complete checkpoint.  Raises CheckpointError where it cannot be read."""
+    """Return whether a folder is a complete checkpoint.  Raises CheckpointError where it cannot be read."""
     try:
         return (checkpoint / INDEX).is_file()
     except OSError as error:

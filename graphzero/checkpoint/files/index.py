@@ -131,7 +131,8 @@ def _parse_index(body: Mapping[str, Any], sha256: str) -> CheckpointIndex:
 
 
 def _check_named_once(state: Any, tensors: Mapping[str, StoredTensor]) -> None:
-    """Every tensor stands in one place of state and extra; only those of modules may be there as hashes."""
+    """Check that every tensor has one place in state and extra, and that only tensors of modules are given as
+    hashes."""
     names = collections.Counter(tensor_names(state))
     for name in names.keys() | tensors.keys():
         if name not in tensors or names[name] != 1:

@@ -1,4 +1,5 @@
-"""A checkpoint that is being written: its folder, which nobody else writes to, and what others may remove of it.
+"""A checkpoint that is being written: its folder, to which no other save writes, and what other processes may remove of
+it.
 
 ::
 
@@ -62,7 +63,7 @@ class PartialCheckpoint:
         raise CheckpointError(f"{folder}: other jobs have taken every number first; give this one a folder of its own")
 
     def _take(self, numbered: Path, path: Path) -> bool:
-        """Whether the number is this job's now."""
+        """Return whether the number is this job's now."""
         self.path = path  # first, so that an interrupt from here on leaves nothing
         numbered.mkdir()
         self._lock = open(numbered / _LOCK, "xb")  # noqa: SIM115 - closed by discard
@@ -110,7 +111,7 @@ def number_of(path: Path) -> int:
 
 
 def is_being_removed(path: Path) -> bool:
-    """Whether ``path`` has the name of a checkpoint that somebody has begun to remove."""
+    """Return whether ``path`` has the name of a checkpoint that somebody has begun to remove."""
     return bool(_REMOVED.fullmatch(path.name))
 
 
@@ -158,7 +159,7 @@ def _remove_unlocked(numbered: Path) -> None:
 
 
 def _acquire(lock: IO[bytes]) -> bool:
-    """Whether it has been locked; False where files cannot be.  Raises BlockingIOError if others hold it."""
+    """Return whether it has been locked; False where files cannot be.  Raises BlockingIOError if others hold it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -169,7 +170,7 @@ def _acquire(lock: IO[bytes]) -> bool:
 
 
 def _is_unchanged(numbered: Path) -> bool:
-    """Whether this process has seen no change in it for so long that no job writes there any more."""
+    """Return whether this process has seen no change in it for so long that no job writes there any more."""
     now, (known_size, since) = time.monotonic(), _unchanged.get(numbered, (-1, 0.0))
     size = bytes_in(numbered)
     if size != known_size:

@@ -76,7 +76,7 @@ class SavePlan:
         return safetensors.make_header(item.entry for item in self.files[position])
 
     def stored_tensors(self, hashes: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
-        """Every tensor, with its pieces.  hashes: of what is frozen, by position."""
+        """All tensors, with their pieces. hashes: those of frozen tensors, by position."""
         hashes_of: dict[str, list[tuple[str, Chunk]]] = {name: [] for name in self.stored}
         for items, texts in zip(self.frozen, hashes, strict=True):
             for item, text in zip(items, texts, strict=True):
@@ -128,7 +128,7 @@ def make_save_plan(
 def assign_chunks(
     tensors: Sequence[Tensor], placement: Placement, is_first_alone: bool
 ) -> list[list[tuple[int, LocalChunk]]]:
-    """For each tensor, (position, chunk that the rank there writes), all of it once.  See ``make_save_plan``."""
+    """For each tensor, (position, chunk that the rank there writes), each element once. See ``make_save_plan``."""
     if placement.virtual:
         return assign_writers([(tuple(x.shape), (), is_first_alone) for x in tensors], ())
     broadcast = (B,) * len(placement.names)

@@ -64,7 +64,7 @@ def read_ranges(path: Path, checksums: FileChecksums | None, ranges: Iterable[By
 
 
 class _FileReader:
-    """One pass over one file.  A range is waiting, then being read, then done."""
+    """One pass over one file. Each range is waiting, being read, or done."""
 
     def __init__(self, path: Path, file: Any, ranges: list[ByteRange]) -> None:
         self._path, self._file = path, file

@@ -122,7 +122,7 @@ def describe_tensor(x: Tensor) -> str:
 
 
 def is_sectioned(x: Tensor) -> bool:
-    """Whether ranks hold a tensor in sections, which torch.distributed.checkpoint cannot save."""
+    """Return whether ranks hold a tensor in sections, which torch.distributed.checkpoint cannot save."""
     return isinstance(x, DTensor) and any(sbp.sections > 1 for sbp in nd_of_dtensor(x))
 
 

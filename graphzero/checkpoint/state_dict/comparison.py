@@ -109,7 +109,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def is_same_kind(current: Any, given: Any) -> bool:
-    """Whether a value may take the place of another: a number of a number, as many for a tuple.
+    """Return whether a value may take the place of another: a number of a number, as many for a tuple.
 
     None stands for a flag or a number that is not set.
     """
@@ -131,7 +131,7 @@ def is_same_kind(current: Any, given: Any) -> bool:
 
 
 def _is_same_kind_of_entry(current: Mapping[Any, Any], key: Any, given: Any) -> bool:
-    """Whether an entry is of the kind of the current one, of a key that is new of the kind of any."""
+    """Return whether an entry is of the kind of the current one, of a key that is new of the kind of any."""
     if key in current:
         return is_same_kind(current[key], given)
     return not current or any(type(key) is type(k) and is_same_kind(value, given) for k, value in current.items())
@@ -144,5 +144,5 @@ def _is_number(x: Any) -> bool:
 
 
 def is_int64(x: Any) -> bool:
-    """Whether ``x`` is an int that torch takes: of 64 bits, signed or unsigned."""
+    """Return whether ``x`` is an int that torch takes: of 64 bits, signed or unsigned."""
     return type(x) is not bool and isinstance(x, int) and -(1 << 63) <= x < 1 << 64

@@ -72,7 +72,7 @@ def validate_state_dict(
 
 
 def needs_all_ranks(sd: Any, state: State) -> bool:
-    """Whether all ranks are needed to load ``sd``: it, or the Graph, holds DTensors."""
+    """Return whether all ranks are needed to load ``sd``: it, or the Graph, holds DTensors."""
     tensors = [entry.tensor for entry in state.tensors().values()]
     states = [optimizer.state for optimizer in state.optimizers]
     return any(isinstance(x, DTensor) for x in (*tensors, *(x for _, x in leaves_with_paths([sd, *states]))))

@@ -1,4 +1,4 @@
-"""Which values are known to lie densely in memory, in which order of their dims.
+"""Values that are known to be dense in memory, and the order of their dims.
 
 Ops lay out their results after their operands: what a user gives channels last stays so, and a result that was put
 into row-major memory instead would be slow to read.  So whoever gives a result its memory must know how it would lie.
@@ -72,7 +72,7 @@ class Orders:
         return rows if dims < 2 or target in ROW_MAJOR or target in ops.COMMUNICATING or self._follows(node) else None
 
     def _follows(self, node: fx.Node) -> bool:
-        """Whether an op that lays its result out after its operands finds them row by row.
+        """Return whether an op that lays its result out after its operands finds them row by row.
 
         Element by element, torch follows the first operand in which all dims of the result can be told apart.
         """
@@ -86,7 +86,7 @@ class Orders:
         return all(map(self._is_plain, operands))
 
     def _getitem_order(self, node: fx.Node) -> Order:
-        """One of several results."""
+        """Order of one of several results."""
         source, rows = node.args[0].target, tuple(range(len(value.tensor_type(node).shape)))  # type: ignore[union-attr]
         if source in (own.ATTENTION, own.ATTENTION_BACKWARD):
             return HEADS if len(rows) == len(HEADS) else rows
@@ -119,7 +119,7 @@ def _turned(node: fx.Node, order: Order, dims: int) -> Order:
 
 
 def has_kernel(node: fx.Node, room: fx.Node, orders: Orders, device_type: str) -> bool:
-    """Whether ``node`` has a kernel that puts its result where ``room`` lies, as it lies there."""
+    """Return whether ``node`` has a kernel that puts its result where ``room`` lies, as it lies there."""
     target = node.target
     if node.args and node.args[0] is room and kernel_forms.over_first(target, device_type) is not None:
         return True

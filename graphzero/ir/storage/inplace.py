@@ -1,4 +1,4 @@
-"""Which ops may put their result into the storage of an operand, or of a state: ``y = mul(x, 2.0, out=x)``.
+"""Ops that may write their result into the storage of an operand, or of a state: ``y = mul(x, 2.0, out=x)``.
 
 An op that computes each element of its result from the same element of its operands may write over one of them.  So
 may one that works row by row, over the operand whose rows it reads; that is a property of torch's CPU kernels, tested.
@@ -45,7 +45,7 @@ def out_of(node: fx.Node) -> fx.Node | None:
 
 
 def outs_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The same for each result; nothing for a node without ``out=``."""
+    """The ``out=`` of each result; empty without ``out=``."""
     outs = node.kwargs.get(value.OUT) if node.op == "call_function" else None
     if isinstance(outs, (list, tuple)):
         return tuple(x if isinstance(x, fx.Node) else None for x in outs)
@@ -63,19 +63,20 @@ def room_of(x: fx.Node) -> fx.Node | None:
 
 
 def over_operands(node: fx.Node) -> list[fx.Node]:
-    """Of an op in ``OVER_OPERANDS``, the operand for each of its results."""
+    """For an op in ``OVER_OPERANDS``: the operand for each of its results."""
     return [x for at in OVER_OPERANDS[node.target][1] for x in node.args[at]]  # type: ignore[union-attr,misc]
 
 
 def times_read(node: fx.Node) -> Mapping[fx.Node, int]:
-    """How often each operand stands in the op's own arguments; what it is only told to write over does not."""
+    """How often each operand occurs in the op's own arguments; ``out=`` does not count."""
     return Counter(value.flat_nodes((node.args, value.own_kwargs(node))))
 
 
 def may_overwrite(
     node: fx.Node, operand: fx.Node, device_type: str, times: Mapping[fx.Node, int] | None = None
 ) -> bool:
-    """Whether ``node`` may write over ``operand``, whole, while it reads it; times: its ``times_read``, if known."""
+    """Return whether ``node`` may write over all of ``operand`` while it reads it. times: its ``times_read``, if
+    known."""
     target, reads = node.target, (times if times is not None else times_read(node)).get(operand, 0)
     if target in OVER_OPERANDS:
         return reads == 1
@@ -86,14 +87,14 @@ def may_overwrite(
 
 
 def works_over(target: Any, at: int, device_type: str) -> bool:
-    """Whether an op may write over its argument ``at`` while it reads it."""
+    """Return whether an op may write over its argument ``at`` while it reads it."""
     if target in ROW_BY_ROW:
         return at == ROW_BY_ROW[target] and (device_type == "cpu" or target in ON_ANY_DEVICE)
     return kernel_forms.is_pointwise(target) and not kernel_forms.is_read_late(target, at)
 
 
 def arrives_dense(graph: StepGraph, moves: Transfer) -> bool:
-    """Whether the pieces of a gather without a slot, one after the other, are its result without any padding."""
+    """Return whether the pieces of a gather without a slot, one after the other, are its result without any padding."""
     (type_,), (nd,) = value.type_of(moves.node), value.sbp_of(moves.node)
     return transfer_layout.lay_out(graph, moves).arrived_elements == prod(
         transfer_layout.shape_on(graph, type_, nd, None)
@@ -101,7 +102,7 @@ def arrives_dense(graph: StepGraph, moves: Transfer) -> bool:
 
 
 def is_own_piece(moves: Transfer, room: fx.Node) -> bool:
-    """Whether what a gather sends lives in its place in ``room``, into which it gathers."""
+    """Return whether what a gather sends lives in its place in ``room``, into which it gathers."""
     (node,), sliced = moves.members, []
     if moves.casts:
         return False
@@ -115,5 +116,5 @@ def is_own_piece(moves: Transfer, room: fx.Node) -> bool:
 
 
 def same_form(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two tensors have one dtype, shape and SBP, so that one may stand in the other's storage."""
+    """Return whether two tensors have one dtype, shape and SBP, so that one may stand in the other's storage."""
     return bool(value.type_of(node) == value.type_of(other) and value.sbp_of(node) == value.sbp_of(other))

@@ -113,23 +113,24 @@ def over_first(target: Any, device_type: str = "cpu") -> torch._ops.OpOverload |
 
 
 def writes_rows(target: Any) -> bool:
-    """Whether the kernel behind ``writing`` takes the tensor that it is given to lie row by row."""
+    """Return whether the kernel behind ``writing`` takes the tensor that it is given to lie row by row."""
     return name_of(target) in ROWS_ONLY
 
 
 def makes_rows(target: Any) -> bool:
-    """Whether the op lays its one result out row by row where all its operands lie so."""
+    """Return whether the op lays its one result out row by row where all its operands lie so."""
     name = name_of(target)
     return (name in ANY_STRIDES or name in ROWS_ONLY or name in OVER_FIRST) and name not in NOT_IN_ROWS
 
 
 def follows_first(target: Any) -> bool:
-    """Whether the op lays its result out as the first operand of its shape lies, if those before lie row by row."""
+    """Return whether the op lays out its result as the first operand of the same shape, if those before are
+    row-major."""
     return is_pointwise(target) and makes_rows(target) and name_of(target) not in NOT_AS_FIRST
 
 
 def is_read_late(target: Any, at: int) -> bool:
-    """Whether an op that works element by element reads argument ``at`` again when it has written, or may."""
+    """Return whether an op that works element by element reads argument ``at`` again when it has written, or may."""
     return f"{name_of(target)}/{at}" in NOT_OVER
 
 
@@ -148,7 +149,8 @@ def name_of(target: Any) -> str:
 
 
 def _is_alike(target: Any, device_type: str) -> bool:
-    """What was measured is the CPU.  Kernels that work element by element, and our own, are alike elsewhere."""
+    """Whether the op behaves as measured, on the CPU. Elementwise kernels, and our own, behave alike on other
+    devices."""
     return device_type == "cpu" or is_pointwise(target) or name_of(target).startswith("graphzero.")
 
 
@@ -185,7 +187,7 @@ def in_place_form(target: Any) -> torch._ops.OpOverload | None:
 
 
 def _takes(op: torch._ops.OpOverload, given: list[Any], wanted: list[Any]) -> bool:
-    """Whether arguments stand for arguments: the same, or a tensor where a number is wanted and ``op`` makes it one."""
+    """Return whether the arguments fit: the same kinds, or a tensor where a number is wanted and ``op`` converts it."""
     if len(given) != len(wanted):
         return False
     makes = _compat.makes_tensors_of_numbers(op)

@@ -1,4 +1,4 @@
-"""Where the values of a program stand, how long their storages live, what these are for, and bytes over time.
+"""Positions and storages of a program's values, the spans of storages, their purpose, and bytes over time.
 
 The model of the eager executor that the plan counts by: an op allocates its results densely, unless it is told where
 to put them (``inplace``), a view allocates nothing, a value dies after its last reader, a storage with its last view.
@@ -34,7 +34,7 @@ SLOT_ALIGNED = 64  # bytes
 
 @dataclass(frozen=True)
 class StorageSpan:
-    """One storage: positions in the program between which it is alive, its bytes, and what it is for.
+    """One storage: the positions between which it is alive, its bytes, and its purpose.
 
     ``begin`` is -1 for what is there before the step, ``end`` is the position of its last reader, or the
     position of the output for what stays.  ``category`` is "" for inputs, which are the user's.
@@ -48,7 +48,7 @@ class StorageSpan:
 
 
 class Liveness:
-    """Of one program as it was when this was made; ask ``liveness(graph)``, which makes one for a graph as it is.
+    """Liveness of one program at one moment; ``liveness(graph)`` gives that of a graph as it is now.
 
     nodes: in order; position: the number of each.
     """
@@ -80,7 +80,7 @@ class Liveness:
 
     @cached_property
     def section(self) -> dict[fx.Node, tuple[int, str]]:
-        """Of each node the part of the program, 0 up to what is repeated, 1 in it, 2 behind it, and the phase.
+        """For each node its part of the program (0: before the repeated part, 1: in it, 2: after it) and its phase.
 
         No op is moved from one section into another but within one part.
         """
@@ -106,7 +106,7 @@ class Liveness:
 
     @cached_property
     def layouts(self) -> dict[fx.Node, TransferLayout]:
-        """How each of them lies in its buffer."""
+        """Layout of each transfer in its buffer."""
         return {node: lay_out(self.graph, moves) for node, moves in self.transfers.items()}
 
     @cached_property
@@ -137,7 +137,7 @@ class Liveness:
     # ---- lives
 
     def spans(self, rank: int | None = None) -> tuple[StorageSpan, ...]:
-        """Every storage in the memory of a rank's device as ``rank`` sees it, communication slots left out."""
+        """Every storage in the memory of a rank's device as ``rank`` sees it, without communication slots."""
         if rank not in self._spans:
             on_device = (storage for storage in self.readers if not memory_space.is_offload(storage[0].target))
             self._spans[rank] = tuple(self._span(storage, rank) for storage in on_device)
@@ -179,7 +179,7 @@ class Liveness:
 
     @cached_property
     def categories(self) -> dict[Storage, str]:
-        """What each storage is for, in the words of the plan.
+        """Purpose of each storage, by the plan's categories.
 
         A storage that holds a gradient at some time is ``gradients``; one that forward makes and that backward, the
         update or the caller reads is ``activations``, and so is what is computed again for backward to read; 16-bit
@@ -224,7 +224,7 @@ class Liveness:
 
     @cached_property
     def transient(self) -> Bytes:
-        """What transfers outside the slots pack into: a buffer of their own, for as long as they run."""
+        """Buffers of transfers outside the slots, alive while the transfer runs."""
         nbytes = np.zeros(len(self.nodes), dtype=np.int64)
         for node, moves in self.transfers.items():
             if not moves.is_launch:
@@ -247,7 +247,7 @@ class Liveness:
         return bytes_held(begins, ends, sizes, len(self.nodes))
 
     def total(self, rank: int | None = None) -> Bytes:
-        """All bytes that the plan counts; the largest is its peak, but for what an arena leaves unused."""
+        """All bytes that the plan counts, by position; the largest is its peak, except for unused parts of an arena."""
         return sum(self.resident(rank).values()) + self.transient + self.over_time(self.spans(rank))
 
 
@@ -265,7 +265,7 @@ def liveness(graph: StepGraph) -> Liveness:
 
 
 def _is_read(node: fx.Node, user: fx.Node) -> bool:
-    """Whether ``user`` wants what was in the storage of ``node`` before any assign."""
+    """Return whether ``user`` wants what was in the storage of ``node`` before any assign."""
     if user.target is ops.assign:
         return user.args[1] is node
     return node.target is not ops.assign or user.op != "output"
@@ -284,7 +284,7 @@ def _first_category(storage: Storage) -> str:
 
 
 def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
-    """Whether a value that shows a parameter has smaller elements than it."""
+    """Return whether a value that shows a parameter has smaller elements than it."""
     small = value.tensor_type(node).dtype.itemsize if value.is_tensor(node) else None
     return small is not None and itemsize is not None and small < itemsize
 

@@ -1,4 +1,4 @@
-"""Which elements lie in the same memory: those of one tensor, and those of tensors that are not one."""
+"""Elements that share memory, within one tensor and between tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Span = tuple[int, int, int]  # where a tensor's first byte lies and its last one
 
 
 def shares_elements(x: Tensor) -> bool:
-    """Whether elements of a tensor may stand at one place in memory, as after expand."""
+    """Return whether elements of a tensor may stand at one place in memory, as after expand."""
     room = 1  # elements from the first to the last of the dims so far
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride < room:
@@ -28,7 +28,7 @@ def without_copies(x: Tensor) -> Tensor:
 
 
 def _span(x: Tensor) -> Span | None:
-    """Of a dense tensor, or of this process' piece of a DTensor; None for one that has no memory."""
+    """Addresses of a dense tensor, or of this process' piece of a DTensor; None for one without memory."""
     x = _compat.local_tensor(x)
     if x.layout is not torch.strided or not x.numel():
         return None
@@ -43,7 +43,7 @@ def _span(x: Tensor) -> Span | None:
 
 
 class Regions:
-    """Where tensors lie, by name."""
+    """Addresses of tensors, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Which storage each value of a program lives in, and which it is written over.
+"""The storage of each value of a program, and the values that are written over.
 
 An op puts its results into storage of their own, unless it is told where (``inplace``); a name or a view lives where
 its operand does (``aliases``); a transfer without a slot works in the storage of its operand, or of its result
@@ -70,7 +70,7 @@ def written_by(node: fx.Node, roots: Roots) -> set[Storage]:
 
 
 def read_by(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage | None]]:
-    """What a node reads, each with its storage; what it is only told to write over is not read."""
+    """The values that a node reads, each with its storage; ``out=`` is not read."""
     if node.target is operator.getitem:  # one of several, of which there may be thousands
         source, index = node.args
         yield source, roots[source][index]  # type: ignore[index,misc]
@@ -82,7 +82,7 @@ def read_by(node: fx.Node, roots: Roots) -> Iterator[tuple[fx.Node, Storage | No
 
 
 def reaches(node: fx.Node, state: fx.Node) -> bool:
-    """Whether what is written where ``node`` lives is written into ``state``, however that lies.
+    """Return whether what is written where ``node`` lives is written into ``state``, however that lies.
 
     Not if it lives there by a view in other sizes, which of some strides is a copy.
     """

@@ -59,7 +59,7 @@ def int_array(numbers: Iterable[int]) -> Bytes:
 
 
 def _takes_memory(storage: Storage) -> bool:
-    """Not what an optimizer's kernel writes over its operands."""
+    """Return whether a storage takes memory: not one that an optimizer's kernel writes over its operands."""
     return storage[0].target not in inplace.OVER_OPERANDS
 
 

@@ -61,7 +61,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 class LineReader:
-    """One line, and how far it has been read.
+    """A reader of one line, with its position.
 
     fail: makes the error to raise of what is wrong.  values: what names of values mean.  axes: of the placement.
     """
@@ -139,7 +139,7 @@ class LineReader:
         return text
 
     def path(self) -> str | None:
-        """One word of a role: a path as it stands, or anything in quotes."""
+        """Read one word of a role: a path as it stands, or anything in quotes."""
         quoted = self.string()
         return quoted if quoted is not None else self.dotted() or None
 
@@ -169,7 +169,7 @@ class LineReader:
         return values
 
     def value(self, depth: int = 0) -> Any:
-        """One argument."""
+        """Read one argument."""
         begin = self.at
         result = self._primary(depth)
         while self.next() in ("/", "@") and self.next():

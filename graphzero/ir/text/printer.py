@@ -66,7 +66,7 @@ def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], 
 
 
 def print_line(node: fx.Node) -> str:
-    """One value as it stands in the text, without alignment."""
+    """One value as a line of text, without alignment."""
     if node.op == "output":
         return "return ..."
     text, type_, rest = _columns(node)

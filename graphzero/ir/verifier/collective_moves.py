@@ -127,7 +127,7 @@ def _axis(move: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _moves(move: Any, args: tuple[Any, ...], src: Sbp, dst: Sbp) -> bool:
-    """Whether a move with these arguments (behind the value) takes ``src`` to ``dst``."""
+    """Return whether a move with these arguments (behind the value) takes ``src`` to ``dst``."""
     names, (source, target) = _ARGUMENTS[move], _ENDS[move]
     given = list(zip(names, args, strict=False))
     dims = iter([arg for name, arg in given if name == "dim"])

@@ -64,7 +64,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: tuple[Any, .
 
 
 def _too_many(op: torch._ops.OpOverload, given: list[Any], count: int) -> str:
-    """Of an op that returns a list: whether there would be other results than are said, or without bound."""
+    """Return a message if an op that returns a list may return far more results than ``count``, else ""."""
     if len(op._schema.returns) != 1 or str(op._schema.returns[0].type) != "List[Tensor]":
         return ""
     longest = max((size for x in _tensors(given) for size in x.shape), default=0)

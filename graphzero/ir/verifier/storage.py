@@ -167,7 +167,8 @@ class _StorageWalk:
 
 
 def _is_written(new: fx.Node, state: fx.Node) -> bool:
-    """Whether a value that lives in ``state`` was put there; else it is a view of the old one, yet to be assigned."""
+    """Return whether a value that lives in ``state`` was written there; else it is a view of the old one, yet to be
+    assigned."""
     while new is not state:
         if inplace.room_of(new) is not None or new.target is ops.wait:
             return True

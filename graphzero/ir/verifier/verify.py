@@ -138,7 +138,7 @@ def _check_known(graph: StepGraph, where: str) -> None:
 
 
 def _was_known(graph: StepGraph, node: fx.Node) -> bool:
-    """Whether the node was found right with this type and SBP, on this placement."""
+    """Return whether the node was found right with this type and SBP, on this placement."""
     known, meta = graph.lawful.get(node), node.meta.get
     return known is not None and known[0] is graph.placement and known[1] is meta("type") and known[2] is meta("sbp")
 
@@ -158,7 +158,7 @@ def _check_sbp(node: fx.Node, type_: TensorType, nd: Nd | None, graph: StepGraph
 
 
 def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
-    """Each op that stands otherwise than when it was found right: a pass leaves most of them as they were."""
+    """Check each op that has changed since it was last found correct: a pass leaves most ops as they were."""
     for node in graph.nodes:
         facts = _facts(graph, node, boxed)
         known = graph.lawful.get(node, ())
@@ -168,7 +168,8 @@ def _check_ops(graph: StepGraph, where: str, boxed: bool) -> None:
 
 
 def _facts(graph: StepGraph, node: fx.Node, boxed: bool) -> list[Any]:
-    """All that the SBPs of one op are judged by, as objects to be compared by identity: they are never changed."""
+    """All facts that decide whether an op's SBPs are correct, as objects compared by identity: they are never
+    changed."""
     meta = node.meta.get
     facts = [graph.placement, meta("type"), meta("sbp"), boxed, node.target, *arguments(node)]
     for operand in node.all_input_nodes:

@@ -124,7 +124,7 @@ class _Boxes:
 
 
 def _shows_another(node: fx.Node, want: Nd) -> bool:
-    """Whether ``node`` is a view that is wanted gathered: the gather may as well be of what it is a view of."""
+    """Return whether ``node`` is a view that is wanted gathered: the gather may as well be of what it is a view of."""
     if not is_whole_view(node.target) or value.role_of(node) is not None or value.phase_of(node) == "update":
         return False
     return all(h is w or (h.is_split and w is B) for h, w in zip(value.nd_of(node), want, strict=True))

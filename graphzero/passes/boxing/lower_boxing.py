@@ -118,7 +118,7 @@ def _lower(graph: StepGraph, box: fx.Node, links: Links) -> None:
 
 
 def _is_said_beside(steps: tuple[Step, ...], at: int) -> bool:
-    """Whether the first step, or the last, only gives a new name to what the collective behind, or before, it moves."""
+    """Return whether the first or last step only renames the operand or the result of the collective next to it."""
     if steps[at][1].kind != "same" or len(steps) == 1 or 0 < at < len(steps) - 1:
         return False
     _, beside = steps[at - 1 if at else 1]
@@ -128,7 +128,7 @@ def _is_said_beside(steps: tuple[Step, ...], at: int) -> bool:
 def _written(
     graph: StepGraph, type_: TensorType, nd: Nd, axis: int, step: Move
 ) -> list[tuple[Any, tuple[Any, ...], TensorType, Nd]]:
-    """One move on one axis as ops.
+    """Ops for one move on one axis.
 
     Where ranks hold several sections of a dim, it is taken apart for the move, if the op does not do so by itself.
     """

@@ -1,1 +1,1 @@
-"""One op in the place of several that compute the same."""
+"""Passes that replace several ops by one op that computes the same."""

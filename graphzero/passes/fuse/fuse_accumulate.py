@@ -72,7 +72,7 @@ class FuseAccumulate(BuiltinPass):
 
 
 def _is_alone(product: Any, node: fx.Node) -> bool:
-    """Whether a matrix product is added to an accumulator of its dtype, and is nothing else."""
+    """Return whether a matrix product is added to an accumulator of its dtype, and is nothing else."""
     return (
         product.target is MM
         and set(product.users) == {node}

@@ -224,7 +224,8 @@ def _erase_with_operands(graph: StepGraph, node: fx.Node) -> None:
 
 
 def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]) -> bool:
-    """Whether all are tensors of one form that the kernel takes, and no one needs a result before the last is made."""
+    """Return whether all are tensors of one form that the kernel takes, and each result is needed only after the last
+    is made."""
     tensors = [found[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
     if any(not value.is_tensor(x) for x in (*tensors, found["step"])):
         return False

@@ -82,7 +82,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _is_one(node: fx.Node, given: fx.Node, loss: fx.Node) -> bool:
-    """Whether the loss's gradient is for the log_softmax alone, of the same numbers, and over the same dim."""
+    """Return whether the loss's gradient is for the log_softmax alone, of the same numbers, and over the same dim."""
     logs, read = node.args[1], loss.args[1]
     assert isinstance(logs, fx.Node) and isinstance(read, fx.Node)
     alone = set(given.users) == {node} and (given is loss or set(loss.users) == {given})

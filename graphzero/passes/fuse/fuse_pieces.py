@@ -27,7 +27,7 @@ Part = tuple[int, int]  # of a dim: its first and last, exclusive
 
 @dataclass(frozen=True)
 class PieceSum:
-    """Of two gradients of one piece; they are added where ``at`` added what they were spread to."""
+    """Sum of two gradients of one piece; they are added where ``at`` added the tensors into which they were spread."""
 
     left: fx.Node | PieceSum
     right: fx.Node | PieceSum
@@ -36,7 +36,8 @@ class PieceSum:
 
 @dataclass(frozen=True)
 class Spread:
-    """A tensor that is zero but for parts of a dim: what adds up to each.  op: what has spread the first."""
+    """A tensor that is zero except for parts of one dim: the summands of each part. op: the op that spread the
+    first."""
 
     op: Any
     dim: int
@@ -191,7 +192,7 @@ def _make_dense(graph: StepGraph, joined: fx.Node) -> None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Which dim of its operand each dim of a permuted value is."""
+    """For each dim of a permuted value, the dim of its operand."""
     count = len(value.tensor_type(node).shape) if value.is_tensor(node) else 0
     if node.target is aten.permute.default:
         return [int(at) % count for at in node.args[1]]  # type: ignore[union-attr,arg-type]

@@ -154,7 +154,7 @@ class _JoinedUpdates:
         return lifetimes
 
     def fits(self, nodes: list[fx.Node], load: _Load) -> bool:
-        """Whether there is a place for the call, and room for what waits for it."""
+        """Return whether there is a place for the call, and room for what waits for it."""
         extra = self.waiting(nodes, load) if self.place < self.before else {}
         return self.place < self.before and all(load.over[x] + more <= load.most for x, more in extra.items() if more)
 

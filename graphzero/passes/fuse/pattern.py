@@ -18,7 +18,7 @@ def parse_pattern(text: str) -> StepGraph:
 
 
 def matches_pattern(pattern: Any, given: Any, found: dict[str, Any]) -> bool:
-    """Whether ``given`` is computed as ``pattern`` is; ``found`` gets what stands for each of its values."""
+    """Return whether ``given`` is computed as ``pattern`` is; ``found`` gets what stands for each of its values."""
     if not isinstance(pattern, fx.Node):
         if isinstance(pattern, (list, tuple)) and isinstance(given, (list, tuple)):
             return len(pattern) == len(given) and all(map(matches_pattern, pattern, given, [found] * len(given)))

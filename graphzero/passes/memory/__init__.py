@@ -1,1 +1,1 @@
-"""What is held, how long, and in whose storage."""
+"""Passes about memory: what is held, how long, and in which storage."""

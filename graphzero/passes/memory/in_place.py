@@ -89,12 +89,12 @@ class _Storages:
             self.last[old, 0] = max(self.last[old, 0], at.last_check)
 
     def storage_of(self, node: fx.Node) -> Storage | None:
-        """Where a tensor lives by now."""
+        """Storage that holds a tensor now."""
         storage = self.roots[node][0]
         return self.moved.get(storage, storage) if storage is not None else None
 
     def can_be_told(self, node: fx.Node) -> bool:
-        """Whether the op has a form that writes its result where it is told."""
+        """Return whether the op has a form that writes its result where it is told."""
         makes = value.is_tensor(node) and self.roots[node] == ((node, 0),) and bool(value.tensor_type(node).shape)
         kernel = kernel_forms.writing(node.target, self.device) or kernel_forms.over_first(node.target, self.device)
         return makes and kernel is not None
@@ -123,12 +123,13 @@ class _Storages:
             self._move((node, i), picks[i], room)
 
     def _is_kept(self, new: fx.Node) -> bool:
-        """Whether a new state is nothing else as well: another state, or what build returns."""
+        """Return whether a new state is nothing else as well: another state, or what build returns."""
         storage = self.roots[new][0]
         return len(self.replaced[new]) == 1 and storage is not None and self.last[storage] < len(self.position) - 1
 
     def _may_take(self, made: fx.Node, room: fx.Node, own: Storage) -> bool:
-        """Whether the storage of ``room`` is free for ``made``, a result that would have a storage of its ``own``."""
+        """Return whether the storage of ``room`` is free for ``made``, a result that would have a storage of its
+        ``own``."""
         storage = self.storage_of(room)
         if storage is None or self.last[storage] > self.position[own[0]] or not inplace.same_form(made, room):
             return False
@@ -142,7 +143,7 @@ class _Storages:
         return self._covers(room, storage)
 
     def _covers(self, operand: fx.Node, storage: Storage) -> bool:
-        """Whether a value is all of its storage, or this rank's piece of a state, which stays whatever lives in it."""
+        """Return whether a value fills its storage, or is this rank's piece of a state, which stays in its storage."""
         stays = storage[0].op == "placeholder"
         while operand is not storage[0]:
             room = inplace.room_of(operand)
@@ -155,12 +156,12 @@ class _Storages:
         return True
 
     def _reads_alone(self, node: fx.Node, room: fx.Node) -> bool:
-        """Whether all that ``node`` reads of the storage of ``room`` is ``room``."""
+        """Return whether all that ``node`` reads of the storage of ``room`` is ``room``."""
         storage = self.storage_of(room)
         return all(operand is room for operand in value.tensor_operands(node) if self.storage_of(operand) == storage)
 
     def _fits(self, node: fx.Node, room: fx.Node) -> bool:
-        """Whether ``node`` may write over ``room``, which it may also read, and has a kernel for that."""
+        """Return whether ``node`` may write over ``room``, which it may also read, and has a kernel for that."""
         reads = room in value.tensor_operands(node)
         if not self._reads_alone(node, room):
             return False
@@ -205,5 +206,5 @@ def _shows_all(node: fx.Node) -> bool:
 
 
 def _picks(node: fx.Node, storage: Storage) -> bool:
-    """Whether ``node`` is the result that lives in ``storage``, of an op with several."""
+    """Return whether ``node`` is the result that lives in ``storage``, of an op with several."""
     return bool(node.args) and node.args[0] is storage[0] and node.args[1:] == (storage[1],)

@@ -73,7 +73,7 @@ class KeepGathered(BuiltinPass):
         return graph
 
     def matching_paths(self, paths: Iterable[str]) -> list[str]:
-        """Those of ``paths`` that are kept."""
+        """The paths among ``paths`` that are kept gathered."""
         exact, patterns = set(self.keep_gathered), [name for name in self.keep_gathered if set(name) & _WILD]
         return [path for path in paths if path in exact or any(fnmatchcase(path, one) for one in patterns)]
 
@@ -135,7 +135,8 @@ def gathered_again(graph: StepGraph, by_another: bool = False) -> dict[str, list
 
 
 def follows_parameter(graph: StepGraph) -> list[fx.Node]:
-    """What is gathered of a parameter, or follows from that as what ``gathered_again`` lists does; in order."""
+    """Values gathered from a parameter, and those that follow from one by ops that ``gathered_again`` lists; in
+    order."""
     parameters = set(graph.placeholders("param"))
     gathered: dict[fx.Node, bool] = dict.fromkeys(parameters, False)
     for node in graph.nodes:
@@ -146,7 +147,7 @@ def follows_parameter(graph: StepGraph) -> list[fx.Node]:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """What ``node`` moves, views, picks of, or casts to something smaller."""
+    """The operand that ``node`` moves, views, selects from, or casts to a smaller dtype."""
     operands = node.all_input_nodes
     if node.op != "call_function" or len(operands) != 1:
         return None

@@ -108,7 +108,7 @@ class Recompute(BuiltinPass):
 
 
 class ForwardOps:
-    """What of forward may be computed again.
+    """Ops of forward that may be computed again.
 
     maker: per value of forward, the op whose storage it lives in.  free: the ops, in order, that may run again.
     gathers: those that move parameters between ranks, and what follows from them: they always may.
@@ -173,7 +173,7 @@ def _read_again(graph: StepGraph, forward: ForwardOps, dropped: set[fx.Node]) ->
 def _missing(
     read: list[fx.Node], forward: ForwardOps, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]
 ) -> Iterator[fx.Node]:
-    """What has to be copied for a reader of those."""
+    """Nodes that must be copied for a reader of dropped values."""
     seen, unvisited = set[fx.Node](), list(read)
     while unvisited:
         one = unvisited.pop()

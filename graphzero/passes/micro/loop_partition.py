@@ -86,11 +86,12 @@ class LoopPartition:
         return mine, tuple(sbp if cuts(sbp) else B for sbp in outside)
 
     def is_per_micro_batch(self, node: fx.Node) -> bool:
-        """Whether each micro-batch has a piece of the value, or a part of a sum."""
+        """Return whether each micro-batch has a piece of the value, or a part of a sum."""
         return any(not sbp.is_broadcast for sbp in self.sbps(node))
 
     def is_in_body(self, node: fx.Node) -> bool:
-        """Whether each micro-batch computes the value.  Not where only the update computes it, of states alone."""
+        """Return whether each micro-batch computes the value. False where only the update computes it, from states
+        alone."""
         if node.op == "placeholder" or node in self.epilogue:
             return False
         return value.phase_of(node) != "update" or self.is_per_micro_batch(node) or node in self._needed

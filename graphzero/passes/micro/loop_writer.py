@@ -169,7 +169,7 @@ class LoopWriter:
         return next((self.results[result] for result in results), self.writer.written[LAST][node])
 
     def _is_final(self, result: LoopResult) -> bool:
-        """Whether the epilogue reads a result in place of its source: a concatenation or a mean."""
+        """Return whether the epilogue reads a result in place of its source: a concatenation or a mean."""
         is_concatenation = result.dim is not None and result.nd == self.types.others(result.source)
         return is_concatenation or result.source in self.partition.varying
 

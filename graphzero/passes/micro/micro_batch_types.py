@@ -98,7 +98,7 @@ class MicroBatchTypes:
 
 
 def _is_finer(sbp: Sbp, mine: Sbp) -> bool:
-    """Whether a split cuts the pieces that another split of the dim makes, in more sections."""
+    """Return whether a split cuts the pieces that another split of the dim makes, in more sections."""
     return sbp.is_split and sbp.dim == mine.dim and sbp.sections > mine.sections
 
 

@@ -92,7 +92,7 @@ class OpWriter:
         return max(total - self.types.count, self.types.count) if count == total - 1 else count
 
     def _is_of_deviations(self, summed: fx.Node) -> bool:
-        """Whether a sum is of squared deviations from a mean over the batch, as for a variance."""
+        """Return whether a sum is of squared deviations from a mean over the batch, as for a variance."""
         square = summed.args[0] if summed.target in SUMS else None
         if not isinstance(square, fx.Node) or square.target not in SQUARES:
             return False

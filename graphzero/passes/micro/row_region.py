@@ -113,7 +113,7 @@ def _ranks(graph: StepGraph, node: fx.Node, dim: int | None = None) -> int:
 
 
 def _bytes_of(graph: StepGraph, node: fx.Node) -> int:
-    """Of one rank's."""
+    """Bytes of one rank."""
     return value.tensor_type(node).nbytes // _ranks(graph, node)
 
 
@@ -166,7 +166,7 @@ class _Growing:
         return None
 
     def _is_large(self, node: fx.Node) -> bool:
-        """Whether all readers have to be inside: as large as what the region is for, or results to be picked."""
+        """Return whether all readers have to be inside: as large as what the region is for, or results to be picked."""
         if value.is_multi(node):
             return True
         return self.cut[node].is_split and value.tensor_type(node).numel >= self.least

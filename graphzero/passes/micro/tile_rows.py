@@ -311,7 +311,7 @@ def _part_of(sizes: MicroBatchTypes, type_: Any, cuts: tuple[Any, ...]) -> Any:
 
 
 def _alike(node: fx.Node, other: fx.Node, args: Any, kwargs: Any) -> bool:
-    """Whether an op does as another one does with these arguments."""
+    """Return whether an op does as another one does with these arguments."""
     return (
         node.target is other.target and node.args == args and node.kwargs == kwargs
         and value.type_of(node) == value.type_of(other) and value.sbp_of(node) == value.sbp_of(other)

@@ -49,7 +49,7 @@ def _wanted(state: AxisPropagation, node: fx.Node) -> Sbp | None:
 
 
 def _is_wide_gradient(node: fx.Node) -> bool:
-    """Whether a value is a gradient that was cast from 16 bit so that it is added up in more, at every stage."""
+    """Return whether a value is a gradient that was cast from 16 bit so that it is added up in more, at every stage."""
     role = value.role_of(node)
     if role is None or role.kind != "gradient" or node.target is not torch.ops.aten._to_copy.default:
         return False

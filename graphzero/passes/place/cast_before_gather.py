@@ -62,13 +62,13 @@ class CastBeforeGather(BuiltinPass):
 
 
 def _narrows(node: fx.Node, use: fx.Node) -> bool:
-    """Whether a node casts a use to a smaller dtype, and does nothing else."""
+    """Return whether a node casts a use to a smaller dtype, and does nothing else."""
     plain = node.target is _CAST and node.kwargs.keys() <= {"dtype"}
     return plain and value.tensor_type(node).dtype.itemsize < value.tensor_type(use).dtype.itemsize
 
 
 def _cast_first(graph: StepGraph, use: fx.Node, casts: list[fx.Node]) -> None:
-    """One cast of the parameter, and one use of it, in the place of ``casts`` of ``use``."""
+    """One cast of the parameter and one use of it, instead of ``casts`` of ``use``."""
     param, cast = use.args[0], casts[0]
     assert isinstance(param, fx.Node)
     role = value.role_of(param)

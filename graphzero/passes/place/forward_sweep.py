@@ -53,7 +53,7 @@ def swept(graph: StepGraph, links: Links, notes: bool = False) -> list[AxisPropa
 
 @dataclass(frozen=True)
 class Option:
-    """One signature of an op, with its price in the first sweep.
+    """One signature of an op, with its cost in the first sweep.
 
     moves: (operand, SBP it has, SBP it would be boxed to); nbytes: on the wire for those that are not made yet.
     gathers: whether a weight that its user has split would be made whole: only where the op can do nothing else.
@@ -79,7 +79,8 @@ class Option:
 
 
 class AxisPropagation:
-    """One placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's signature."""
+    """Propagation on one placement axis: ``found`` holds the SBP of each result of each node, ``chosen`` each op's
+    signature."""
 
     def __init__(self, graph: StepGraph, axis: int, axes: Sequence[AxisPropagation], costs: Costs, notes: bool = False):
         self.graph, self.axis, self.notes = graph, axis, notes
@@ -138,7 +139,7 @@ class AxisPropagation:
         return self.costs.box(have, want, self.nbytes(node), self.axis)
 
     def _alike(self, node: fx.Node, have: Sbp, want: Sbp) -> bool:
-        """Whether both are the same cut within those of the axes that have been swept."""
+        """Return whether both are the same cut within those of the axes that have been swept."""
         nd = [axis.sbp(node) if node in axis.found else B for axis in self.axes]
         outside, inside = nd[: self.axis], nd[self.axis + 1 :]
         return alike((*outside, have, *inside), (*outside, want, *inside), self.graph.placement.hierarchy)
@@ -225,7 +226,7 @@ class AxisPropagation:
     # ---- readers
 
     def wants(self, user: fx.Node, node: fx.Node) -> set[Sbp]:
-        """In which SBPs ``user`` reads ``node``."""
+        """SBPs in which ``user`` reads ``node``."""
         if user in self.chosen:
             operands = value.tensor_operands(user)
             return {w for o, w in zip(operands, self.chosen[user].inputs, strict=True) if o is node}
@@ -280,7 +281,7 @@ def _barred(node: fx.Node, signature: Signature, split: Set[tuple[int, int]]) ->
 
 
 def _rounds_in_update(node: fx.Node, signature: Signature) -> bool:
-    """Whether ranks would add up 16-bit pieces in an update, as in Muon's products of whole matrices.
+    """Return whether ranks would add up 16-bit pieces in an update, as in Muon's products of whole matrices.
 
     Where a model is split, its user has asked for that rounding; an optimizer has one meaning, whatever the stage.
     """
@@ -290,7 +291,7 @@ def _rounds_in_update(node: fx.Node, signature: Signature) -> bool:
 
 
 def _spread(node: fx.Node, sbps: tuple[Sbp, ...]) -> tuple[Sbp | None, ...]:
-    """One SBP for each result in the node's type, None for those that are not made."""
+    """One SBP for each result in the node's type, None for results that are not made."""
     type_ = value.type_of(node)
     if not isinstance(type_, tuple):
         return sbps

@@ -35,7 +35,7 @@ def place_reductions(state: AxisPropagation) -> None:
 
 
 def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
-    """A value that is partial only because a partial operand passes through its op.
+    """Return whether a value is partial only because a partial operand passes through its op.
 
     Of an op of several results those that are partial become whole together, so each of them must be free to.
     """
@@ -55,7 +55,7 @@ def _may_be_whole(state: AxisPropagation, node: fx.Node) -> bool:
 
 
 def _is_free(state: AxisPropagation, node: fx.Node) -> bool:
-    """Whether a value may be reduced here.
+    """Return whether a value may be reduced here.
 
     A gradient over a data axis may not: it is reduced as the gradient, where the stage says, never in a smaller form
     before it.
@@ -128,7 +128,7 @@ def _cut(state: AxisPropagation, region: list[fx.Node], carried: set[fx.Node]) -
 def _add_reader(
     state: AxisPropagation, capacity: Any, node: fx.Node, reduced: Any, carrier: fx.Node | None, want: Sbp
 ) -> None:
-    """One reader of ``node``: it wants the value whole, cut, or partial, if it carries it on as such."""
+    """Add one reader of ``node``: it reads the value whole, cut, or partial, if it carries it on as a partial sum."""
     rather = 1 - 1e-7 * _is_gradient(node)  # between equals it is the gradient that is reduced
 
     def wire(sbp: Sbp) -> float:

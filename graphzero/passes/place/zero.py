@@ -168,7 +168,7 @@ def split_dim(shape: tuple[int, ...], free: list[int], ranks: int) -> int:
 
 
 def _is_of_update(param: fx.Node) -> bool:
-    """Whether only the update reads a parameter, as an average of another: it is a state."""
+    """Return whether only the update reads a parameter, as an average of another: it is a state."""
     phases = {value.phase_of(user) for user in param.users if user.op != "output"}
     return phases == {"update"}
 

@@ -1,1 +1,1 @@
-"""What moves and is written when: buckets, launches, waits, slots, assigns."""
+"""Passes about transfers and writes: buckets, launches, waits, slots, assigns."""

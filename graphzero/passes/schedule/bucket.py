@@ -96,7 +96,7 @@ def _levels(graph: StepGraph) -> list[list[fx.Node]]:
 
 
 def _added(node: fx.Node) -> fx.Node:
-    """What a micro-batch adds to an accumulator; any other value itself."""
+    """The value that a micro-batch adds to an accumulator; any other value itself."""
     return value.operand(node, 1) if node.target is ops.accumulate else node
 
 
@@ -128,7 +128,8 @@ def default_limit(graph: StepGraph) -> int:
 
 
 def _goes_alone(graph: StepGraph, moves: Transfer) -> bool:
-    """Whether a large value lies in one piece wherever it is sent or received, so that nothing needs to be copied."""
+    """Return whether a large value is contiguous wherever it is sent or received, so that nothing needs to be
+    copied."""
     type_ = value.tensor_type(moves.node)
     if graph.placement.device_type != "cpu" or type_.nbytes < ALONE:
         return False
@@ -155,7 +156,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _key(graph: StepGraph, moves: Transfer, section: tuple[int, str]) -> tuple[Any, ...]:
-    """What transfers have in common that may join."""
+    """Properties that transfers must share in order to be joined."""
     node, (source,) = moves.node, moves.members
     what = moves.kind, moves.axis, moves.completes(graph), value.tensor_type(node).dtype
     return (*what, section, made_by(source), is_early(node))
@@ -168,7 +169,7 @@ def made_by(node: fx.Node) -> fx.Node | None:
 
 
 def is_early(node: fx.Node) -> bool:
-    """Whether all that a transfer reads is there when the step begins, or is gathered from that."""
+    """Return whether all that a transfer reads is there when the step begins, or is gathered from that."""
     sources = ((operand, made_by(operand)) for operand in dict.fromkeys(node.all_input_nodes))
     return all(operand.op == "placeholder" if producer is None else is_early(producer) for operand, producer in sources)
 

@@ -61,7 +61,7 @@ class GatherCasts(BuiltinPass):
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node casts what is there when the step begins to a narrower float, and does nothing else."""
+    """Return whether a node casts what is there when the step begins to a narrower float, and does nothing else."""
     if node.target is not _CAST or node.kwargs.keys() != {"dtype"}:
         return False
     (read,) = node.args

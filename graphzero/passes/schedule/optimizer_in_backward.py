@@ -124,7 +124,8 @@ class _Ready:
         return {node: max(ops_outside.intersection(at.readers[node, 0]), default=-1) for node in states}
 
     def _made_at(self, operand: fx.Node) -> int:
-        """Where an operand is there, with all that arrives together with it; -1 for what is there before the step."""
+        """Position at which an operand is available, with all values that arrive together with it; -1 for values before
+        the step."""
         delivery = delivered(operand)
         together = delivery[0].end.users if delivery is not None and delivery[0].is_launch else (operand,)
         return -1 if operand.op == "placeholder" else max(self.position[one] for one in together)
@@ -139,7 +140,7 @@ def _is_update(node: fx.Node) -> bool:
 
 
 def describe_early(graph: StepGraph) -> str:
-    """Of a final program: how many parameters step before backward ends, and how many can not, and why."""
+    """For a final program: the number of parameters that step before backward ends, the number that cannot, and why."""
     at = liveness(graph)
     end = at.phase_end.get("backward", -1)
     follows = _gradients_behind(graph)
@@ -169,7 +170,7 @@ def _gradients_behind(graph: StepGraph) -> dict[fx.Node, str]:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """What a value follows from; one of several, that a collective or an update delivers, from what it is made of."""
+    """Operands of a value; for one of several results of a collective or an update, those from which it is made."""
     source: Any = node.args[0] if node.target is operator.getitem else None
     delivery = delivered(node)
     if delivery is not None:

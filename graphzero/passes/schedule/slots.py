@@ -92,7 +92,7 @@ def _best(sizes: list[int], free: set[int], need: int) -> int:
 
 
 def _is_direct(at: Liveness, layout: TransferLayout) -> bool:
-    """Whether a launched transfer moves one value that can go between its own storage and its result's.
+    """Return whether a launched transfer moves one value that can go between its own storage and its result's.
 
     A gather along dim 0 is the pieces one after the other, if the other axes cut alike; so is what a reduce-scatter
     sends if dim 0 divides.  Along another dim, or in sections, it is so run by run, and each run is a message.  A

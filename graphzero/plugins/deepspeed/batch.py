@@ -23,7 +23,7 @@ class Batch:
 
 
 def batch_of(document: Document, placement: Placement) -> Batch:
-    """What the JSON says, and what follows from it.  Raises ConfigError for numbers that contradict each other."""
+    """Batch sizes of the JSON, and those that follow. Raises ConfigError for numbers that contradict each other."""
     whole, micro, steps = (document.count(name, least=1) for name in (ALL, MICRO, STEPS))
     ranks = math.prod(placement.hierarchy[placement.axis(name)] for name in placement.data_axes)
     if whole is None and micro is None:

@@ -107,12 +107,12 @@ def is_number(x: Any) -> bool:
 
 
 def unknown(name: str, near: list[str]) -> str:
-    """What is said of a name that DeepSpeed does not know."""
+    """Message for a name that DeepSpeed does not know."""
     return f"{name}: DeepSpeed has no such key" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def _strangers(said: str, value: Any, holds: tuple[str, ...]) -> Iterator[str]:
-    """What is wrong with the names in a section that counts as a whole."""
+    """Unknown names in a section that is read as a whole."""
     for name in value if holds and isinstance(value, Mapping) else ():
         if name not in holds:
             near = difflib.get_close_matches(str(name), holds, n=1)
@@ -144,7 +144,7 @@ def _speaks(key: KeyRule, value: Any, way: str) -> bool:
 
 
 def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
-    """What messages call it, and the JSON."""
+    """Name of the JSON in messages, and the JSON."""
     if isinstance(given, Mapping):
         return "the DeepSpeed configuration", given
     if not isinstance(given, (str, os.PathLike)):

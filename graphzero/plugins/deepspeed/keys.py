@@ -27,14 +27,14 @@ def always(value: Any) -> bool:
 
 
 def is_disabled(section: Any) -> bool:
-    """Whether no "enabled" within a section is true, which is how DeepSpeed switches sections on."""
+    """Return whether no "enabled" within a section is true, which is how DeepSpeed switches sections on."""
     if not isinstance(section, Mapping):
         return not section
     return not section.get("enabled") and all(is_disabled(x) for x in section.values() if isinstance(x, Mapping))
 
 
 def idle_where(name: str, *values: Any) -> Idle:
-    """Of a section that asks for nothing where the key ``name`` in it has one of these values, or is not there."""
+    """Condition that a section has no effect: the key ``name`` in it has one of these values, or is missing."""
     return lambda section: (section.get(name) in (None, *values)) if isinstance(section, Mapping) else not section
 
 
@@ -43,7 +43,7 @@ OFF, ON = idle_at(False), idle_at(True)
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What becomes of one key, or of a section of which nothing further is read.
+    """Treatment of one key, or of a section of which nothing further is read.
 
     path: names joined by dots.
     way: HONOURED, text says where it lands; REPLACED, results are the same without it, text says what does its work

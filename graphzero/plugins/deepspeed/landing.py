@@ -1,4 +1,4 @@
-"""Where the values of DeepSpeed's JSON land: the settings of a Graph."""
+"""Mapping of the values of DeepSpeed's JSON to the settings of a Graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of DeepSpeed's JSON is no setting of a Graph: its batch, its optimizer, its schedule and its clipping."""
+"""Parts of DeepSpeed's JSON that are not settings of a Graph: its batch, optimizer, schedule and clipping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What ``config.deepspeed`` has: what DeepSpeed's JSON says beside settings.
+    """Value of ``config.deepspeed``: the parts of DeepSpeed's JSON that are not settings.
 
     train_batch_size: samples of a step, on all ranks.  micro_batch_size: of a micro-batch, on one rank.
     gradient_clipping: None for none.
@@ -70,7 +70,8 @@ class DeepSpeed:
 
 
 def ported(document: Document, batch: Batch) -> DeepSpeed:
-    """What a JSON says beside settings.  Raises ConfigError for an optimizer or a schedule that cannot be made."""
+    """The parts of a JSON that are not settings. Raises ConfigError for an optimizer or a schedule that cannot be
+    made."""
     optimizer, scheduler = _optimizer(document), _scheduler(document)
     clipping = document.number("gradient_clipping", 0)
     deepspeed = DeepSpeed(

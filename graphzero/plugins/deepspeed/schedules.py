@@ -133,7 +133,7 @@ class Cycle:
         return (i - (self.up + self.down) + 1) / self.decay_steps if self.decay_steps else 0.0
 
     def _height(self, i: int) -> float:
-        """Of the cycle at step i, from 0 to 1."""
+        """Height of the cycle at step i, from 0 to 1."""
         total = self.up + self.down
         at = 1.0 + (i + 1) / total - math.floor(1 + (i + 1) / total)
         rises = at <= self.up / total
@@ -188,7 +188,7 @@ def make_schedule(kind: str, given: dict[str, Any], optimizer: Optimizer) -> LRS
 
 
 def _rate(kind: str, given: dict[str, Any], at: int, groups: int, base: float) -> Rate:
-    """Of one group: numbers may be lists, one for each."""
+    """Rate of one group: numbers may be lists, with one for each group."""
     for name, value in given.items():
         if isinstance(value, (list, tuple)) and len(value) != groups:
             raise ConfigError(f"scheduler.params.{name}: {len(value)} values for {groups} parameter groups")

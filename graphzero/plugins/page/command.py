@@ -120,7 +120,7 @@ def _device_type(options: argparse.Namespace) -> str:
 
 
 def lines(options: argparse.Namespace, found: list[ProgramSnapshot], which: SnapshotFilter) -> Iterator[str]:
-    """What is printed."""
+    """Printed lines of the command."""
     chosen = find(
         found, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
     )
@@ -193,7 +193,7 @@ def write_page(options: argparse.Namespace) -> str:
 
 
 def title(options: argparse.Namespace, program: StepProgram) -> str:
-    """What tells a plan from another one of the same step."""
+    """Title of a plan, which distinguishes it from others of the same step."""
     return f"stage {options.stage}, {program.plan.placement}, {Path(options.device).stem}"
 
 

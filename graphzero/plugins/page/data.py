@@ -1,4 +1,4 @@
-"""What the page knows of one plan of a step, as plain lists and numbers."""
+"""Data of one plan of a step for the page, as plain lists and numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan_data(
     device: Device | None = None,
     measured: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One plan for the page: see the parts for what they hold.
+    """Data of one plan; see the parts for what they hold.
 
     title: what tells it from another plan.  device: by whose numbers its timeline is planned.
     measured: the events of a step, see ``page.timeline``.

@@ -60,7 +60,7 @@ def _edits(before: list[str], after: list[str], pool: Pool) -> list[list[Any]]:
 
 
 def values_data(found: Sequence[ProgramSnapshot], graph: StepGraph, pool: Pool) -> list[list[Any]]:
-    """Of each value of the final program, in order, and of its end.
+    """Data of each value of the final program, in order, and of its end.
 
     ``[name, phase, SBP, type, source, module, made, changed, operands]``: texts by number of the pool; made and changed
     are numbers of snapshots, 0 the captured one; operands are numbers of values.
@@ -78,7 +78,7 @@ def _value(node: fx.Node, numbers: dict[fx.Node, int], since: tuple[int, int], p
 
 
 def sbp_text(node: fx.Node) -> str:
-    """One for a tensor, ``(S(0), B)`` on several axes; that of the first for several results."""
+    """SBP of a tensor, ``(S(0), B)`` on several axes; for several results, that of the first."""
     nd = value.sbp_of(node)
     if nd and (nd[0] is None or isinstance(nd[0], tuple)):
         nd = next((one for one in nd if one is not None), None)

@@ -13,7 +13,7 @@ from graphzero.plan.plan import CATEGORIES, memory_over_time
 
 
 def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
-    """Of the fullest rank.
+    """Memory of the fullest rank.
 
     peak: number of the value that runs at the worst moment.  series: category -> ``[position, bytes, ...]`` where the
     bytes change.  lives: ``[value, first, last, bytes, category, in the arena]``, positions from -1 for what is there

@@ -1,4 +1,4 @@
-"""What each parameter costs, and which rank holds how much of it."""
+"""Cost of each parameter, and how much of it each rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTML file of what is known of a step: its data, scripts and styles are all inside, and nothing is fetched."""
+"""One HTML file about a step: its data, scripts and styles are all inside, and nothing is fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ops and collectives run, as rows: planned by ``plan.timeline``, and measured, as ``gz.trace`` hands it out."""
+"""Ops and collectives over time, as rows: planned by ``plan.timeline``, and measured, as ``gz.trace`` returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps took: every op and collective with begin and end, beside what was planned.
+"""Traces of steps: begin and end of every op and collective, beside the plan.
 
 ``recorder`` notes when lines of a program begin, ``clocks`` brings the ranks' clocks together, ``tracing`` makes a
 ``Trace`` of that, ``chrome`` a file that Perfetto reads, ``compare`` a list of what is not as planned, ``words`` text.

@@ -72,7 +72,7 @@ def _streams(events: Sequence[Event], process: int, since: float) -> Iterator[Js
 
 
 def _title(event: Event) -> str:
-    """What a slice is called: a collective by its kind, which says more than its value's name."""
+    """Title of a slice: a collective's kind says more than its value's name."""
     return event.kind if event.stream != COMPUTE else f"{event.kind} {event.name}"
 
 

@@ -14,7 +14,7 @@ ROUNDS = 9
 
 @dataclass(frozen=True)
 class Offsets:
-    """How far each rank's clock is ahead of the first one's, in seconds.  error: how far that may be off."""
+    """Offset of each rank's clock from the first one's, in seconds. error: how much that may be off."""
 
     ahead: tuple[float, ...]
     error: float

@@ -94,7 +94,7 @@ def placement_of(options: argparse.Namespace) -> Placement | None:
 
 
 def whole_batch(graph: Graph, example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What all ranks together would be given, of what a FACTORY gives one: as many times what a rank splits."""
+    """Arguments for all ranks together, from those that a FACTORY gives one rank: split inputs are repeated."""
     reader, wanted = BuildInputReader(graph.build, graph.placement), dict(graph.config.settings.inputs)
     leaves, spec, names = reader.flatten(example, {})
     whole = [

@@ -1,4 +1,4 @@
-"""What is known of a traced step, before anybody asks anything of it."""
+"""Data of a traced step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphzero.runtime.world.world import Sent
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One call on one rank.  Times are seconds of the first rank's clock.
+    """One call on one rank. Times are seconds of the first rank's clock.
 
     rank: its number in the job.  begin, end: of the call; program: of the program within it, in which ranks of one
     process take turns.
@@ -26,7 +26,7 @@ class RankTrace:
 
     @property
     def seconds(self) -> float:
-        """Of the whole call."""
+        """Seconds of the whole call."""
         return self.end - self.begin
 
     @property
@@ -40,7 +40,7 @@ class RankTrace:
         return self.around + sum(event.seconds for event in self.events if event.stream == COMPUTE)
 
     def shifted(self, ahead: float) -> RankTrace:
-        """By a clock that is behind by ``ahead``."""
+        """The same trace by a clock that is behind by ``ahead``."""
         events = tuple(one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in self.events)
         begin, end = self.program
         return RankTrace(self.rank, self.begin - ahead, self.end - ahead, (begin - ahead, end - ahead), events)
@@ -76,5 +76,5 @@ class TraceData:
 
     @property
     def overhead(self) -> float:
-        """What tracing adds to a step, as a part of it."""
+        """Time that tracing adds to a step, as a fraction of it."""
         return self.traced / self.untraced - 1

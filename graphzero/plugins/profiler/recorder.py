@@ -1,4 +1,4 @@
-"""When each line of a program began and ended, on every rank that lives in this process.
+"""Begin and end of each line of a program, on every rank that lives in this process.
 
 A ``EventRecorder`` notes the time at every line and makes events of that behind the run.  On a device that works
 asynchronously it notes events in the device's queue, which are as late as the kernels before them.
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The same of what a device's queue has come to."""
+    """Times at which a device's queue reaches each mark."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self._make: Callable[[], Any] = lambda: module.Event(enable_timing=True)
@@ -57,7 +57,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> HostClock | DeviceClock:
-    """What tells when work on a device begins."""
+    """The clock that tells when work on a device begins."""
     kind = ACCELERATORS.get(device.type)
     return HostClock() if kind is None else DeviceClock(device, kind.module)
 
@@ -76,12 +76,12 @@ class EventRecorder:
     # ---- what the executor calls
 
     def watches(self, local: int) -> bool:
-        """All of them."""
+        """Return True: every local rank is recorded."""
         self._local, self._node = local, ""
         return True
 
     def enter(self, node: str, kind: str) -> None:
-        """What ran since the last call belongs to what was entered then; several lines of a node are one event."""
+        """Attribute the time since the last call to the node entered then; several lines of a node are one event."""
         if node != self._node or not node:
             self._node = node
             self._marks.append((self._local, node, self._clock.read_time()))
@@ -108,11 +108,11 @@ class EventRecorder:
 
     @property
     def has_run(self) -> bool:
-        """Whether it has seen anything."""
+        """Whether an event has been recorded."""
         return bool(self._marks)
 
     def events(self) -> tuple[tuple[float, float], list[list[Event]]]:
-        """When the program began and ended; and the events of each local rank, in order of their beginning."""
+        """Begin and end of the program; and the events of each local rank, in order of their beginning."""
         times = self._clock.seconds([noted for _, _, noted in self._marks])
         sent = self._sent()
         tracks = [_Track() for _ in self._world.local_ranks]
@@ -135,7 +135,7 @@ class EventRecorder:
 
 
 class _Track:
-    """One rank's events.  A mark where ranks meet has a number of bytes, others have None."""
+    """Events of one rank. A mark where ranks synchronize has a number of bytes, others have None."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -159,7 +159,7 @@ class _Track:
             self._note(transfer.node, f"communication {transfer.axis}", transfer.kind, began, end, sent)
 
     def _is_over(self, node: fx.Node, moves: Transfer) -> bool:
-        """Whether the lines of a transfer that is not launched are those behind it."""
+        """Return whether the lines of a transfer that is not launched are those behind it."""
         last = self.events[-1] if self.events else None
         return not moves.is_launch and last is not None and last.name == node.name and last.stream != COMPUTE
 

@@ -42,11 +42,12 @@ class Trace(TraceData):
         return [] if self.planned is None else compare.shares(self.planned, self.first, threshold)
 
     def broken(self) -> list[compare.Difference]:
-        """What must be as planned to the byte and the call, and is not: collectives, and the peak of memory."""
+        """Differences in quantities that must equal the plan to the byte and the call: collectives, and the peak of
+        memory."""
         return compare.exact(self.plan, self.sent, self.peak)
 
     def to_chrome(self) -> dict[str, Any]:
-        """As the Trace Event Format has it, which Perfetto and chrome://tracing read."""
+        """The trace in the Trace Event Format, which Perfetto and chrome://tracing read."""
         return chrome.document(self)
 
     def to_timeline(self) -> dict[str, list[dict[str, Any]]]:
@@ -67,7 +68,7 @@ class Trace(TraceData):
         return where
 
     def report(self, threshold: float = 0.05) -> str:
-        """In a few lines: where the step's seconds went, and what of ``differences`` and ``broken`` there is."""
+        """A report of a few lines: where the step's seconds went, and any ``differences`` and ``broken``."""
         return words.report(self, threshold)
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
 
 
 class _Own(NamedTuple):
-    """What one process has measured: of each traced step its ranks, and of its first rank the rest."""
+    """Measurements of one process: of each traced step its ranks, and the details of its first rank."""
 
     traced: list[list[RankTrace]]
     untraced: list[float]
@@ -137,7 +138,8 @@ class _Own(NamedTuple):
 def _take_steps(
     prepared: PreparedCall, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int
 ) -> tuple[_Own, str]:
-    """What this process measures of so many steps that are traced and as many that are not; why it knows no peak."""
+    """Measurements of this process for ``steps`` traced steps and as many untraced ones; and why the peak is unknown,
+    if it is."""
     traced, untraced = [], []
     _, sent = _traced(prepared, graph, args, kwargs)  # lines that tell the recorder are compiled when they first run
     for _ in range(steps):
@@ -149,7 +151,7 @@ def _take_steps(
 
 
 def as_data(event: Event, since: float) -> dict[str, Any]:
-    """For JSON, in seconds from ``since`` on."""
+    """An event for JSON, in seconds from ``since`` on."""
     named = {"name": event.name, "stream": event.stream, "kind": event.kind, "phase": event.phase}
     return {**named, "begin": event.begin - since, "end": event.end - since}
 
@@ -170,7 +172,7 @@ def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> floa
 
 
 def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
-    """One call: of each local rank, and the collectives of the first."""
+    """One call: the trace of each local rank, and the collectives of the first."""
     executor, world = prepared.executor, prepared.source.world
     sent = world.trace = []
     executor.meter = recorder = EventRecorder(executor.graph, world)

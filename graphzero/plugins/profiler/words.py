@@ -25,7 +25,7 @@ def report(trace: TraceData, threshold: float) -> str:
 
 
 def _parts(trace: TraceData) -> list[tuple[str, float]]:
-    """Where the first rank's call went."""
+    """Parts of the first rank's call, by time."""
     seconds_by_part: dict[str, float] = defaultdict(float)
     for event in trace.first.events:
         if event.stream == COMPUTE:

@@ -1,4 +1,4 @@
-"""What the rules of splits say of padding: which dims of operands belong together, and which of results are padded.
+"""Padding by the rules of splits: dims of operands that belong together, and dims of results that are padded.
 
 A dim that is padded is taken for one that is split: what was given is one piece, and padding another.
 """
@@ -71,7 +71,7 @@ def speak_for_one(work: PaddedOp, flat: Collection[fx.Node]) -> None:
 
 
 def _fitting(work: PaddedOp, i: int, along: Along) -> list[Signature]:
-    """Those that cut the dim and take nothing for partial; first those whose results are cut."""
+    """Signatures that cut the dim and take no partial operand; first those whose results are cut."""
     matching = [s for s in _signatures(work, {along.sections}) if s.inputs[i] is along.sbp
              and not any(sbp.is_partial for sbp in s.inputs)]  # fmt: skip
     return sorted(matching, key=lambda s: sum(not sbp.is_split for sbp in s.outputs))
@@ -80,14 +80,14 @@ def _fitting(work: PaddedOp, i: int, along: Along) -> list[Signature]:
 def _mates(
     work: PaddedOp, signature: Signature, along: Along, flat: Collection[fx.Node]
 ) -> list[tuple[int, Along]] | None:
-    """What a signature cuts, by operand; None if it would cut what is not padded."""
+    """Dims that a signature cuts, by operand; None if it would cut an unpadded one."""
     wanted = [(j, Along(along.name, sbp.dim, sbp.sections, along.more))
               for j, sbp in enumerate(signature.inputs) if sbp.is_split]  # fmt: skip
     return wanted if all(one in work.left or _may_be(work, flat, *one) for one in wanted) else None
 
 
 def _may_be(work: PaddedOp, flat: Collection[fx.Node], j: int, along: Along) -> bool:
-    """Whether an operand is one number everywhere, in a dim that may be padded so."""
+    """Return whether an operand is one number everywhere, in a dim that may be padded so."""
     x = work.operands[j]
     return x in flat and work.sizes.fits(x, 0, along)
 
@@ -101,7 +101,7 @@ def _has_results(work: PaddedOp, signature: Signature, along: Along) -> bool:
 
 
 def _zeros(work: PaddedOp, signature: Signature, cut: Sequence[int]) -> dict[int, float] | None:
-    """What operands hold in padded places so that these add nothing to results that are sums; None for nothing."""
+    """Values of operands in padded places that add nothing to results that are sums; None if there are none."""
     node, fill_values = work.node, dict[int, float]()
     for result, sbp in _results(node, signature):
         if not sbp.is_partial:
@@ -132,7 +132,7 @@ def _neutral(work: PaddedOp, reduction: str, result: int, cut: Sequence[int]) ->
 
 
 def _linear(work: PaddedOp, result: int, cut: Sequence[int]) -> set[int]:
-    """Some of the operands that are cut such that a result is a sum over them: it is zero where they are."""
+    """Cut operands over which a result is a sum: it is zero where they are zero."""
     for signature in _signatures(work, {1}):
         partial = {i for i, sbp in enumerate(signature.inputs) if sbp.is_partial and sbp.reduction == "sum"}
         others = all(sbp.is_broadcast for i, sbp in enumerate(signature.inputs) if i not in partial)

@@ -132,7 +132,7 @@ class _ExactRewrite:
         return tuple(frozenset(alongs) for alongs in work.made)
 
     def _is_flat(self, work: PaddedOp) -> bool:
-        """Whether the op makes one number everywhere, in dims that hang on sizes in any way."""
+        """Return whether the op makes one number everywhere, in dims that hang on sizes in any way."""
         node = work.node
         if any(work.given) or not self.sizes.is_ragged(node) or not value.is_tensor(node):
             return False
@@ -150,7 +150,8 @@ class _ExactRewrite:
         )
 
     def _is_odd(self, node: fx.Node, dim: int) -> bool:
-        """Whether the size of a dim depends on ragged dims otherwise than as one of them, give or take some places."""
+        """Return whether the size of a dim depends on ragged dims otherwise than as one of them plus or minus some
+        places."""
         names = self.sizes.dims(node, 0, dim)
         return bool(names) and (len(names) > 1 or self.sizes.straight(node, 0, dim, names[0]) is None)
 
@@ -171,7 +172,8 @@ class _ExactRewrite:
                     raise work.refusal(name, what)
 
     def _check_flat(self, work: PaddedOp) -> None:
-        """What is one number everywhere is read only where something else says which of its places are padded."""
+        """Check that a value which is one number everywhere is read only where another operand says which places are
+        padded."""
         for j, x in enumerate(work.operands):
             for dim in range(len(value.tensor_type(x).shape)) if x in self.flat else ():
                 for name in self.sizes.dims(x, 0, dim):
@@ -248,7 +250,7 @@ class _ExactRewrite:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether an op shows the same numbers in other dims or another dtype."""
+    """Return whether an op shows the same numbers in other dims or another dtype."""
     plus_nothing = node.target is aten.add.Tensor and tuple(node.args[1:]) == (0,)
     return (
         alias_kind(node.target) in _SHOW or plus_nothing or node.target in (aten.expand.default, aten._to_copy.default)

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def _point_inside(work: PaddedOp, i: int) -> None:
-    """What points anywhere in padded places, and is not read there, must still point at something."""
+    """Let indices in padded places, which may be any number and are not read, point at a valid place."""
     if work.operands[i] not in work.counts and value.tensor_type(work.operands[i]).dtype is not torch.bool:
         for along in work.given[i]:
             work.fill(i, along, 0)
@@ -26,7 +26,7 @@ def embedding(work: PaddedOp) -> None:
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(work: PaddedOp) -> None:
-    """A dim that is read at its own places, one after the other, is what it was."""
+    """A dim that is read in order, each place once, stays as it was."""
     for i in range(1, len(work.operands)):
         _point_inside(work, i)
     for dim, at in enumerate(work.args[1]):
@@ -46,7 +46,7 @@ def pointed(work: PaddedOp) -> None:
 
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_add.default)
 def put(work: PaddedOp) -> None:
-    """Where it points to, in a dim that is padded, was given.  What is padded in the index adds zeros, if it adds."""
+    """An index into a padded dim points to given places. Where the index is padded, it adds zeros, if it adds."""
     _point_inside(work, 1)
     dim = dim_of(work, 1, "dim", ndim_of(work.operands[0]))
     along = work.plain(0, dim)

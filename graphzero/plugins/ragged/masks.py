@@ -1,4 +1,4 @@
-"""Which places of a value are padded, and how many are not, as values of the program."""
+"""Masks of padded places of a value, and counts of given ones, as values of the program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Masks:
         return self._made[key]
 
     def vector(self, name: str, more: int = 0) -> fx.Node:
-        """Of a dim that has so many places more than the ragged dim: whether they are padded, bool[size]."""
+        """Whether each place is padded, bool[size], for a dim that has ``more`` places more than the ragged dim."""
         given, size = self.given[name], self.ragged[name].size
         if more < 0:
             return self._once((name, more), lambda w: w(aten.slice.Tensor, given, 0, -more, size))
@@ -80,7 +80,7 @@ class Masks:
         return x
 
     def last(self, name: str, more: int, back: int) -> fx.Node:
-        """Whether a place is not the one that is ``back`` places before the end of what was given of a dim."""
+        """False at the place that is ``back`` places before the end of the given part of a dim, True elsewhere."""
 
         def make(w: DefinitionWriter) -> fx.Node:
             here, size = self.vector(name, more), self.ragged[name].size + more
@@ -96,7 +96,7 @@ class Masks:
         return w(aten.constant_pad_nd.default, rest, [0, by], True)
 
     def count(self, name: str, more: int, dtype: torch.dtype) -> fx.Node:
-        """How many places were given of a dim that has so many more than the ragged dim; 0-d."""
+        """Number of given places of a dim that has ``more`` places more than the ragged dim; 0-d."""
 
         def make(w: DefinitionWriter) -> fx.Node:
             given = w(aten.eq.Scalar, self.vector(name, more), 0)
@@ -120,7 +120,7 @@ class Masks:
 
 
 def _spread(w: DefinitionWriter, vector: fx.Node, sections: int, places: int, inner: int) -> fx.Node:
-    """One truth for each of ``inner`` neighbours, over and over."""
+    """Repeat one truth value for each of ``inner`` neighbours, over all sections."""
     expanded = w(aten.view.default, vector, [1, places, 1])
     expanded = w(aten.expand.default, expanded, [sections, places, inner])
     expanded = w(aten.clone.default, expanded, memory_format=torch.contiguous_format)

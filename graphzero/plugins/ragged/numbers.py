@@ -59,7 +59,7 @@ def _put(work: PaddedOp, place: Place, formula: Formula) -> bool:
 
 
 def _dtype(x: torch.dtype, made: torch.dtype, formula: Formula) -> torch.dtype:
-    """Of the number: as exact as a Python number is beside ``x``, for a result of dtype ``made``."""
+    """Dtype of the number: as exact as a Python number is beside ``x``, for a result of dtype ``made``."""
     if x.is_floating_point:
         return _exact(x)
     is_whole = formula.power == 1 and isinstance(formula.factor, int) and isinstance(formula.plus, int)

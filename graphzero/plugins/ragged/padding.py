@@ -49,7 +49,8 @@ class Length:
 
     @property
     def true(self) -> int:
-        """How many places of the padded ones on this rank are given: of a dim that all hold, those of the longest."""
+        """Number of given places among the padded ones on this rank: of a dim that all ranks hold, that of the
+        longest."""
         return self.own if self.is_split else self.most
 
     @property
@@ -60,7 +61,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Padded:
-    """What of a call's inputs is padding.
+    """Padding of a call's inputs.
 
     dims: by input, the names of its ragged dims.  lengths: of those that padding makes longer than one place.
     """
@@ -96,7 +97,7 @@ class Padded:
         )
 
     def restore_output(self, x: Tensor, padded: Iterable[Along], shape: Sequence[int], is_local: bool) -> Tensor:
-        """What of ``x`` was given.  shape: the global one.  is_local: whether ``x`` is this rank's part of it.
+        """The given part of ``x``. shape: the global one. is_local: whether ``x`` is this rank's part of it.
 
         Of a dim that all ranks hold, a rank's own part is as long as what it has passed.
         """
@@ -116,7 +117,7 @@ class Padded:
         return x
 
     def _kept(self, length: Length, more: int, is_local: bool) -> Tensor:
-        """Of the places of a dim, which were given."""
+        """Given places of a dim."""
         padded = length.mask.raw
         if is_local or not length.is_split or self.placement.virtual:
             true = length.own if is_local else length.true
@@ -223,7 +224,7 @@ class Padding:
         everyone: Sequence[Mapping[str, int]],
         lengths: Mapping[str, Length],
     ) -> None:
-        """Where one rank's batch is longer than another's, what the other's is filled up with is data."""
+        """Check fills: where one rank's batch is longer than another's, the other's filling is data."""
         for name, some in found.items():
             if lengths[name].is_split or len({each.get(name) for each in everyone}) == 1:
                 continue

@@ -110,7 +110,7 @@ def slice_backward(work: PaddedOp) -> None:
 
 @rule(aten.slice_scatter.default)
 def slice_scatter(work: PaddedOp) -> None:
-    """What is written reaches as far as what it is written to."""
+    """The written part extends as far as the tensor it is written to."""
     dim = dim_of(work, 2, "dim", ndim_of(work.node))
     if not work.at(0, dim) and not work.at(1, dim):
         return
@@ -140,7 +140,7 @@ def select_scatter(work: PaddedOp) -> None:
 
 
 def _back(work: PaddedOp, place: int, along: Along) -> int | None:
-    """How many places before the end of a padded dim an index points; None where it counts from the front."""
+    """Number of places before the end of a padded dim to which an index points; None where it counts from the front."""
     index = work.argument(place, "index")
     if place in work.numbers:
         seen = work.numbers.pop(place)
@@ -203,7 +203,7 @@ def _around(w: DefinitionWriter, vector: fx.Node, dim: int, ndim: int) -> fx.Nod
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad(work: PaddedOp) -> None:
-    """What the user pads with stands where what was given ends."""
+    """The user's padding begins where the given part ends."""
     pad, ndim = list(work.args[1]), ndim_of(work.node)
     for i in range(len(pad) // 2):
         dim, (left, right) = ndim - 1 - i, pad[2 * i : 2 * i + 2]

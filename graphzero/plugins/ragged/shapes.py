@@ -14,7 +14,7 @@ _PATTERN = frozenset("*?[")
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a key of ``set_shapes`` means all inputs that it fits, not one by its name."""
+    """Return whether a key of ``set_shapes`` means all inputs that it fits, not one by its name."""
     return bool(_PATTERN.intersection(name))
 
 
@@ -67,12 +67,12 @@ class Shapes:
         return {dim: ragged for dim, ragged in named_dims if dim < ndim}
 
     def filled(self, name: str) -> float:
-        """What an input holds in padded places."""
+        """Value of an input in padded places."""
         number: float = _first(self.fill, name, 0)[1]
         return number
 
     def has_fill(self, name: str) -> bool:
-        """Whether ``fill`` speaks of an input."""
+        """Return whether ``fill`` speaks of an input."""
         return any(fits(key, name) for key, _ in self.fill)
 
     def bucket(self, name: str) -> SizeBuckets:
@@ -81,11 +81,11 @@ class Shapes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the ragged dims."""
+        """Names of the ragged dims."""
         return tuple(one.name for one in self.sizes)
 
     def is_first(self, name: str) -> bool:
-        """Whether a ragged dim is dim 0 of some input: the rows of a batch."""
+        """Return whether a ragged dim is dim 0 of some input: the rows of a batch."""
         return any((0, name) in dims for _, dims in self.inputs)
 
     @property
@@ -100,7 +100,7 @@ class Shapes:
 
 
 def fits(key: str, name: str) -> bool:
-    """Whether a key of ``set_shapes`` speaks of an input."""
+    """Return whether a key of ``set_shapes`` speaks of an input."""
     return key == name or (is_pattern(key) and fnmatchcase(name, key))
 
 
@@ -110,7 +110,7 @@ def _first(pairs: Sequence[tuple[str, Any]], name: str, default: Any) -> tuple[s
 
 
 def shapes_of(inputs: Any, sizes: Any, fill: Any) -> Shapes:
-    """What ``set_shapes`` was given.  Raises ConfigError for what is no name, dim, size or number."""
+    """Shapes for the arguments of ``set_shapes``. Raises ConfigError for what is not a name, dim, size or number."""
     if not isinstance(inputs, Mapping) or not inputs:
         raise ConfigError(
             f"set_shapes({inputs!r}, ...): say which dims of which inputs are ragged, by names of your own: "

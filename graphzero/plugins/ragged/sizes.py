@@ -1,4 +1,4 @@
-"""Which dims and numbers of a captured step hang on the sizes of its ragged dims.
+"""Dims and numbers of a captured step that depend on the sizes of its ragged dims.
 
 A capture has numbers where sizes were.  So the step is captured at other sizes too, one ragged dim changed at a time
 and then all of them, and compared: what differs depends on the dim that differs.  All of them together tell whether a
@@ -75,7 +75,7 @@ def _far(dim: Ragged, near: int, step: int) -> int:
 
 
 class Sizes:
-    """What of a graph depends on which ragged dim.  graphs: the step itself, then as captured at ``trials``.
+    """Dependence of a graph on ragged dims. graphs: the step itself, then as captured at ``trials``.
 
     Raises Differs where these are not one program.
     """
@@ -119,12 +119,12 @@ class Sizes:
         return self._names(found)
 
     def is_ragged(self, node: fx.Node) -> bool:
-        """Whether the shape of any of its results differs."""
+        """Return whether the shape of any of its results differs."""
         first, *others = map(value.shapes, self._same[node])
         return any(other != first for other in others)
 
     def fits(self, node: fx.Node, result: int, along: Along) -> bool:
-        """Whether a dim is as long as ``along`` has it, at all sizes of the ragged dim alone."""
+        """Return whether a dim is as long as ``along`` has it, at all sizes of the ragged dim alone."""
         if along.name not in self.dims(node, result, along.dim):
             return False
         own = self.names.index(along.name) + 1
@@ -197,7 +197,7 @@ def _plain_equal(first: Any) -> Any:
 
 
 def _leaves(x: Any) -> list[Any]:
-    """What is no value of the graph; how values hang together is compared as an outline."""
+    """Leaves that are not values of the graph; the dependence between values is compared as an outline."""
     if isinstance(x, (list, tuple)):
         return [leaf for item in x for leaf in _leaves(item)]
     if isinstance(x, Mapping):
@@ -206,7 +206,7 @@ def _leaves(x: Any) -> list[Any]:
 
 
 def _outline(x: Any, places: Mapping[fx.Node, int]) -> Iterator[Any]:
-    """How arguments nest, and which values stand where."""
+    """Nesting of arguments, and the places of values in it."""
     if isinstance(x, (list, tuple)):
         yield "["
         for item in x:

@@ -23,7 +23,7 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """What no number of a dtype is below, and above."""
+    """Lower and upper bound of the numbers of a dtype."""
     if dtype.is_floating_point:
         return -INF, INF
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -124,7 +124,7 @@ def _attention(names: tuple[str, ...], bias: int) -> Rule:
 
 
 def _hiding(work: PaddedOp, keys: Along, query: Any, key: Any) -> fx.Node:
-    """A mask that is added to scores: nothing for what was given, -inf for padding."""
+    """A mask that is added to scores: 0 for given places, -inf for padding."""
     w, places = DefinitionWriter(work.masks.graph, work.node), value.tensor_type(key).shape[2]
     dtype, rows = value.tensor_type(query).dtype, value.tensor_type(query).shape[2]
     zeros = w(aten.full.default, [1, 1, rows, places], 0.0, dtype=dtype)

@@ -1,4 +1,5 @@
-"""What is still to be explained of one op: the padded dims of its operands and the numbers that hang on sizes."""
+"""Facts about one op that are still to be explained: the padded dims of its operands, and numbers that depend on
+sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Dims = frozenset[Along]
 
 @dataclass
 class PaddedOp:
-    """One op.
+    """One op of a padded program.
 
     operands: its tensors, in the order of its arguments.  given: along what each of them is padded; left: of that, what
     nobody has spoken for yet.  made: along what each result is.  fills: what operands hold where they are padded, by
@@ -87,7 +88,7 @@ class PaddedOp:
         return along
 
     def take(self, operand: int, along: Along) -> None:
-        """Nobody else needs to speak for it."""
+        """Mark an operand's dim as explained."""
         self.left.discard((operand, along))
 
     def fill(self, operand: int, along: Along, number: float) -> None:

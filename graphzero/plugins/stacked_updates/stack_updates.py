@@ -107,7 +107,7 @@ def _split(axis: AxisPropagation, node: fx.Node) -> Sbp | None:
 
 
 def _parts(chains: list[Chain], ranks: int, limit: int) -> Iterator[list[Chain]]:
-    """As many for each rank as go into a bucket of ``limit`` bytes, one at least."""
+    """Parts of as many chains for each rank as fit in a bucket of ``limit`` bytes, at least one."""
     nbytes = sum(value.tensor_type(entry).nbytes for entry in chains[0].entries)
     size, left = ranks * max(limit // (ranks * max(nbytes, 1)), 1), iter(chains)
     while part := list(islice(left, size)):
@@ -115,7 +115,7 @@ def _parts(chains: list[Chain], ranks: int, limit: int) -> Iterator[list[Chain]]
 
 
 class _Stack:
-    """Some chains of a kind, and one chain of stacks in their place."""
+    """Some chains of a kind, and the chain of stacks that replaces them."""
 
     def __init__(self, graph: StepGraph, axes: Sequence[AxisPropagation], chains: list[Chain]):
         self.graph, self.axes, self.chains = graph, axes, chains
@@ -147,7 +147,7 @@ class _Stack:
         return pinned[-1]
 
     def _hand_back(self, stacks: Sequence[fx.Node], late: set[fx.Node]) -> None:
-        """Each result is read from its stack from now on, under the name that it has; what else chains had is gone."""
+        """Read each result from its stack from now on, under its old name, and erase the rest of the chains."""
         results = [chain.results for chain in self.chains]
         for i, own in enumerate(results):
             for result, stack in zip(own, stacks, strict=True):
@@ -163,7 +163,7 @@ class _Stack:
                     self.graph.graph.erase_node(node)
 
     def _late(self, place: fx.Node) -> set[fx.Node]:
-        """What stands above ``place`` and follows from a result."""
+        """Nodes above ``place`` that depend on a result."""
         inside = {node for chain in self.chains for node in chain.nodes}
         late: set[fx.Node] = set()
         for node in islice(self.graph.nodes, self.order[place] + 1):
@@ -217,7 +217,8 @@ class _Stack:
         return node
 
     def _wanted(self, result: fx.Node) -> list[Sbp]:
-        """How readers of a result want it on each axis, as dims of a stack: in pieces of one kind, or whole."""
+        """SBPs in which readers of a result want it on each axis, as dims of a stack: in pieces of one kind, or
+        whole."""
         readers = [user for user in result.users if user not in self.chains[0].nodes]
         sbps = []
         for axis in self.axes:

@@ -30,7 +30,7 @@ class Lifted:
 
 @dataclass(frozen=True)
 class StackedOp:
-    """What computes the stack of an op's results.  args, kwargs: those operands that come as stacks are ``Lifted``."""
+    """The computation of the stack of an op's results. args, kwargs: operands that come as stacks are ``Lifted``."""
 
     target: Any
     args: tuple[Any, ...]
@@ -39,7 +39,7 @@ class StackedOp:
 
 @dataclass(frozen=True)
 class _Use:
-    """One op in a graph.  stacks: which values come as stacks.  count: of how many each."""
+    """One op in a graph. stacks: operands that come as stacks. count: the size of each stack."""
 
     node: fx.Node
     stacks: Collection[fx.Node]
@@ -47,7 +47,7 @@ class _Use:
 
     @property
     def ndim(self) -> int:
-        """Of the first operand."""
+        """Number of dims of the first operand."""
         return _ndim(value.own_operands(self.node)[0])
 
     def all_stacked(self, operands: Sequence[Any] | None = None) -> bool:
@@ -67,7 +67,7 @@ class _Use:
         return StackedOp(target, tuple(self.lifted(args, ndim)), self.lifted(dict(self.node.kwargs), ndim))
 
     def with_arguments(self, new: Mapping[str, Any]) -> StackedOp:
-        """The same op, told other things."""
+        """The same op with other arguments."""
         schema = self.node.target._schema.arguments  # type: ignore[union-attr]
         names = argument_names(self.node.target)
         given = dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs) | dict(new)

@@ -49,18 +49,18 @@ def whole_chains(graph: StepGraph, axes: Sequence[AxisPropagation]) -> list[Chai
 
 
 def is_split(axes: Iterable[AxisPropagation], node: fx.Node) -> bool:
-    """Whether ranks hold pieces of a value."""
+    """Return whether ranks hold pieces of a value."""
     return any(axis.ranks > 1 and sbp is not None and sbp.is_split for axis in axes for sbp in axis.found[node])
 
 
 def _is_movable(node: fx.Node) -> bool:
-    """Whether a node is an op of the update on tensors that may be put elsewhere."""
+    """Return whether a node is an op of the update on tensors that may be put elsewhere."""
     is_op = node.op == "call_function" and value.phase_of(node) == "update" and node.target not in ANNOTATIONS
     return is_op and not value.is_scalar(node)
 
 
 def _moves_pieces(axis: AxisPropagation, node: fx.Node) -> bool:
-    """Whether pieces of an operand would be sent to other ranks for this op."""
+    """Return whether pieces of an operand would be sent to other ranks for this op."""
     if axis.ranks == 1 or node not in axis.chosen:
         return False
     wants = zip(value.tensor_operands(node), axis.chosen[node].inputs, strict=True)
@@ -123,7 +123,7 @@ class _Finder:
         return Chain(tuple(ordered), entries, results, self._key(ordered, entries))
 
     def _beside(self, group: _ChainGroup, between: set[fx.Node], free: list[fx.Node]) -> set[fx.Node]:
-        """Which of the free ops belong to the chain: of equal cuts the one that takes most of them.
+        """The free ops that belong to the chain: of equal cuts, the one with most ops.
 
         With an op comes what lies between it and the seeds.
         """
@@ -143,7 +143,7 @@ class _Finder:
         return sink_side(capacity) & set(free)
 
     def _cost(self, capacity: Any, node: fx.Node, user: fx.Node, here: Any, there: Any) -> None:
-        """What it costs to have a value on one side and a reader on the other.
+        """Cost of a cut between a value on one side and a reader on the other.
 
         In pieces it is exchanged, a share for each rank; what is read whole goes to all ranks.
         """
@@ -169,7 +169,7 @@ class _Finder:
         return tuple(x for x in read if x not in self.often or is_split(self.axes, x))
 
     def _is_closed(self, ordered: list[fx.Node], entries: Iterable[fx.Node]) -> bool:
-        """Whether nothing that it reads follows from what it makes."""
+        """Return whether nothing that it reads follows from what it makes."""
         first = self.position[ordered[0]]
         return _walk([x for x in entries if self.position[x] > first], _above).isdisjoint(ordered)
 
@@ -183,7 +183,7 @@ class _Finder:
 
 
 def _walk(begin: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Some values, those one step further, and so on; from an op of the update only."""
+    """Values from ``begin`` on, one step ``further`` after the other; from ops of the update only."""
     reached, left = set(begin), list(begin)
     while left:
         for node in further(left.pop()):
@@ -198,7 +198,7 @@ def _above(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _tensors_above(node: fx.Node) -> Iterator[fx.Node]:
-    """Not by way of single numbers, which may be of all matrices."""
+    """Operands that are tensors, without single numbers, which may depend on all matrices."""
     return (x for x in _above(node) if value.is_multi(x) or (value.is_tensor(x) and value.tensor_type(x).shape))
 
 
@@ -207,7 +207,7 @@ def _below(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _twice(sets: Iterable[set[fx.Node]]) -> set[fx.Node]:
-    """What is in more than one of them."""
+    """Elements that are in more than one of the sets."""
     once, repeated = set[fx.Node](), set[fx.Node]()
     for some in sets:
         repeated |= once & some
@@ -216,7 +216,7 @@ def _twice(sets: Iterable[set[fx.Node]]) -> set[fx.Node]:
 
 
 def _stacked(nodes: Iterable[fx.Node], entries: Collection[fx.Node]) -> set[fx.Node]:
-    """What comes as stacks where entries do; nothing if an op has no form for that."""
+    """Results that are stacks where entries are; empty if an op has no form for that."""
     stacks = set(entries)
     for node in nodes:
         if not stacks.isdisjoint(node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""Which layout of a step is fastest on a machine, of those that fit it.
+"""Search for the fastest layout of a step on a machine, among those that fit.
 
 ``captured_step`` puts a step that was captured once on any ranks; ``layout`` says what there is to choose; ``price``
 compiles a layout and models its seconds.  ``groups`` finds weights that can be split together, by what ``forward``

@@ -1,4 +1,4 @@
-"""What layouts of a grid take at least, read off the plainest one: a layout that cannot be fast enough is not compiled.
+"""Lower bounds of a grid's layouts, from the plainest one: a layout that cannot be fast enough is not compiled.
 
 A bound has to hold for each layout, or the best one may be left out.  So it counts of transfers only what every layout
 sends (bytes by bandwidth: how many messages they take depends on buckets), and of compute only what every layout does
@@ -19,7 +19,8 @@ from graphzero.plugins.tune.price import Price
 
 @dataclass(frozen=True)
 class Bound:
-    """Of the layouts of a grid.  plain: stage 0, one micro-batch, nothing saved; device: by which it was priced."""
+    """Lower bound of the layouts of a grid. plain: stage 0, one micro-batch, nothing saved; device: the one it was
+    priced on."""
 
     plain: Price
     device: Device
@@ -38,7 +39,7 @@ class Bound:
         return max(forward + backward + update + waits, first + self._reductions(layout), self._traffic(layout))
 
     def guess(self, layout: Layout) -> float:
-        """What it may take if all goes well, messages too: which layout is looked at first, and nothing more."""
+        """Estimate without obstacles, messages included; it only decides which layout is priced first."""
         rounds = 1.0 if layout.stage < 3 else (1 + (1 if layout.keep_gathered else 2 * layout.micro_batches)) / 2
         sent = self._longest(layout, lambda axis: sum(event.seconds for event in self._moves(axis)), rounds)
         return max(self.seconds(layout), sent)

@@ -100,7 +100,7 @@ def _progress(line: str) -> None:
 
 
 def _ranks(options: argparse.Namespace, device_type: str) -> tuple[int, Placement | None]:
-    """How many, and the placement if the command line says one."""
+    """Number of ranks, and the placement if the command line gives one."""
     where = factory.placement_of(options, device_type)
     if where is None:
         raise ConfigError("tune needs to know how many ranks there are: --ranks 64, or --axes dp=16,tp=4 for a grid")

@@ -18,7 +18,8 @@ MARKS = (ops.use, PIN)  # a value as it is, for one reader
 
 @dataclass
 class ForwardReads:
-    """What a flood reads of the graph: ops of forward, who reads what, and which values hang on parameters alone."""
+    """Reads of a flood from the graph: ops of forward, readers of values, and values that depend on parameters
+    alone."""
 
     graph: StepGraph
     axis: int
@@ -51,7 +52,7 @@ class ForwardReads:
         yield from others
 
     def _is_summed(self, weight: fx.Node, sbp: Sbp) -> bool:
-        """Whether an op that reads a weight, or a view or cast of it, which is split so, leaves a partial sum."""
+        """Return whether an op that reads a weight split so, or a view or cast of it, leaves a partial sum."""
         for reader in filter(is_forward, weight.users):
             if reader not in self.of_weights:
                 if self._sums(reader, weight, sbp):
@@ -61,7 +62,7 @@ class ForwardReads:
         return False
 
     def _carried(self, node: fx.Node, weight: fx.Node, sbp: Sbp) -> Sbp | None:
-        """How a view or cast of a weight is split where that is split so; None where it is not, or is no one tensor."""
+        """SBP of a view or cast of a weight that is split so; None where it is not split, or is not one tensor."""
         if node.target in MARKS:
             return sbp
         if not calls.is_op(node) or value.tensor_operands(node) != [weight]:

@@ -51,12 +51,12 @@ class WeightGroup:
     gathered: tuple[str, ...] = ()
 
     def agrees(self, other: Mapping[str, Sbp]) -> bool:
-        """Whether no weight would be split in two ways."""
+        """Return whether no weight would be split in two ways."""
         return all(other.get(path, sbp) is sbp for path, sbp in self.splits.items())
 
 
 def groups(graph: StepGraph, axis: int) -> list[WeightGroup]:
-    """Every group that a split of one weight of a contraction leads to, each once.
+    """Every group that follows from a split of one weight of a contraction, each once.
 
     graph: a captured step.  axis: number of the placement axis over which weights are to be split.
     """
@@ -178,7 +178,7 @@ class _Flood:
     def _fits(
         self, s: Signature, operands: Sequence[fx.Node], have: Sequence[Sbp | None], wanted: Sequence[Sbp | None]
     ) -> bool:
-        """Whether a signature goes with what is split already; only what depends on weights may be a summand."""
+        """Return whether a signature goes with what is split already; only what depends on weights may be a summand."""
         if len(s.outputs) != len(wanted):
             return False
         stands = all(h is None or h is want for h, want in zip(have, s.inputs, strict=True))
@@ -190,7 +190,7 @@ class _Flood:
         return stands and makes and summands and splits
 
     def _new(self, s: Signature, operands: Sequence[fx.Node], have: Sequence[Sbp | None]) -> tuple[bool, int, int]:
-        """What of several is taken: what stays split, and asks least of others."""
+        """The signature to take of several: one that keeps splits, and requires least of other values."""
         asks = [x for x, h, want in zip(operands, have, s.inputs, strict=True) if h is None and want.is_split]
         partial = any(sbp.is_partial for sbp in s.outputs)
         return partial, sum(x not in self.step.of_weights for x in asks), len(asks)
@@ -219,7 +219,7 @@ class _Flood:
         return WeightGroup(self.splits, self._ways(), flops, nbytes, sent, tuple(x.name for x in self.gathered))
 
     def _ways(self) -> dict[str, str]:
-        """How each weight is split, in the words of those who split layers by hand."""
+        """How each weight is split, in the usual words of tensor parallelism."""
         rows = {x for node in self.partial for x in self._weights(node)}
         looked_up = {x for node in self.partial if node.target in READS_PLACES for x in self._weights(node)}
         kinds = {}

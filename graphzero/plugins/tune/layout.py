@@ -21,7 +21,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a step out on ranks.
+    """One layout of a step on ranks.
 
     axes: (name, ranks) of each placement axis, outermost first.  stage: of ZeRO, over all data axes, or over the last
     of them if ``hybrid``.  micro_batches: in which each rank computes its share.  keep_gathered: whether what forward
@@ -80,7 +80,8 @@ class Layout:
         )
 
     def lines(self, own: Settings) -> list[str]:
-        """What sets it on a ``graph.config`` with a user's own settings, or with none of those that it is made of.
+        """Lines that set it on a ``graph.config``, on top of a user's own settings, or without those of which it
+        consists.
 
         Nothing is said of what is so by default and in both.
         """
@@ -114,7 +115,7 @@ class Layout:
         return ", ".join(words + (["steps in backward"] if self.early else []))
 
     def smaller(self) -> Iterator[Layout]:
-        """The same layout at less memory: what is tried where it does not fit."""
+        """The same layout with less memory: tried where it does not fit."""
         for early, recompute in ((True, False), (False, True), (True, True)):
             yield replace(self, early=early, recompute=recompute)
 

@@ -1,4 +1,4 @@
-"""What a layout costs: the program that it compiles to, the bytes of its plan and the seconds of its timeline."""
+"""Cost of a layout: its program, the bytes of its plan and the seconds of its timeline."""
 
 from __future__ import annotations
 

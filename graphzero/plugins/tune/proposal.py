@@ -46,13 +46,13 @@ class Kind:
         return _pattern(self.groups[0])
 
     def agrees(self, other: Mapping[str, Sbp]) -> bool:
-        """Whether no weight would be split in two ways."""
+        """Return whether no weight would be split in two ways."""
         return all(group.agrees(other) for group in self.groups)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a kind of groups: the seconds of a step without it and with it, and the bytes more that are sent."""
+    """Result for a kind of groups: the seconds of a step without it and with it, and the additional bytes sent."""
 
     kind: Kind
     without: float
@@ -118,7 +118,7 @@ def _kinds(
 
 
 def _best_together(kinds: Sequence[Kind]) -> list[Kind]:
-    """Of kinds that may want one weight split in several ways, those that agree and promise most."""
+    """Of kinds that may split one weight in several ways, those that agree and gain most."""
 
     def agree(some: Sequence[Kind]) -> bool:
         return all(a.agrees(b.splits) for a, b in combinations(some, 2))
@@ -128,7 +128,7 @@ def _best_together(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _dtype(step: CapturedStep, graph: StepGraph) -> str:
-    """In which forward computes, as devices name it."""
+    """Dtype in which forward computes, by its name in device files."""
     if step.settings.amp.dtype is not None:
         return DTYPE_NAMES[step.settings.amp.dtype]
     dtypes = (node.meta["type"].dtype for node in graph.placeholders("param"))

@@ -1,4 +1,4 @@
-"""What a search has found, in words: a table, why each row is behind the one above, and the lines to paste."""
+"""Report of a search: a table, the reason why each row is behind the one above, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHAT = {"parameters": "parameters", "gradients": "gradients", "other": "activati
 
 
 def report(found: Found, step: CapturedStep, device: Device, what: str, top: int) -> str:
-    """All of it.  There is a layout that fits."""
+    """The whole report. At least one layout fits."""
     shown = found.fitting[:top]
     ranks = step.placement.size
     lines = [
@@ -176,7 +176,7 @@ def _placement(layout: Layout, device_type: str) -> str:
 
 
 def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
-    """By how much nothing fits, and what would."""
+    """Report that nothing fits, by how much, and what would fit."""
     machine = f"{step.placement.size} x {device.name}"
     if found.states is None:
         reasons = [f"  {what}: {reason}" for what, reason in found.refused.items()]

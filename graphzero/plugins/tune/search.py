@@ -1,4 +1,4 @@
-"""Which layouts of a step are priced, in which order, and which are left out.
+"""Order in which layouts of a step are priced, and those that are left out.
 
 Prices are exact but take a compilation each, so layouts are priced in the order of what they may take, a guess read off
 the plainest layout of the same grid, and not at all where a bound says that they cannot come among the best.  It ends
@@ -35,7 +35,7 @@ REFUSED = "cannot be had"
 
 @dataclass
 class Found:
-    """What a search has found.
+    """Result of a search.
 
     fitting: the layouts that fit, fastest first.  too_large: those that do not, the smallest first.
     left_out: why -> how many were not priced.  least: why -> seconds that none of these can undercut.
@@ -162,7 +162,7 @@ class Search:
             self.found.refused[str(layout)] = str(error).splitlines()[0]
 
     def _note(self, made: Price) -> None:
-        """What a price says of its layout, and of others."""
+        """Note the consequences of a price for its layout, and for others."""
         layout = made.layout
         fits = made.peak <= self.found.room
         (self.found.fitting if fits else self.found.too_large).append(made)

@@ -20,7 +20,7 @@ _later: ContextVar[bool] = ContextVar("graphzero_checks_later", default=False)
 
 
 def met(node: fx.Node) -> Callable[[Tensor], None]:
-    """What to call with the result of a check."""
+    """The function that is called with the result of a check."""
 
     def look(ok: Tensor) -> None:
         if not _later.get() and not ok:

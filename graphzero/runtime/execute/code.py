@@ -77,7 +77,7 @@ class Code:
         self.steps.append(Barrier(node, action))
 
     def repeat(self, since: int, node: fx.Node, times: int) -> None:
-        """What has been written since step number ``since`` runs so many times, and is told each time which it is."""
+        """Repeat the steps from number ``since`` on ``times`` times; each repetition gets its number."""
         self.cut()
         once, place = self.steps[since:], self.places.of[node]
         self.steps[since:] = [step for i in range(times) for step in (Turn(node, place, i), *once)]

@@ -72,7 +72,7 @@ class Transfers:
             self.code.add(f"{settle}(e[{self.places.of[home]}], e[{self.places.of[pick]}])", node)
 
     def _pack_direct(self, launch: fx.Node, member: str, exchanges: list[Exchange]) -> None:
-        """One value that travels out of its own storage."""
+        """Transfer one value out of its own storage, without packing."""
         begins = self.code.per_rank([partial(Direct, exchange) for exchange in exchanges])
         room = self.rooms.place_of(launch)
         if room is not None:

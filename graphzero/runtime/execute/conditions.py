@@ -1,4 +1,4 @@
-"""What must hold of an op's operands for its kernel to stay within their memory: see ``operand_checks``.
+"""Conditions on an op's operands under which its kernel stays within their memory: see ``operand_checks``.
 
 ``CONDITIONS`` has the ops whose kernels do not look themselves, as found by calling ATen's with operands altered one at
 a time in front of a page that may not be read.  A condition is given the operands by their names in the schema.
@@ -32,7 +32,7 @@ def _shape(x: Tensor | None, shape: Any, what: str) -> None:
 
 
 def _inside(x: Tensor, size: int, what: str, first: int = 0, but: int | None = None) -> None:
-    """All numbers lie from ``first`` to ``size``, but for those that are ``but``."""
+    """Check that all numbers lie from ``first`` to ``size``, except those that equal ``but``."""
     outside = (x < first) | (x >= size)
     outside = outside if but is None else outside & (x != but)
     _need(not bool(outside.any()), f"{what} outside of {first} to {size - 1}")
@@ -46,7 +46,7 @@ def _meta(x: Tensor) -> Tensor:
 
 
 def _pool(forward: Any, dims: int) -> Callable[[Any], None]:
-    """Of a pooling with windows, whose result has the gradient's sizes; of maxima the indices lie in the image."""
+    """Checks of a pooling with windows, whose result has the gradient's sizes; indices of maxima lie in the image."""
 
     def check(a: Any) -> None:
         _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is no image of {dims} dims")
@@ -145,7 +145,7 @@ def _group_norm(a: Any) -> None:
 
 
 def _nll(a: Any) -> None:
-    """Of nll_loss and nll_loss2d, forward and backward."""
+    """Check nll_loss and nll_loss2d, forward and backward."""
     given, x = vars(a), a.self
     _need(x.dim() in (1, 2, 4), "scores of another number of dims")
     at = 0 if x.dim() == 1 else 1
@@ -184,7 +184,7 @@ def _bag(a: Any) -> None:
 
 
 def _offsets(a: Any) -> None:
-    """Of bags of ``indices``."""
+    """Check the offsets of bags of ``indices``."""
     _inside(a.offsets, a.indices.numel() + 1, "an offset")
     _need(a.offsets.dim() == 1, "offsets of other dims")
     _need(not bool((a.offsets[1:] < a.offsets[:-1]).any()) and not bool(a.offsets[:1].any()), "offsets that fall")
@@ -197,7 +197,7 @@ def _embedding(a: Any) -> None:
 
 
 def _ctc(a: Any) -> None:
-    """Of ctc_loss, forward and backward; lengths are lists or tensors."""
+    """Check ctc_loss, forward and backward; lengths are lists or tensors."""
     x, given = a.log_probs, vars(a)
     inputs, targets = ([int(n) for n in lengths] for lengths in (a.input_lengths, a.target_lengths))
     many = x.shape[1] if x.dim() == 3 else -1
@@ -269,7 +269,7 @@ def _flash(a: Any) -> None:
 
 
 def _own_bag(a: Any) -> None:
-    """Of graphzero's ops, whose bags are rows of indices."""
+    """Check graphzero's ops on bags, which are rows of indices."""
     given, bags = vars(a), a.indices.shape[0]
     rows = a.weight.shape[0] if "weight" in given else a.rows
     _need(a.indices.dim() == a.grad.dim() == 2 and a.grad.shape[0] == bags, "a gradient of other bags")
@@ -282,7 +282,8 @@ def _own_bag(a: Any) -> None:
 
 
 def _named(check: Callable[[Any], None], **names: str) -> Callable[[Any], None]:
-    """The same for an op whose operands are called otherwise: our name of each by the op's."""
+    """Apply ``check`` to an op with other argument names: ``names`` maps each of the op's names to the one that the
+    check uses."""
     return lambda a: check(SimpleNamespace(**{names.get(name, name): x for name, x in vars(a).items()}))
 
 

@@ -1,4 +1,4 @@
-"""Where each value of a graph stands in a rank's environment, and after which line its place is emptied.
+"""Places of a graph's values in a rank's environment, and the line after which each place is emptied.
 
 Names of one value (``use``, ``pin``, ``getitem`` ...) have one place, and so has a result with the value whose storage
 it takes.
@@ -51,7 +51,7 @@ class Places:
         return root[0] if root is not None else node
 
     def is_picked(self, node: fx.Node) -> bool:
-        """Whether a node is a ``getitem`` that only names a place."""
+        """Return whether a node is a ``getitem`` that only names a place."""
         return node.target is operator.getitem and node.args[0] in self.results
 
     def _put(self, node: fx.Node) -> None:
@@ -99,7 +99,7 @@ class Places:
         return emptied
 
     def is_repeated(self, place: int) -> bool:
-        """Whether a place is filled by each micro-batch anew."""
+        """Return whether a place is filled by each micro-batch anew."""
         return place in self._own
 
     def _behind(self, node: fx.Node, place: int) -> fx.Node:

@@ -37,7 +37,7 @@ COMPILERS = {"inductor": CompiledRegions}  # by kind of executor: what compiles 
 
 @dataclass
 class Results:
-    """What a run hands back.
+    """Results of a run.
 
     outputs: as ``graph.outputs``: per value a list with one entry per local rank, or the literal that stands there.
     aux: the graph's auxiliary values by name, one entry per local rank.
@@ -186,7 +186,7 @@ class Executor:
     def run_step(
         self, inputs: Mapping[str, Sequence[Any]], meter: Meter | None = None, numbers: Mapping[int, Any] | None = None
     ) -> Results:
-        """One step.
+        """Run one step.
 
         Args:
             inputs: batch, hyper, scalar and seed placeholders by name: one value per local rank (host numbers are
@@ -232,11 +232,11 @@ class Executor:
 
     @property
     def has_written(self) -> bool:
-        """Whether the last run has begun to write new states, and is not finished."""
+        """Whether the last run has begun to write new states and has not finished."""
         return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
 
     def finish(self) -> None:
-        """All that the last run has computed is where it belongs."""
+        """Wait until all that the last run has computed is in its final place."""
         self.stopped = None
 
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:

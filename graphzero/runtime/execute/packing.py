@@ -1,4 +1,4 @@
-"""One rank's part in one collective: packing values into a flat buffer, and making results out of it.
+"""One rank's part in one collective: packing values into a flat buffer, and unpacking results from it.
 
 Where pieces lie is ``ir.layout``'s to say.  A piece has its true size, which may be 0; what is left of its room is
 padding, zeroed before it is sent and never read.  Results are dense and in storage of their own, so a buffer is
@@ -101,17 +101,17 @@ class Exchange:
         return Packed(self, torch.empty(self.layout.slot_elements, dtype=self.dtype, device=self.device))
 
     def result_storage(self) -> Tensor | None:
-        """For ``Direct``: room for the result, padding included."""
+        """For ``Direct``: storage for the result, padding included."""
         if self.layout.moves.collective.is_in_place:
             return None
         return torch.empty(self.layout.arrived_elements, dtype=self.dtype, device=self.device)
 
     def storage_of(self, home: Tensor) -> Tensor | None:
-        """For ``Direct``: the room in ``home``, which the result replaces, if it lies in one piece; see ``settle``."""
+        """For ``Direct``: the storage of ``home``, which the result replaces, if it is contiguous; see ``settle``."""
         return home.view(-1) if home.is_contiguous() else self.result_storage()
 
     def within(self, slot: Tensor) -> Packed:
-        """In a slot's bytes."""
+        """The same exchange on the bytes of a communication slot."""
         return Packed(self, slot[: self.layout.slot_bytes].view(self.dtype))
 
 
@@ -187,7 +187,7 @@ class Packed:
 
 
 def starter(moves: Transfer, graph: StepGraph, world: World) -> Callable[[Sequence[Packed | Direct]], Handle]:
-    """What begins a transfer on packed buffers, one per local rank."""
+    """The function that begins a transfer on packed buffers, one per local rank."""
     kind, axis = moves.kind, moves.axis
     how = (moves.completes(graph),) if moves.collective.reduces else ()
 

@@ -119,11 +119,11 @@ class _Compiler:
         return self._program()
 
     def _may_hand_over(self, node: fx.Node, place: int) -> bool:
-        """Whether a place that nobody reads behind ``node`` is empty when that runs again."""
+        """Return whether a place that nobody reads behind ``node`` is empty when that runs again."""
         return not value.repeats_of(node) or self.places.is_repeated(place)
 
     def _number(self, repeated: Sequence[fx.Node]) -> fx.Node:
-        """What says which micro-batch runs."""
+        """The expression for the number of the micro-batch that runs."""
         return next(node for node in repeated if node.target is ops.micro_batch)
 
     def _node(self, node: fx.Node) -> None:
@@ -160,7 +160,7 @@ class _Compiler:
             self.code.add(f"{self.code.name(checks.met(node))}({self.code.text(node)})", node)
 
     def _into(self, node: fx.Node, place: int) -> None:
-        """A result that is put where the arena has room for it."""
+        """Write a result at its place in the arena."""
         if is_copy(node.target):
             self.code.fill(node, f"{self.code.name(Tensor.copy_)}(e[{place}], {self.code.text(node.args[0])})")
         else:
@@ -168,7 +168,7 @@ class _Compiler:
             self.code.fill(node, self.code.call(kernel, node.args, dict(node.kwargs), f"{keyword}=e[{place}]"))
 
     def _region(self, node: fx.Node, op: RegionOp, emptied: list[int]) -> None:
-        """One line: operands that nobody reads later are handed over, and die inside."""
+        """Write one line that calls a region: operands that are not read later are handed over and freed inside."""
         assert self.calls is not None
         calls = [self.calls.region_function(op, local) for local in self.code.locals]
         call = self.code.name(calls[0]) if len(set(calls)) == 1 else self.code.per_rank(calls)

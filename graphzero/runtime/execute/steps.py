@@ -1,4 +1,4 @@
-"""What the executor runs: generated functions, cut where ranks meet.
+"""Steps of the executor: generated functions, cut where ranks synchronize.
 
 Between two collectives every rank works alone: that stretch is one generated function over the rank's
 environment ``e``, a list with one place per value::
@@ -29,9 +29,8 @@ GENERATED = "<graphzero program>"
 
 
 class Meter(Protocol):
-    """What watches a run: ``MemoryMeter`` the bytes of the first local rank, ``Timer`` its seconds, ``EventRecorder``
-    when each op of every rank began and ended.
-    """
+    """Observer of a run: ``MemoryMeter`` counts the bytes of the first local rank, ``Timer`` its seconds,
+    ``EventRecorder`` records when each op of every rank began and ended."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> Any: ...
@@ -49,12 +48,12 @@ class Meter(Protocol):
         """``x`` is a result of the node."""
 
     def meet(self, node: fx.Node) -> None:
-        """All local ranks meet at ``node``."""
+        """Called when all local ranks synchronize at ``node``."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One generated line; ``makes`` are the places it fills, each with the names a meter may know it by."""
+    """One generated line. ``makes``: the places that it fills, each with the names by which a meter knows its value."""
 
     text: str
     node: fx.Node
@@ -62,7 +61,7 @@ class Line:
 
 
 class Segment:
-    """What one rank does between two barriers.
+    """The work of one rank between two barriers.
 
     local: the local rank that runs, or has run last.
     """
@@ -79,7 +78,7 @@ class Segment:
             self.plain(e)
 
     def metered(self, envs: list[Env], meter: Meter) -> None:
-        """The same, told to ``meter`` line by line."""
+        """Run the same lines, and report each one to ``meter``."""
         if self._metered is None:
             self._metered = self._compile([pair for line in self.lines for pair in _metered(line)], "e, m")
         for self.local, e in enumerate(envs):

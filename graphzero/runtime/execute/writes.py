@@ -43,7 +43,7 @@ class Writes:
         self._once(at, f"e[{target}].copy_(e[{source}])", [old], [target])
 
     def over_one(self, node: fx.Node, room: fx.Node) -> None:
-        """A result that is put into the storage of ``room``."""
+        """Write a result into the storage of ``room``."""
         kernel, out_argument = kernels.writing(node, room)
         call = self.code.call(kernel, node.args, value.own_kwargs(node) | out_argument)
         self._save_and_write(node, call, [self.places.home(node)], [self.places.of[room]])
@@ -109,7 +109,7 @@ class Writes:
     # ---- tensors that ranks share
 
     def is_shared(self, old: fx.Node) -> bool:
-        """Whether local ranks may hold one tensor between them, which one of them must not write while others read."""
+        """Return whether local ranks may share one tensor, which one of them must not write while others read it."""
         split = value.is_tensor(old) and all(sbp.is_split for sbp in value.nd_of(old))
         return old.op == "placeholder" and len(self.code.locals) > 1 and not split
 

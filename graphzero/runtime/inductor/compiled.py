@@ -1,4 +1,4 @@
-"""What runs a region: a function that Inductor compiles when the region first runs, or its ops as they are.
+"""Functions that run regions: Inductor compiles one when its region first runs; else the ops run as they are.
 
 A region is compiled for the layouts that its operands have when it runs; regions of one text and one set of layouts,
 a transformer's blocks, share a function.  Compiled code is kept on disk by Inductor (``TORCHINDUCTOR_CACHE_DIR``, a
@@ -54,7 +54,7 @@ class CompiledRegions:
         self._known: dict[Any, CompiledRegion] = {}
 
     def region_function(self, op: RegionOp, local: int) -> CompiledRegion:
-        """What a local rank calls for a region."""
+        """The function that a local rank calls for a region."""
         module, groups = written(op.region, self.world, local)
         key = str(module.graph), self._forms(op.region, local), groups
         if key not in self._known:
@@ -172,7 +172,7 @@ def _base(node: fx.Node, region: Region) -> Any:
 
 
 def op_by_op(module: fx.GraphModule) -> Boxed:
-    """The same without a compiler, by the kernels that the eager executor calls."""
+    """The same region without a compiler, run by the kernels that the eager executor calls."""
     return lambda operands: _OpByOp(module).boxed_run(operands)
 
 

@@ -17,7 +17,7 @@ SHOWN = 5  # ops in the description of a region
 
 
 class RegionOp:
-    """What a joined program calls; ``region`` consists of nodes of the program that it was made from."""
+    """A joined op of a program; ``region`` consists of nodes of the program from which it was made."""
 
     __module__ = "graphzero"
 
@@ -56,7 +56,7 @@ def join(graph: StepGraph) -> StepGraph:
 
 
 def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
-    """One op, what picks its results, and their other names."""
+    """Add one op, the nodes that select its results, and their aliases."""
     main = max(region.nodes, key=work)
     types, nds = zip(*((value.tensor_type(x), value.nd_of(x)) for x in region.results), strict=True)
     inputs = tuple(of[x] for x in region.inputs)

@@ -93,7 +93,7 @@ def form(graph: StepGraph) -> list[fx.Node | Region]:
 
 
 def compiles(node: fx.Node, device_type: str) -> bool:
-    """Whether a region may hold an op, by what it does."""
+    """Return whether a region may hold an op, by what it does."""
     target = node.target
     if device_type == "cpu" and target in SLOW_ON_CPU and node.kwargs.get("approximate") != "tanh":
         return False
@@ -119,7 +119,7 @@ def _is_reduction(target: Any) -> bool:
 
 
 def is_named(node: fx.Node) -> bool:
-    """Whether a node only gives a value another name."""
+    """Return whether a node only gives a value another name."""
     return is_name(node.target) or node.target is operator.getitem
 
 
@@ -128,12 +128,12 @@ def is_name_or_view(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a compiler may join the op with others."""
+    """Return whether a compiler may join the op with others."""
     return not (is_name_or_view(node) or node.target in PRODUCTS or node.target in FACTORIES)
 
 
 def work(node: fx.Node) -> float:
-    """What an op costs, in operations of a core; coarse, and the same on every rank."""
+    """Cost of an op, in operations of a core; coarse, and equal on every rank."""
     if node.op != "call_function" or is_name_or_view(node):
         return 0.0
     operands = value.flat_nodes(node.args)
@@ -160,7 +160,7 @@ class _Open:
 
 
 class _Former:
-    """One walk over the program.  slight: ops of regions that were too small, for another walk without them."""
+    """One walk over the program. slight: ops of regions that were too small, which another walk leaves out."""
 
     def __init__(self, graph: StepGraph, outside: Collection[fx.Node]) -> None:
         self.graph, self.outside = graph, outside
@@ -240,7 +240,8 @@ class _Former:
         self._done += [node for node in opened.behind if node not in self._open.nodes]
 
     def _pick_all(self, opened: _Open) -> None:
-        """What picks a result of an op in the region goes with it, also where other ops stand between the two."""
+        """Add the nodes that select a result of a region's op to the region, also where other ops stand between the
+        two."""
         for node in [node for node in opened.nodes if value.is_multi(node)]:
             for user in node.users:
                 if user.target is operator.getitem and user not in opened.nodes and user not in opened.behind:
@@ -285,7 +286,8 @@ def _views_at_the_edge(nodes: Collection[fx.Node]) -> dict[fx.Node, None]:
 
 
 def orders(at: Liveness, takes: Callable[[fx.Node], bool]) -> dict[fx.Node, list[fx.Node]]:
-    """What must run before an op beside its operands: readers of a storage it writes, the collective before it.
+    """Nodes that must run before an op besides its operands: readers of a storage that it writes, the collective before
+    it.
 
     takes: whether an op may be part of a region, where it writes nothing.
     """

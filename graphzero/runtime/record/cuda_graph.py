@@ -49,7 +49,7 @@ class CudaGraphs:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those that can be replayed
 
     def warm_up(self, step: Callable[[], T]) -> T:
-        """On the stream on which it will be recorded; the caller's stream waits for it."""
+        """Run a step on the stream on which it will be recorded; the caller's stream waits for it."""
         stream, current = self._side_stream(), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -75,7 +75,7 @@ class CudaGraphs:
         return graph.replay, results
 
     def _pool(self) -> Any:
-        """That of a graph that lives: torch gives none a second life."""
+        """The memory pool of a live graph; torch does not reuse the pool of a deleted one."""
         return next((graph.pool() for graph in self._graphs), None) or torch.cuda.graph_pool_handle()
 
     def _side_stream(self) -> Any:

@@ -111,7 +111,7 @@ def constants(graph: StepGraph) -> dict[str, fx.Node | None]:
 
 
 def _takes(node: fx.Node, number: fx.Node) -> bool:
-    """Whether there is a form of the op that reads ``number`` from memory."""
+    """Return whether there is a form of the op that reads ``number`` from memory."""
     kwargs = value.own_kwargs(node)
     at = next((key for key, arg in (*enumerate(node.args), *kwargs.items()) if arg is number), None)
     target, tensors = node.target, value.tensor_operands(node)

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not in the middle of what a round of it would spoil, or would look at in vain."""
+"""Python's garbage collection at chosen times: not while a recording is made, nor where it would free nothing."""
 
 from __future__ import annotations
 

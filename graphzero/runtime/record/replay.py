@@ -46,13 +46,13 @@ WAITING = (
 
 
 class StepRecorder(Protocol):
-    """What records a step."""
+    """Recorder of a step."""
 
     def warm_up(self, step: Callable[[], T]) -> T:
         """Run ``step``, as it must have run before it is recorded."""
 
     def record(self, step: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What ``step`` does is written down and not done.
+        """Record the operations of ``step`` without running them.
 
         Returns what does it, as often as it is called, and what ``step`` has returned: tensors that get their values
         then.  Raises whatever ``step`` or the recorder raises; nothing has been done then.
@@ -104,7 +104,7 @@ class Replayed(Executor):
 
     @property
     def about(self) -> str:
-        """In a line, how the step runs by now."""
+        """How the step runs now, in one line."""
         if self.refusal:
             return f"CUDA graph: none, it runs op by op: {self.refusal}"
         if self._recording is None:

@@ -74,5 +74,5 @@ class Binding:
         self.states.setdefault((spec.optimizer, spec.param), (param, state, []))[2].append(spec.key)
 
     def is_unchanged(self) -> bool:
-        """Whether the states are the same, where they were, and the program still has everything."""
+        """Return whether the states are the same, where they were, and the program still has everything."""
         return self.watch is not None and self.holder is not None and self.holder.is_bound and self.watch.is_unchanged()

@@ -22,7 +22,7 @@ StateTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...], bool]]  # key -> d
 
 
 class FirstValues:
-    """Which tensors have the first rank's values already, by what they are."""
+    """Tensors that already have the first rank's values, by their identity."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -41,7 +41,7 @@ class FirstValues:
             self.note(tensor, what)
 
     def note(self, tensor: Tensor, what: str) -> None:
-        """All ranks have made the same ``tensor``, or out of the same values."""
+        """Note that all ranks have made the same ``tensor``, or made it out of equal values."""
         self._taken[what] = TensorRef(tensor)
 
     def has_counted(self, what: str) -> bool:

@@ -44,7 +44,7 @@ class FullTensor:
         return first if all(x is first for x in others) else None
 
     def fits(self, now: Tensor | None) -> bool:
-        """Whether its values can be taken."""
+        """Return whether its values can be taken."""
         shape = self.entry.tensor.shape if self.is_split else self.memory.shape
         return now is not None and type_of(now) == (False, shape, self.memory.dtype)
 

@@ -27,7 +27,7 @@ class MappedMemory:
 
 
 def find_mapped_memory(tensors: Mapping[str, Tensor]) -> dict[str, MappedMemory]:
-    """Where tensors on the CPU lie whose memory is not torch's own, by name."""
+    """Find the CPU tensors whose memory torch did not allocate, by name."""
     foreign = {name: local.data_ptr() for name, x in tensors.items() if _is_foreign(local := _compat.local_tensor(x))}
     if not foreign:
         return {}

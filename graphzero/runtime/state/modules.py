@@ -54,7 +54,7 @@ def register_holder(holder: Holder) -> None:
 
 @dataclass
 class ModuleTensor:
-    """One parameter or buffer: its path, itself, and (module, name) wherever it stands."""
+    """One parameter or buffer: its path, the tensor, and each (module, name) under which it stands."""
 
     path: str
     kind: str  # "param" or "buffer"
@@ -63,7 +63,7 @@ class ModuleTensor:
 
 
 def walk(modules: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """Every module once, with the first path that leads to it, parents before children."""
+    """Yield each module once, with the first path that leads to it, parents before children."""
     seen: set[int] = set()
     stack = [(name, module) for name, module in reversed(list(modules.items()))]
     while stack:
@@ -133,7 +133,8 @@ def hook_ids(x: Tensor) -> tuple[int, ...]:
 
 
 def data_address(x: Tensor) -> int:
-    """Where this process' values of ``x`` begin.  Raises CaptureError for one of a lazy module, without shape yet."""
+    """Address of the first element of this process' part of ``x``. Raises CaptureError for a parameter of a lazy
+    module, which has no shape yet."""
     if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
         raise CaptureError(
             "a lazy module (nn.LazyLinear or the like) has parameters without a shape yet; run it once on an example "
@@ -219,7 +220,7 @@ def from_first_rank(tensor: Tensor, placement: Placement) -> None:
 
 
 def _broadcast(x: Tensor, placement: Placement) -> None:
-    """By the process groups, along one axis after the other."""
+    """Broadcast over the process groups of a placement, one axis after the other."""
     mesh, at = placement.mesh(), placement.coordinate(dist.get_rank())
     for axis in range(mesh.ndim):
         first = int(placement.ranks[(*at[:axis], 0, *at[axis + 1 :])])

@@ -51,7 +51,7 @@ class ModulesWatch:
         )
 
     def is_unchanged(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         return (
             self._plain.is_unchanged()
             and (not self._others or same_tensors(list(map(_slowly, self._others)), self._facts))
@@ -62,7 +62,7 @@ class ModulesWatch:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether what a module holds stands in dicts of its own, as it does but in TorchScript."""
+    """Return whether what a module holds stands in dicts of its own, as it does but in TorchScript."""
     own = vars(module)
     return "training" in own and all(isinstance(own.get(name), dict) for name in _TENSOR_DICTS)
 
@@ -108,7 +108,7 @@ class PlainModulesWatch:
         return [own["training"], own.get("forward"), *named, *map(tuple, hooks)]
 
     def _note(self) -> None:
-        """Where writes are to be counted, and how many there have been."""
+        """Note the counters of writes to modules, and their values."""
         self._held = [_module_dicts(vars(module)) for module in self._modules]
         dicts = [(i, dict_of_module) for i, several in enumerate(self._held) for dict_of_module in several]
         self._empty = [dict_of_module for _, dict_of_module in dicts if not dict_of_module]
@@ -141,7 +141,7 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 
 class StorageWatch:
-    """Where the values of tensors begin, of DTensors those of this process' pieces."""
+    """Addresses of the values of tensors; of DTensors, those of this process' pieces."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -221,7 +221,7 @@ class StatesWatch:
         self._versions = sum(map(_VERSION, self._counters))  # of the same tensors it only grows
 
     def is_unchanged(self) -> bool:
-        """Whether the same tensors are there, their values where they were, and nobody has written to a counter."""
+        """Return whether the same tensors are there, at the same addresses, and no counter of writes has changed."""
         return (
             self._same_entries()
             and self._storages.is_unchanged()

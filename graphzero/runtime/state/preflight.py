@@ -112,7 +112,7 @@ def counters(graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, Modu
 
 
 def is_counter(param: Tensor, spec: Spec) -> bool:
-    """Whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
+    """Return whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
 
 
@@ -136,7 +136,7 @@ def held_state(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) ->
 
 
 def count_of(state: State, spec: Spec, entries: Mapping[str, ModuleTensor]) -> Any:
-    """How many steps one parameter has taken: a number, or a tensor with one."""
+    """Number of steps that one parameter has taken: a number, or a tensor that holds one."""
     current = None if spec.created else held_state(state, spec, entries)
     return (0.0 if spec.created else spec.fill) if current is None else current
 

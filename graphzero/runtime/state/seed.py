@@ -52,8 +52,8 @@ class RandomStream:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether torch.manual_seed has been called since: with another seed, or with the same and nothing else has
-        been drawn yet."""
+        """Whether torch.manual_seed has been called since: with another seed, or with the same one before anything else
+        was drawn."""
         if self.seed is None:
             return False
         current = _generator()

@@ -124,7 +124,7 @@ class State:
         return self._entries
 
     def nd_of(self, tensor: Tensor) -> Nd:
-        """How the user has placed a parameter or buffer: a DTensor as it says, an annotated tensor likewise, else B."""
+        """SBP in which the user has placed a parameter or buffer: that of a DTensor or an annotated tensor, else B."""
         if isinstance(tensor, DTensor):
             return nd_on(tensor, self.placement, "a parameter or buffer")
         known = annotation(tensor)
@@ -133,7 +133,7 @@ class State:
         return (B,) * len(self.placement.names)
 
     def given(self, entry: ModuleTensor) -> Nd:
-        """How a parameter or buffer lay before ZeRO moved it: what a program for another configuration begins from."""
+        """SBP of a parameter or buffer before ZeRO moved it, from which a program for another configuration begins."""
         check_held(entry, self.placement)
         nd, moved = self.nd_of(entry.tensor), self.moved.get(entry.path)
         return moved.before if moved is not None and moved.tensor.is_of(entry.tensor) and moved.after == nd else nd
@@ -269,7 +269,7 @@ class State:
         self.random.step += training or drew
 
     def has_state(self, optimizer: int, path: str) -> bool:
-        """Whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
+        """Return whether an optimizer holds state of a parameter, one of ``tensors()`` when that was called last."""
         states = self.optimizers[optimizer].state.get(self._entries[path].tensor, {})
         return any(isinstance(x, Tensor) and not x.is_meta for x in states.values())
 
@@ -288,7 +288,8 @@ class State:
         return self._stateless
 
     def counter_layout(self, names: Mapping[int, str]) -> tuple[Any, ...]:
-        """Which parameters' 0-d states differ inside a group; () while all are equal.  Capture depends on it."""
+        """Groups of parameters whose 0-d states differ within a parameter group; () while all are equal. Capture
+        depends on it."""
         odd = []
         for i, optimizer in enumerate(self.optimizers):
             for j, group in enumerate(optimizer.param_groups):

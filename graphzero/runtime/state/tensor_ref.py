@@ -37,5 +37,5 @@ class TensorRef:
         return not self._storage.expired()
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether ``x`` is what was referred to, in the memory that it had."""
+        """Return whether ``x`` is what was referred to, in the memory that it had."""
         return self.is_alive and self._storage.cdata == _compat.storage_id(_compat.local_tensor(x))

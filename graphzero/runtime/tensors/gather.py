@@ -58,7 +58,7 @@ def take_piece(x: DTensor, whole: Tensor) -> None:
 
 
 class _GatheredTensor:
-    """A tensor that is being gathered, split by some axes of its mesh.
+    """A tensor that is being gathered; ``split`` over some axes of its mesh.
 
     whole: receives all ranks' pieces; places: a view of it for each piece; piece: this rank's, of its place's shape.
     """

@@ -12,7 +12,7 @@ from graphzero.sbp.placement import DEVICE_TYPES
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What torch's module for a kind of device, such as ``torch.cuda``, does not say itself.
+    """Facts about a kind of device that torch's module for it, such as ``torch.cuda``, does not give.
 
     backend: of torch.distributed, through which its ranks talk.
     """
@@ -30,12 +30,12 @@ class Accelerator:
 
     @property
     def count(self) -> int:
-        """How many this process sees."""
+        """Number of devices that this process sees."""
         return int(self.module.device_count())
 
     @property
     def memory(self) -> tuple[str, int]:
-        """Of the current device: a name that no other has, and its bytes; no bytes where there is none."""
+        """Unique name and bytes of the current device; no bytes where the device has no memory of its own."""
         if not self.is_available:
             return "none", 0
         properties = self.module.get_device_properties(self.module.current_device())

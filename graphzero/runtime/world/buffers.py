@@ -35,7 +35,7 @@ class Buffers:
                     raise
 
     def whole(self, local: int) -> list[Tensor]:
-        """All bytes of a local rank's buffer, if there is one."""
+        """All bytes of a local rank's buffer, or None."""
         return [self.view(local, 0, (s.nbytes(),), torch.uint8) for s in self.storages[local : local + 1]]
 
     def view(self, local: int, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a Graph runs when its user does not say, and the default process group when nobody has made one.
+"""The default placement of a Graph, and the default process group where the user has not made one.
 
 Only what is made here is torn down, at interpreter exit.
 """
@@ -23,7 +23,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def has_launcher() -> bool:
-    """Whether the environment says how to reach the other processes, as torchrun's does."""
+    """Return whether the environment says how to reach the other processes, as torchrun's does."""
     return all(name in os.environ for name in _LAUNCHER)
 
 
@@ -37,7 +37,7 @@ def own_rank() -> int:
 
 
 def has_fake_world() -> bool:
-    """Whether the process group is one of torch's fake ones: collectives give shapes, not values."""
+    """Return whether the process group is one of torch's fake ones: collectives give shapes, not values."""
     return has_world() and str(dist.get_backend()) == "fake"
 
 
@@ -121,7 +121,7 @@ before_tear_down(meshes.forget)
 
 
 def _device_type(ranks: int) -> str:
-    """That of GPUs when every rank of a machine has one of its own."""
+    """Return "cuda" if every rank of a machine has a GPU of its own, else "cpu"."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     enough = (kind for kind, its in ACCELERATORS.items() if its.is_available and its.count >= here)
     return "cpu" if has_fake_world() else next(enough, "cpu")

@@ -1,4 +1,4 @@
-"""One rank per process, over torch.distributed: NCCL, gloo or a fake group.
+"""A world with one rank per process, over torch.distributed: NCCL, gloo or a fake group.
 
 Between CPU tensors collectives are exchanges between pairs of ranks (``p2p_collectives``): ranks of one host read
 each other's memory (``shared_memory``), others send through gloo (``gloo_transport``).  These connections belong
@@ -100,7 +100,7 @@ class ProcessWorld(World):
         return self._collectives.get(axis)
 
     def _connect(self) -> None:
-        """Every rank comes by here, at its first collective after the last failure."""
+        """Connect at the first collective after the last failure; every rank calls it."""
         self._communicator.connect()
         self._collectives = {axis: self._communicator.collectives(self.peers(0, axis)) for axis in self._peer_axes}
         self._made_in = self._communicator.generation
@@ -147,7 +147,7 @@ COLLECTIVE_FUNCTIONS = {
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """What only moves may travel as bytes; backends know few dtypes."""
+    """View ``x`` as bytes where it is only moved: backends know few dtypes."""
     return x.view(torch.uint8) if x.dtype in _MOVED_AS_BYTES else x
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a placement in this process: collectives are copies and sums in memory.
+"""A world in which all ranks of a placement live in this process: collectives are copies and sums in memory.
 
 Repeatable to the bit: sums run in the order of ranks, whatever the size of buckets.  Nothing is allocated here,
 so a measurement of one rank sees the memory that a real rank would take.
@@ -17,7 +17,7 @@ from graphzero.sbp.placement import Placement
 
 
 class VirtualWorld(World):
-    """Every rank of ``placement`` lives here, on one device."""
+    """World in which every rank of ``placement`` lives in this process, on one device."""
 
     def __init__(self, placement: Placement, device: torch.device | None = None):
         super().__init__(placement, device or device_of(placement), range(placement.size))

@@ -1,4 +1,4 @@
-"""Where a program runs: which ranks live in this process, and how values travel between ranks.
+"""Worlds: which ranks live in this process, and how values travel between ranks.
 
 A ``World`` offers four collectives over flat buffers along one placement axis; what lies where in a buffer is
 ``collectives``, when one is called is the program.  ``virtual`` holds all ranks in this process, ``process`` one
@@ -29,7 +29,7 @@ from graphzero.sbp.shards import LocalSize, LocalStart, resolve
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective that ran: its kind, the placement axis, and the bytes that one rank sends, padding included."""
+    """One collective that ran: its kind, the placement axis, and the bytes that one rank sent, padding included."""
 
     kind: str
     axis: str
@@ -77,11 +77,11 @@ class World(ABC):
 
     @property
     def under_way(self) -> str:
-        """What a stopped run has left for the next one to await, and which must therefore be equal on all ranks."""
+        """What a stopped run has left for the next one to await; it must be equal on all ranks."""
         return ", ".join(map(str, sorted(self.pending)))
 
     def coordinate(self, local: int) -> tuple[int, ...]:
-        """Where local rank number ``local`` stands, one number per axis."""
+        """Coordinate of local rank number ``local``, one number per axis."""
         return self._coordinates[local]
 
     def peers(self, local: int, axis: str) -> list[int]:

@@ -36,7 +36,7 @@ def _functional(op: Any) -> bool:
 
 
 def letters(count: int, whole: Collection[int] = (), skip: int = 0) -> list[str]:
-    """One letter per dim; dims in ``whole`` are in upper case, so that they are not split."""
+    """One letter per dim; dims in ``whole`` have upper-case letters, so they are not split."""
     names = list(_LETTERS[skip : skip + count])
     if len(names) < count:
         raise ValueError(f"{count} dims are more than there are letters")
@@ -52,7 +52,7 @@ def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
 
 
 def dim_of(value: Any, ndim: int) -> int:
-    """One dim argument as a number from 0 up."""
+    """A dim argument as a number from 0 up."""
     return int(value) % max(ndim, 1)
 
 
@@ -68,5 +68,5 @@ def broadcast(dims: Sequence[str], shape: Sequence[int]) -> str:
 
 
 def is_zero(value: Any) -> bool:
-    """Whether an argument is a number known to be zero."""
+    """Return whether an argument is a number known to be zero."""
     return isinstance(value, (int, float)) and value == 0

@@ -20,7 +20,7 @@ REASONS = {
 
 
 def nothing(call: Call) -> None:
-    """All-B is the one signature."""
+    """Only the signature all-B."""
 
 
 for _names in REASONS:

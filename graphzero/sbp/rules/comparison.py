@@ -44,5 +44,5 @@ def among(call: Call) -> str:
 
 @rule(overloads("isin.Scalar_Tensor"))
 def holds(call: Call) -> str:
-    """Whether any piece holds the number, unless the question is whether none does."""
+    """The result is true if any piece holds the number; with ``invert``, if no piece does."""
     return f"{'min' if call['invert'] else 'max'}: ~{''.join(letters(len(call.shape)))}->"

@@ -17,13 +17,13 @@ SIZE = {"size": lambda i, o: o[0]}
     sizes=SIZE,
 )
 def created(call: Call) -> str:
-    """Every element is the same, so any piece can be made by itself."""
+    """Every element is equal, so each rank makes its piece alone."""
     return f"->{''.join(letters(len(call.out)))}"
 
 
 @rule(overloads("new_zeros", "new_ones", "new_full", "new_empty"), sizes=SIZE)
 def new(call: Call) -> list[Signature]:
-    """Of the operand only dtype and device are read: however it stands, any piece can be made."""
+    """Only dtype and device of the operand are read: whatever its SBP, each rank makes its piece alone."""
     operand = [B, *_splits(call.shape), *map(partial, REDUCTIONS)]
     return [Signature((have,), (want,)) for want in (B, *_splits(call.out)) for have in operand]
 

@@ -24,11 +24,11 @@ def adam(call: Call) -> str | None:
 
 @rule(torch.ops.graphzero.adam_rounded.default)
 def adam_rounded(call: Call) -> str:
-    """Of one parameter; start and total follow the split, as of draws."""
+    """An update of one parameter; start and total follow the split, as for draws."""
     moments = len(call.outputs)
     return f"{'~...,' * (moments + 1)}~,~->{','.join(['...'] * moments)}"
 
 
 @rule(torch.ops.graphzero.rank_key.default)
 def rank_key(call: Call) -> None:
-    """All-B alone: which rank draws from which key is in its arguments."""
+    """Only the signature all-B: which rank draws from which key is in the arguments."""

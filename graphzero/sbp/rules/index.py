@@ -50,7 +50,8 @@ def index_select(call: Call) -> str | None:
 
 
 def _aligned(call: Call) -> bool:
-    """Whether all operands have as many dims, and at least one; a 0-d tensor may stand for one of one element."""
+    """Return whether all operands have the same number of dims, at least one; a 0-d tensor may replace one of one
+    element."""
     return bool(call.shape) and all(len(m.shape) == len(call.shape) for m in call.tensors)
 
 

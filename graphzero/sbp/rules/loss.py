@@ -30,7 +30,8 @@ def _nll(call: Call, classes: str = "C") -> str:
 
 
 def _nll_of_pieces(call: Call) -> str | None:
-    """Not of a mean; nor of one sample by itself, of which the kernel counts the weight though nothing is summed."""
+    """The rule of a loss that may be computed on pieces, or None: not a mean, and not one unbatched sample, whose weight the
+    kernel counts though nothing is summed."""
     return _nll(call, "c") if call["reduction"] == SUM or (call["reduction"] == NONE and len(call.shape) > 1) else None
 
 
@@ -50,7 +51,7 @@ for _name in ("nll_loss", "nll_loss2d"):
 
 @rule(torch.ops.graphzero.cross_entropy_backward.default)
 def cross_entropy_backward(call: Call) -> str:
-    """As the two ops of which it is made; the gradient passes linearly."""
+    """The rule follows from the two ops of which it consists; it is linear in the gradient."""
     return _nll_backward(call).replace("?", "~")
 
 

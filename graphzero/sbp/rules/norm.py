@@ -109,7 +109,7 @@ def batch_norm_backward(call: Call) -> str:
 
 @rule(overloads("batch_norm_backward"), nonempty=True)
 def batch_norm_with_update_backward(call: Call) -> str:
-    """As ``native_batch_norm_backward``, with a reserve at the end that only some devices use."""
+    """The rule of ``native_batch_norm_backward``, with a reserve at the end that only some devices use."""
     x = _batch(call, call["update"])
     used = "0156" if call["update"] else "0134"
     return f"{x},~{x},~c,~c,~c,~c,~c,~_->{x},c:{used},c:0"
@@ -117,6 +117,6 @@ def batch_norm_with_update_backward(call: Call) -> str:
 
 @rule(overloads("renorm"))
 def renorm(call: Call) -> str:
-    """Each part along ``dim`` is scaled by its own norm."""
+    """Each slice along ``dim`` is scaled by its own norm."""
     line = put(["_"] * len(call.shape), dim_of(call["dim"], len(call.shape)), "n")
     return f"~{line}->{line}"

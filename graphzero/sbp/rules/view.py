@@ -113,7 +113,7 @@ def squeeze(call: Call) -> str:
 
 @rule(overloads("expand", "expand_copy"), sizes=SIZE)
 def expand(call: Call) -> str:
-    """A dim that is new or had size one is made by each rank in the size it is told."""
+    """A dim that is new or had size one is made by each rank, in the size of its argument."""
     dims = letters(len(call.out))
     new = len(call.out) - len(call.shape)
     inner = "".join("1" if size == 1 else name for name, size in zip(dims[new:], call.shape, strict=True))
