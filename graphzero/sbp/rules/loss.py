@@ -30,8 +30,8 @@ def _nll(call: Call, classes: str = "C") -> str:
 
 
 def _nll_of_pieces(call: Call) -> str | None:
-    """The rule of a loss that may be computed on pieces, or None: not a mean, and not one unbatched sample, whose weight the
-    kernel counts though nothing is summed."""
+    """The rule of a loss that may be computed on pieces, else None: a mean may not, nor a single unbatched sample,
+    whose weight the kernel counts though nothing is summed."""
     return _nll(call, "c") if call["reduction"] == SUM or (call["reduction"] == NONE and len(call.shape) > 1) else None
 
 
