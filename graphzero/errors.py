@@ -35,6 +35,17 @@ class ConfigError(GraphZeroError, ValueError):
     """A setting, or a combination of settings, that has no meaning."""
 
 
+class ScheduleError(ConfigError):
+    """A pipeline schedule that is not legal.
+
+    row: the pp rank, column: the place in its row, both from 0 and None where the message is about no single cell.
+    """
+
+    def __init__(self, message: str, row: int | None = None, column: int | None = None) -> None:
+        super().__init__(message)
+        self.row, self.column = row, column
+
+
 class PlacementError(GraphZeroError, ValueError):
     """Ranks, devices or a hierarchy that do not exist or do not fit together."""
 

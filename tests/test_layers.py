@@ -11,7 +11,7 @@ from sources import PATHS, ROOT, tree
 
 LAYERS = (  # what stands in one line does not know each other
     {"errors", "_compat"},
-    {"logs", "extensions"},
+    {"logs", "extensions", "schedules"},
     {"ops"},
     {"sbp"},
     {"ir"},

@@ -1,0 +1,184 @@
+"""Proofs that a schedule is legal, each refusal one sentence with row, column and cell.  Both count from 0.
+
+complete    every stage runs F and B, or F, I and W, of every micro-batch once, on the rank of the stage; if the rows
+            have sends and receives, everything that crosses ranks is sent and received once
+ordered     the rows run to their ends: every action stands where what it needs can have come
+ascending   a stage adds up its weight gradients in the order of micro-batches, so that sums keep their bits
+sharding    a stage with UNSHARD runs between it and its RESHARD, and is reduced after what it reduces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphzero.errors import ScheduleError
+from graphzero.schedules.action import Action, ActionKind
+from graphzero.schedules.schedule import PipelineSchedule
+from graphzero.schedules.values import (
+    INPUT,
+    RECEIVE_B,
+    RECEIVE_F,
+    SEND_B,
+    SEND_F,
+    WEIGHT,
+    B,
+    Dependencies,
+    F,
+    Position,
+    Value,
+    execution_order,
+    locate_values,
+    made_values,
+)
+
+
+def check_schedule(schedule: PipelineSchedule) -> None:
+    """Raise ScheduleError unless ``schedule`` is legal."""
+    check_complete(schedule)
+    check_ascending(schedule)
+    check_order(schedule)
+    check_sharding(schedule)
+
+
+def check_complete(schedule: PipelineSchedule) -> None:
+    """Raise ScheduleError unless each rank has the actions of its stages, and each of them once."""
+    first: dict[Value, Position] = {}
+    for row, column, cell in schedule.cells():
+        for action in cell.parts or (cell,):
+            if problem := _misplacement(schedule, row, action):
+                raise _error(row, column, cell, problem)
+        for value in made_values(cell):
+            if value in first:
+                raise _error(row, column, cell, f"runs {_text(value)} again, after {_place(schedule, first[value])}")
+            first[value] = row, column
+    for row, value in _expected_values(schedule):
+        if value not in first:
+            raise ScheduleError(f"row {row} has no cell '{_text(value)}'{_alternative(value)}", row)
+
+
+def check_ascending(schedule: PipelineSchedule) -> None:
+    """Raise ScheduleError unless each stage computes its weight gradients in ascending order of micro-batches."""
+    last: dict[int, tuple[int, Position]] = {}
+    for row, column, cell in schedule.cells():
+        for action in cell.computations:
+            if action.kind not in (B, WEIGHT):
+                continue
+            before, position = last.get(action.stage, (-1, (0, 0)))
+            micro_batch = action.micro_batch or 0
+            if micro_batch < before:
+                reason = "a stage sums its weight gradients in ascending order of micro-batches"
+                raise _error(row, column, cell, f"stands after {_place(schedule, position)}, but {reason}")
+            last[action.stage] = micro_batch, (row, column)
+
+
+def check_order(schedule: PipelineSchedule) -> None:
+    """Raise ScheduleError unless the rows, which are complete, run to their ends."""
+    _, stops = execution_order(schedule)
+    if not stops:
+        return
+    makers = locate_values(schedule)
+    row, path = min(stops), []
+    while row not in path:
+        path.append(row)
+        row = makers[stops[row][1]][0]
+    circle = path[path.index(row) :]
+    sentences: list[str] = []
+    for at in circle:
+        column, value = stops[at]
+        maker = makers[value]
+        needs = f"{'' if sentences else repr(str(schedule.rows[at][column])) + ' '}needs {_place(schedule, maker)}"
+        head = stops[maker[0]][0]
+        if maker == (at, column):
+            sentences.append(f"{needs}, which is this cell itself")
+        elif maker[0] == at:
+            sentences.append(f"{needs}, which stands behind it")
+        elif maker[1] == head:
+            sentences.append(f"{needs}, which")
+        else:
+            sentences.append(f"{needs}, which stands behind {_place(schedule, (maker[0], head))}, which")
+    first = circle[0]
+    raise ScheduleError(
+        f"row {first}, column {stops[first][0]}: {' '.join(sentences).removesuffix(', which')}", first, stops[first][0]
+    )
+
+
+def check_sharding(schedule: PipelineSchedule) -> None:
+    """Raise ScheduleError unless UNSHARD, RESHARD and REDUCE_GRAD, where there are any, stand around their actions."""
+    ends_with_unshard = {action.stage for _, _, action in schedule.cells() if action.kind is ActionKind.UNSHARD}
+    unsharded: set[int] = set()
+    reduced: dict[int, set[int | None]] = {}
+    for row, column, cell in schedule.cells():
+        stage = cell.stage
+        if cell.kind is ActionKind.UNSHARD:
+            if stage in unsharded:
+                raise _error(row, column, cell, "finds the parameters gathered: expected a RESHARD before it")
+            unsharded.add(stage)
+        elif cell.kind is ActionKind.RESHARD:
+            if stage not in unsharded:
+                raise _error(row, column, cell, "finds the parameters sharded: expected an UNSHARD before it")
+            unsharded.remove(stage)
+        elif cell.kind is ActionKind.REDUCE_GRAD:
+            if cell.micro_batch in reduced.setdefault(stage, set()):
+                raise _error(row, column, cell, "stands in the row twice")
+            reduced[stage].add(cell.micro_batch)
+        for action in cell.computations:
+            gathers = action.stage in ends_with_unshard and action.kind is not WEIGHT
+            if gathers and action.stage not in unsharded:
+                raise _error(
+                    row, column, cell, f"finds the parameters sharded: expected {action.stage}UNSHARD before it"
+                )
+            if action.kind in (B, WEIGHT) and reduced.get(action.stage, set()) & {None, action.micro_batch}:
+                raise _error(
+                    row, column, cell, f"stands after the {action.stage}REDUCE_GRAD that reduces its gradients"
+                )
+
+
+def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
+    """Why ``action`` cannot stand in ``row``; empty if it can."""
+    stage, kind = action.stage, action.kind
+    if not 0 <= stage < schedule.stages:
+        return f"is of stage {stage}, but there are {schedule.stages} stages, 0 to {schedule.stages - 1}"
+    if schedule.stage_ranks[stage] != row:
+        return f"is of stage {stage}, which is on rank {schedule.stage_ranks[stage]}"
+    if action.micro_batch is not None and not 0 <= action.micro_batch < schedule.micro_batches:
+        return f"is of micro-batch {action.micro_batch}, but there are {schedule.micro_batches}, from 0"
+    if kind not in (F, SEND_F, RECEIVE_F, ActionKind.UNSHARD, ActionKind.RESHARD) and not schedule.has_backward:
+        return "is an action of backward, which these rows do not have"
+    if kind in (SEND_F, RECEIVE_B) and not schedule.crosses_ranks(stage):
+        return f"has no other rank to talk to: stage {stage + 1} is on this rank or does not exist"
+    if kind in (SEND_B, RECEIVE_F) and (not stage or not schedule.crosses_ranks(stage - 1)):
+        return f"has no other rank to talk to: stage {stage - 1} is on this rank or does not exist"
+    return ""
+
+
+def _expected_values(schedule: PipelineSchedule) -> Iterator[tuple[int, Value]]:
+    """(row, value) of everything that is made in a complete schedule."""
+    is_lowered = Dependencies(schedule).is_lowered
+    for stage, row in enumerate(schedule.stage_ranks):
+        forward = [F]
+        backward = [INPUT, WEIGHT]
+        if is_lowered and schedule.crosses_ranks(stage):
+            forward, backward = [*forward, SEND_F], [*backward, RECEIVE_B]
+        if is_lowered and stage and schedule.crosses_ranks(stage - 1):
+            forward, backward = [*forward, RECEIVE_F], [*backward, SEND_B]
+        for micro_batch in range(schedule.micro_batches):
+            for kind in forward + (backward if schedule.has_backward else []):
+                yield row, (stage, kind, micro_batch)
+
+
+def _text(value: Value) -> str:
+    return str(Action(*value))
+
+
+def _alternative(value: Value) -> str:
+    stage, kind, micro_batch = value
+    return f", nor '{stage}B{micro_batch}'" if kind in (INPUT, WEIGHT) else ""
+
+
+def _place(schedule: PipelineSchedule, position: Position) -> str:
+    row, column = position
+    return f"'{schedule.rows[row][column]}' (row {row}, column {column})"
+
+
+def _error(row: int, column: int, cell: Action, problem: str) -> ScheduleError:
+    return ScheduleError(f"row {row}, column {column}: '{cell}' {problem}", row, column)

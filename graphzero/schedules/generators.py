@@ -1,0 +1,215 @@
+"""Generators of the usual schedules.
+
+All but ZB-V are one form: each rank runs some forward actions to warm up, then a forward and a backward action in turn,
+then the backward actions that are left.  They differ in the length of the warm-up, in the order of the stages of one
+rank, and in whether backward is split, with its weight part some actions later.
+
+==============================  =======================================================================================
+gpipe                           GPipe (Huang et al., 2018): all forward actions, then all backward actions
+1f1b                            PipeDream-Flush (Narayanan et al., 2020, section 3): at most as many micro-batches in
+                                flight as there are stages ahead
+interleaved                     Efficient Large-Scale Language Model Training on GPU Clusters (Narayanan et al., 2021,
+                                section 2.2): several stages a rank, micro-batches in groups of as many as ranks
+looped_bfs                      Breadth-First Pipeline Parallelism (Lamy-Poirier, 2022): gpipe with several stages a
+                                rank.  Backward takes micro-batches ascending, so that sums of gradients keep their
+                                order; there it descends
+zb1p, interleaved_zero_bubble   ZB-H1 of Zero Bubble Pipeline Parallelism (Qi et al., 2023, section 2.3): 1f1b whose
+                                weight gradients fill the bubble; with several stages a rank, on the interleaved order
+zbv                             ZB-V (Pipeline Parallelism with Controllable Memory, Qi et al., 2024): two stages a rank
+                                in the form of a V, the memory of 1f1b, no bubble but at the ends
+==============================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from graphzero.errors import ScheduleError
+from graphzero.schedules.action import Action, ActionKind
+from graphzero.schedules.schedule import PipelineSchedule, loop_stage_ranks, v_stage_ranks
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+Slot = tuple[int, int]  # stage, micro-batch
+Generator = Callable[[int, int, int], PipelineSchedule]  # of ranks, micro-batches, stages a rank
+
+
+def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+    """All forward actions, then all backward actions, one stage a rank."""
+    return looped_bfs(ranks, micro_batches, _only(1, stages_per_rank, "gpipe", "looped_bfs"), "gpipe")
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+    """1F1B: a rank begins backward as soon as it can, and each forward action waits for a backward one."""
+    _only(1, stages_per_rank, "1f1b", "interleaved")
+    slots = [_slots([rank], micro_batches, micro_batches) for rank in range(ranks)]
+    rows = [_alternate(slots[rank], slots[rank], warmup=ranks - rank - 1) for rank in range(ranks)]
+    return _loop(rows, ranks, micro_batches, 1, "1f1b")
+
+
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+    """1F1B over several stages a rank: the bubble is divided by their number, messages are multiplied by it."""
+    rows = []
+    for rank in range(ranks):
+        forward, backward = _grouped_slots(rank, ranks, micro_batches, stages_per_rank)
+        warmup = (stages_per_rank - 1) * ranks + 2 * (ranks - rank - 1)
+        rows.append(_present(_alternate(forward, backward, warmup), micro_batches))
+    return _loop(rows, ranks, micro_batches, stages_per_rank, "interleaved")
+
+
+def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int = 2, name: str = "looped_bfs") -> PipelineSchedule:
+    """All forward actions, stage by stage, then all backward actions, from the last stage to the first."""
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        forward = _slots(stages, micro_batches, micro_batches)
+        backward = _slots(stages[::-1], micro_batches, micro_batches)
+        rows.append(_alternate(forward, backward, warmup=len(forward)))
+    return _loop(rows, ranks, micro_batches, stages_per_rank, name)
+
+
+def zb1p(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
+    """ZB-H1: 1F1B whose weight gradients come later on later ranks, with one stage a rank."""
+    _only(1, stages_per_rank, "zb1p", "interleaved_zero_bubble")
+    return interleaved_zero_bubble(ranks, micro_batches, 1, "zb1p")
+
+
+def interleaved_zero_bubble(
+    ranks: int, micro_batches: int, stages_per_rank: int = 2, name: str = "interleaved_zero_bubble"
+) -> PipelineSchedule:
+    """ZB-H1 on the interleaved order: ``rank`` weight gradients wait on each rank, which evens out memory."""
+    rows = []
+    for rank in range(ranks):
+        forward, backward = _grouped_slots(rank, ranks, micro_batches, stages_per_rank)
+        warmup = (stages_per_rank - 1) * ranks + ranks - rank - 1
+        rows.append(_present(_alternate(forward, backward, warmup, weights_behind=rank), micro_batches))
+    return _loop(rows, ranks, micro_batches, stages_per_rank, name)
+
+
+def zbv(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+    """ZB-V: of the two stages of a rank one is on the way down, ``rank``, one on the way up.
+
+    It is written for two micro-batches a rank or more; of fewer, those that do not exist are left out.
+    """
+    _only(2, stages_per_rank, "zbv", "interleaved_zero_bubble")
+    rows = [_present(_v_row(rank, ranks, max(micro_batches, 2 * ranks)), micro_batches) for rank in range(ranks)]
+    return PipelineSchedule(tuple(map(tuple, rows)), v_stage_ranks(ranks, 2 * ranks), micro_batches, "zbv")
+
+
+GENERATORS: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "looped_bfs": looped_bfs,
+    "zb1p": zb1p,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "zbv": zbv,
+}
+STAGES_PER_RANK = {"interleaved": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv": 2}  # 1 of all others
+
+
+def generate_schedule(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None
+) -> PipelineSchedule:
+    """The schedule of a name.  Raises ScheduleError for an unknown one, and for stages that it cannot have."""
+    if name not in GENERATORS:
+        raise ScheduleError(f"no schedule is called {name!r}: expected one of {', '.join(GENERATORS)}")
+    stages_per_rank = STAGES_PER_RANK.get(name, 1) if stages_per_rank is None else stages_per_rank
+    for count, what in ((ranks, "ranks"), (micro_batches, "micro-batches"), (stages_per_rank, "stages a rank")):
+        if count < 1:
+            raise ScheduleError(f"a schedule of {count} {what}: expected 1 or more")
+    return GENERATORS[name](ranks, micro_batches, stages_per_rank)
+
+
+def _only(expected: int, stages_per_rank: int, name: str, other: str) -> int:
+    if stages_per_rank != expected:
+        raise ScheduleError(
+            f"{name} has {expected} stage{'s' * (expected > 1)} a rank, not {stages_per_rank}: {other} takes any number"
+        )
+    return expected
+
+
+def _loop(
+    rows: Iterable[Iterable[Action]], ranks: int, micro_batches: int, stages_per_rank: int, name: str
+) -> PipelineSchedule:
+    places = loop_stage_ranks(ranks, ranks * stages_per_rank)
+    return PipelineSchedule(tuple(map(tuple, rows)), places, micro_batches, name)
+
+
+def _slots(stages: Iterable[int], micro_batches: int, group: int) -> list[Slot]:
+    """Each stage with each micro-batch: group by group, in a group stage by stage."""
+    order = list(stages)
+    return [
+        (stage, micro_batch)
+        for first in range(0, micro_batches, group)
+        for stage in order
+        for micro_batch in range(first, min(first + group, micro_batches))
+    ]
+
+
+def _grouped_slots(rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[list[Slot], list[Slot]]:
+    """The interleaved orders of forward and backward, with micro-batches up to the end of the last group.
+
+    A group that is not full would bring a rank's alternation out of step with that of the others, which can deadlock.
+    """
+    stages = range(rank, ranks * stages_per_rank, ranks)
+    whole_groups = -(-micro_batches // ranks) * ranks
+    return _slots(stages, whole_groups, ranks), _slots(stages[::-1], whole_groups, ranks)
+
+
+def _present(row: Iterable[Action], micro_batches: int) -> list[Action]:
+    """``row`` without the micro-batches that do not exist.  None waits for another, so the rest stays legal."""
+    return [action for action in row if (action.micro_batch or 0) < micro_batches]
+
+
+def _alternate(
+    forward: list[Slot], backward: list[Slot], warmup: int, weights_behind: int | None = None
+) -> Iterator[Action]:
+    """``warmup`` forward actions, then one of each, then the backward ones that are left.
+
+    weights_behind: how many weight gradients wait at most; None: backward is not split.
+    """
+    warmup = min(warmup, len(forward))
+    yield from (Action(stage, F, micro_batch) for stage, micro_batch in forward[:warmup])
+    for at, (stage, micro_batch) in enumerate(backward):
+        if warmup + at < len(forward):
+            yield Action(forward[warmup + at][0], F, forward[warmup + at][1])
+        if weights_behind is None:
+            yield Action(stage, B, micro_batch)
+            continue
+        yield Action(stage, INPUT, micro_batch)
+        if at >= weights_behind:
+            yield Action(backward[at - weights_behind][0], WEIGHT, backward[at - weights_behind][1])
+    for stage, micro_batch in backward[max(0, len(backward) - (weights_behind or 0)) :]:
+        yield Action(stage, WEIGHT, micro_batch)
+
+
+def _v_row(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """A row of ZB-V; the stages are called down and up, by their side of the V."""
+    down, up = rank, 2 * ranks - 1 - rank
+    next_one = dict.fromkeys([(stage, kind) for stage in (down, up) for kind in (F, INPUT, WEIGHT)], 0)
+
+    def take(stage: int, *kinds: ActionKind) -> Iterator[Action]:
+        for kind in kinds:
+            if next_one[stage, kind] < micro_batches:
+                yield Action(stage, kind, next_one[stage, kind])
+                next_one[stage, kind] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from take(down, F)
+    for _ in range(rank):
+        yield from take(up, F)
+        yield from take(down, F)
+    for _ in range(ranks - rank):
+        yield from take(up, F, INPUT, WEIGHT)
+    while next_one[up, F] < micro_batches:
+        yield from take(down, F, INPUT, WEIGHT)
+        yield from take(up, F, INPUT, WEIGHT)
+    for _ in range(rank):
+        yield from take(down, INPUT)
+        yield from take(up, INPUT)
+    for _ in range(ranks - rank):
+        yield from take(down, INPUT, WEIGHT)
+    for stage in (up, down):
+        yield from take(stage, *[WEIGHT] * micro_batches)

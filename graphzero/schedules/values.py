@@ -1,0 +1,103 @@
+"""What actions make and need, and an order in which all rows can run."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from graphzero.schedules.action import RECEIVES, SENDS, Action, ActionKind
+from graphzero.schedules.schedule import PipelineSchedule
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+SEND_F, RECEIVE_F = ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
+SEND_B, RECEIVE_B = ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD
+
+Value = tuple[
+    int, ActionKind, int
+]  # stage, the kind of action that makes it (B makes those of I and of W), micro-batch
+Position = tuple[int, int]  # row, column
+
+
+def made_values(action: Action) -> tuple[Value, ...]:
+    """The values that exist once ``action`` has run."""
+    if action.parts:
+        return tuple(value for part in action.parts for value in made_values(part))
+    if action.micro_batch is None or action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD):
+        return ()
+    kinds = (INPUT, WEIGHT) if action.kind is B else (action.kind,)
+    return tuple((action.stage, kind, action.micro_batch) for kind in kinds)
+
+
+class Dependencies:
+    """The values that each action of one schedule waits for.
+
+    Where the rows have sends and receives, what comes from another rank is waited for by way of them.
+    """
+
+    def __init__(self, schedule: PipelineSchedule) -> None:
+        self.schedule = schedule
+        self.is_lowered = any(cell.kind in SENDS or cell.kind in RECEIVES for _, _, cell in schedule.cells())
+
+    def needed_values(self, action: Action) -> Iterator[Value]:
+        stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
+        for part in action.parts:
+            yield from self.needed_values(part)
+        if micro_batch is None:
+            return
+        if kind is F and stage > 0:
+            by_message = self.is_lowered and self.schedule.crosses_ranks(stage - 1)
+            yield (stage, RECEIVE_F, micro_batch) if by_message else (stage - 1, F, micro_batch)
+        elif kind in (B, INPUT):
+            yield stage, F, micro_batch
+            if stage + 1 < self.schedule.stages:
+                by_message = self.is_lowered and self.schedule.crosses_ranks(stage)
+                yield (stage, RECEIVE_B, micro_batch) if by_message else (stage + 1, INPUT, micro_batch)
+        elif kind is WEIGHT:
+            yield stage, INPUT, micro_batch
+        elif kind is SEND_F:
+            yield stage, F, micro_batch
+        elif kind is SEND_B:
+            yield stage, INPUT, micro_batch
+        elif kind is RECEIVE_F:
+            yield stage - 1, SEND_F, micro_batch
+        elif kind is RECEIVE_B:
+            yield stage + 1, SEND_B, micro_batch
+
+
+def locate_values(schedule: PipelineSchedule) -> dict[Value, Position]:
+    """The cell that makes each value."""
+    return {value: (row, column) for row, column, cell in schedule.cells() for value in made_values(cell)}
+
+
+def execution_order(schedule: PipelineSchedule) -> tuple[list[Position], dict[int, tuple[int, Value]]]:
+    """The cells in an order in which all rows can run, each cell after what it needs.
+
+    Second, where the rows cannot run to their ends: of each row that stops, the column and a value that does not come.
+    """
+    dependencies = Dependencies(schedule)
+    columns = [0] * schedule.ranks
+    present: set[Value] = set()
+    waiting: dict[Value, list[int]] = defaultdict(list)
+    stops: dict[int, tuple[int, Value]] = {}
+    order: list[Position] = []
+    rows = deque(range(schedule.ranks))
+    while rows:
+        row = rows.popleft()
+        stops.pop(row, None)
+        while columns[row] < len(schedule.rows[row]):
+            column, cell = columns[row], schedule.rows[row][columns[row]]
+            absent = (
+                next((one for one in dependencies.needed_values(cell) if one not in present), None) if cell else None
+            )
+            if absent is not None:
+                waiting[absent].append(row)
+                stops[row] = column, absent
+                break
+            columns[row] += 1
+            if cell:
+                order.append((row, column))
+                for value in made_values(cell):
+                    present.add(value)
+                    rows.extend(waiting.pop(value, ()))
+    return order, stops
