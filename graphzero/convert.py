@@ -207,7 +207,7 @@ def _joined(line: Sequence[tuple[int, ...]], sbp: Sbp) -> tuple[int, ...]:
     others = {shape[: sbp.dim] + shape[sbp.dim + 1 :] for shape in line} if sbp.is_split else set(line)
     if len(others) > 1:
         shapes = ", ".join(map(str, line))
-        raise SbpError(f"to_global(sbp={sbp}): the ranks' pieces have shapes {shapes}, which are none of one tensor")
+        raise SbpError(f"to_global(sbp={sbp}): the ranks' pieces have shapes {shapes}, which do not form one tensor")
     return tuple(joined)
 
 

@@ -364,7 +364,7 @@ class Graph:
         if who:
             raise ConfigError(
                 f"the Graph {self.name} is {what} within full_parameters() of {who}: its modules hold whole tensors "
-                "there, for eager code, which are put away at the end of the block. Do it before or behind the block"
+                "there, for eager code, which are released at the end of the block. Do it before or after the block"
             )
 
     def __copy__(self) -> Graph:

@@ -47,7 +47,7 @@ def save(
     """
     checkpoints = _checkpointer_of(graph, "save", "saved")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"gz.save(keep={keep!r}): it is how many checkpoints stay, at least 1; None keeps all")
+        raise ConfigError(f"gz.save(keep={keep!r}): give the number of checkpoints to keep, at least 1; None keeps all")
     if frozen not in ("values", "hash"):
         raise ConfigError(f"gz.save(frozen={frozen!r}): what is kept of frozen parameters is 'values' or 'hash'")
     return checkpoints.save(absolute_path(path, "gz.save"), keep, bool(asynchronous), extra, frozen)
@@ -131,7 +131,7 @@ def save_pretrained(
     Returns the files.  Raises CheckpointError for a checkpoint that is not what was saved.
     """
     if type(shard_bytes) is not int or shard_bytes < 1:
-        raise ConfigError(f"gz.save_pretrained(shard_bytes={shard_bytes!r}): it is the bytes of the largest file")
+        raise ConfigError(f"gz.save_pretrained(shard_bytes={shard_bytes!r}): give the bytes of the largest file")
     caller = "gz.save_pretrained"
     out = absolute_path(path, caller)
     files = export(absolute_path(checkpoint, caller), out, module, dtype, shard_bytes)

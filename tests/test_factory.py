@@ -81,7 +81,7 @@ def test_a_factory_gives_a_graph_and_its_arguments(file: str) -> None:
     [
         ("nowhere.py:make", ["there is no file", "nowhere.py", "train.py:make"]),
         ("make", ["FILE:FACTORY"]),
-        ("notes.txt:make", ["no Python file"]),
+        ("notes.txt:make", ["not a Python file"]),
         ("steps.py:nothing", ["no callable 'nothing'", "it has good, elsewhere, raises"]),
         ("steps.py:other", ["placement and stage", "def other(placement, stage)"]),
         ("steps.py:raises", ["KeyError: 'large'", 'steps.py:17 in raises: return width["large"]']),

@@ -98,7 +98,7 @@ def test_names_of_other_parameters_are_named_not_stumbled_over():
     graph.load_state_dict(wrong, strict=False)
     graph.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 7))]})
     for call in (graph.state_dict, lambda: graph.load_state_dict(wrong)):
-        with pytest.raises(gz.ConfigError, match=r"group 1 a parameter float32\[2, 7\] of no module"):
+        with pytest.raises(gz.ConfigError, match=r"group 1 a parameter float32\[2, 7\] that is in no module"):
             call()
 
 

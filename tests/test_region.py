@@ -345,7 +345,7 @@ def test_sbps_that_do_not_fit_say_how_many_or_which_dim(words: str, given: dict[
         ("writes in place to tensor argument 0", lambda h, model: h.mul_(2)),
         ("writes in place to tensor argument 0", lambda h, model: model[2](h)),
         ("writes in place to a tensor of shape [] from outside", lambda h, model: model[1](h)),
-        ("a local_region stands inside of a local_region", lambda h, model: gz.local_region(F.relu, S(0), S(0))(h)),
+        ("a local_region is nested in a local_region", lambda h, model: gz.local_region(F.relu, S(0), S(0))(h)),
         ("the shape of a result depends on data", lambda h, model: h[h > 0]),
         ("collective of torch.distributed", lambda h, model: torch.ops._c10d_functional.all_reduce(h, "sum", "0")),
         ("build reads a value", lambda h, model: h if h.sum() > 0 else -h),

@@ -72,8 +72,8 @@ def check_born(step: Step, states: Iterable[StateSpec]) -> None:
         return
     kind, keys = type(step.optimizers[created[0].optimizer].optimizer).__name__, sorted({spec.key for spec in created})
     raise ConfigError(
-        f"enable_amp(dtype=torch.float16): {kind} makes its state {', '.join(keys)} in its first step, of values that "
-        f"no number stands for, and loss scaling may skip that step\n\n  at {place_of(step.build)}\n\n"
+        f"enable_amp(dtype=torch.float16): {kind} makes its state {', '.join(keys)} in its first step, from values "
+        f"that are not constants, and loss scaling may skip that step\n\n  at {place_of(step.build)}\n\n"
         f"  for {len({spec.param for spec in created})} parameters, {created[0].param} the first\n\n"
         "  Use enable_amp(dtype=torch.bfloat16), which skips nothing, or an optimizer whose states begin as zeros "
         "(SGD without dampening, AdamW); or load a checkpoint that has the states"

@@ -86,9 +86,9 @@ def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
         kinds = [base.__name__ for base in type(module).__mro__]
         wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
         if wrapper is not None:
-            raise problem(f"{path} is wrapped in {wrapper}, which does a part of what a Graph does", _WRAPPED)
+            raise problem(f"{path} is wrapped in {wrapper}, which does part of a Graph's work", _WRAPPED)
         if "ScriptModule" in kinds:
-            raise problem(f"{path} is TorchScript, which keeps its parameters and its code to itself", _SCRIPTED)
+            raise problem(f"{path} is TorchScript, whose parameters and code cannot be read", _SCRIPTED)
 
 
 def check_classes(tensors: Mapping[str, Tensor]) -> None:
@@ -97,7 +97,7 @@ def check_classes(tensors: Mapping[str, Tensor]) -> None:
         kind = _compat.users_class(x)
         if kind is not None and _compat.redefines_torch(kind):
             raise problem(
-                f"{path} is a {kind.__name__}, a class of tensors that says itself what torch's functions do with it "
+                f"{path} is a {kind.__name__}, a tensor subclass that defines torch's functions on it "
                 "(__torch_function__, __torch_dispatch__); a graph computes with plain tensors",
                 "hold a plain nn.Parameter in its place, or what it is made of as buffers, and compute with these in "
                 "forward",

@@ -192,7 +192,7 @@ def _of_shards(index: Path) -> dict[str, StoredTensor]:
     try:
         files = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
         if not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
-            raise ValueError("it names files that do not stand beside it")
+            raise ValueError("it names files that are not in its folder")
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
     except MALFORMED as error:

@@ -89,7 +89,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do what the command line says, and print it."""
     if min(options.sizes) < 1 or len(set(options.sizes)) < 2 or options.repeat < 1:
-        raise ConfigError("calibrate needs two sizes of at least a byte and one repeat: two numbers are to be fitted")
+        raise ConfigError("calibrate needs two sizes of at least a byte and one repeat: it fits two numbers")
     if launch.own_rank() == 0:  # which writes it
         check_output("--output", options.output)
     where = factory.placement_of(options, launch.resolve(None).device_type)
@@ -178,7 +178,7 @@ def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
     if beta <= 0:
         raise ConfigError(
             f"calibrate: along {axis} the time of a collective does not grow with its bytes, of which a rank sends "
-            f"{max(s.sent for s in samples):,.0f} at most, so no bandwidth follows; measure larger ones (--sizes)"
+            f"{max(s.sent for s in samples):,.0f} at most, so the bandwidth is unknown; measure larger ones (--sizes)"
         )
     return Link(alpha, 1 / beta)
 

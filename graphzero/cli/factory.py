@@ -53,7 +53,7 @@ def placement_of(options: argparse.Namespace, device_type: str) -> Placement | N
     """
     ranks, axes, hierarchy = options.ranks, options.axes, options.hierarchy
     if ranks is not None and ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: give how many ranks there are, from 1 up")
+        raise ConfigError(f"--ranks {ranks}: give the number of ranks, from 1 up")
     if axes and hierarchy:
         raise ConfigError("--axes and --hierarchy both say how ranks are arranged; give one of them")
     if axes:
@@ -66,7 +66,7 @@ def placement_of(options: argparse.Namespace, device_type: str) -> Placement | N
         return None
     count = math.prod(shape)
     if count > MOST:
-        raise ConfigError(f"{count:,} ranks are more than graphzero looks at; give at most {MOST:,}")
+        raise ConfigError(f"{count:,} ranks are more than graphzero plans for; give at most {MOST:,}")
     if ranks not in (None, count):
         said = f"--axes {axes}" if axes else f"--hierarchy {hierarchy}"
         raise ConfigError(f"{said} is {count} ranks, and --ranks says {ranks}; leave --ranks out, or make them agree")
@@ -98,7 +98,7 @@ def make(what: str, where: Placement | None, stage: int, **more: Any) -> tuple[G
     arguments = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     if where is not None and graph.placement not in (where, launch.resolve(where)):
         raise ConfigError(
-            f"{what} made a graph on {graph.placement!r}, not on the placement that it was given, {where!r}; hand it "
+            f"{what} made a graph on {graph.placement!r}, not on the placement that it was given, {where!r}; pass it "
             "on: super().__init__(placement)"
         )
     _check_arguments(what, graph, arguments)
@@ -140,7 +140,7 @@ def load(what: str) -> Callable[..., Any]:
     if not file or not path.is_file():
         raise ConfigError(f"{what}: there is no file {file or what!r}; write FILE:FACTORY, such as train.py:make")
     if path.suffix != ".py":
-        raise ConfigError(f"{what}: {path} is no Python file; its name ends with .py")
+        raise ConfigError(f"{what}: {path} is not a Python file; its name ends with .py")
     module = run_file(path, what)
     function = getattr(module, name, None)
     if not callable(function):

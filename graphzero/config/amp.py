@@ -82,12 +82,13 @@ class AmpSettings(Checked):
         super().__post_init__()
         if self.init_scale < self.min_scale:
             raise ConfigError(
-                f"enable_amp(init_scale={self.init_scale}, min_scale={self.min_scale}): the scale would begin below "
-                "what it may not fall below; give a larger init_scale, or a smaller min_scale"
+                f"enable_amp(init_scale={self.init_scale}, min_scale={self.min_scale}): the initial scale is below "
+                "the minimum; give a larger init_scale, or a smaller min_scale"
             )
         if self.stochastic_rounding and self.dtype not in (None, torch.bfloat16):
             raise ConfigError(
-                f"enable_amp(dtype={self.dtype}, stochastic_rounding=True): what is rounded is bfloat16, which has the "
+                f"enable_amp(dtype={self.dtype}, stochastic_rounding=True): stochastic rounding is for bfloat16, "
+                "which has the "
                 "exponents of float32; give dtype=torch.bfloat16, or leave stochastic_rounding out to keep masters in "
                 "float32"
             )

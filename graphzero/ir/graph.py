@@ -265,8 +265,8 @@ class StepGraph:
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
         if sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in HELD:
             raise SbpError(
-                f"cannot pin the {role.kind} '{node.name}' : {type_} to {sbp} on axis {axis}: what a step keeps is no "
-                "sum of what the ranks hold; pin it to B, or to a split"
+                f"cannot pin the {role.kind} '{node.name}' : {type_} to {sbp} on axis {axis}: values that a step "
+                "keeps cannot be partial sums; pin it to B, or to a split"
             )
         if sbp.is_split and sbp.dim >= len(type_.shape):
             dims = len(type_.shape)

@@ -122,7 +122,7 @@ def _from_environment() -> LogOptions:
     progress = read(_PROGRESS, "auto").lower()
     progress = "off" if progress in _NO[1:] else progress
     if progress not in PROGRESS:
-        warnings.warn(f"{_PROGRESS}={progress} is none of {', '.join(PROGRESS)}; taken for auto", stacklevel=2)
+        warnings.warn(f"{_PROGRESS}={progress} is none of {', '.join(PROGRESS)}; auto is used", stacklevel=2)
         progress = "auto"
     rank = read("RANK", "0")
     steps = read(_STEPS, "").lower() in _YES

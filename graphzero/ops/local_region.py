@@ -29,8 +29,8 @@ def dual(sbp: list[str]) -> list[str]:
     greatest = next((word for word in sbp if word[0] == "P" and word != "P"), None)
     if greatest is not None:
         raise SbpError(
-            f"a local_region has no gradient through {greatest}: nobody knows whose value it is. Give it a detached "
-            "tensor, or return one"
+            f"a local_region has no gradient through {greatest}: it is not known which rank's value it is. Give it a "
+            "detached tensor, or return one"
         )
     return [_DUAL.get(word, word) for word in sbp]
 

@@ -216,13 +216,13 @@ def _checked(given: _Given, after: object, name: str) -> StepGraph:
     if gone:
         raise VerifyError(
             f"pass {name} dropped the input {', '.join(gone[:5])}{' ...' if len(gone) > 5 else ''}: inputs are the "
-            "signature of the step\n  Leave a placeholder that nobody reads where it is"
+            "signature of the step\n  Leave unused placeholders where they are"
         )
     added = sorted(inputs.difference(given.inputs))
     if added:
         raise VerifyError(
-            f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: nobody would say "
-            "what it is in a call\n  Make values from the inputs that are there; a constant is a call, such as "
+            f"pass {name} added the input {', '.join(added[:5])}{' ...' if len(added) > 5 else ''}: a call would "
+            "have no value for it\n  Make values from the inputs that are there; a constant is a call, such as "
             "graph.call(torch.ops.aten.full.default, ...)"
         )
     if len(after.outputs) != given.outputs:

@@ -59,7 +59,7 @@ def read_options(reader: LineReader, kind: type, what: str) -> Any:
         if name and name not in forms:
             raise refused(reader, at, f"{what} has no option {name!r}; it has {', '.join(forms) or 'none'}")
         if name in values:
-            raise refused(reader, at, f"{name} stands twice")
+            raise refused(reader, at, f"{name} occurs twice")
         if not name or not reader.take("="):
             raise refused(reader, at, "expected `name=value`, with a space to the next, or '}'")
         values[name] = forms[name].read(reader)
@@ -209,7 +209,7 @@ def _by_role(held: Form) -> Form:
             at, key = reader.at, role.read(reader)
             if key in values or not reader.take("="):
                 raise refused(
-                    reader, at, f"{role_text(key)} stands twice" if key in values else "expected `role=value`"
+                    reader, at, f"{role_text(key)} occurs twice" if key in values else "expected `role=value`"
                 )
             values[key] = held.read(reader)
         return values

@@ -21,15 +21,15 @@ def read_json(path: str | os.PathLike[str], what: str, how: str) -> Any:
     except OSError as error:
         raise ConfigError(f"{what}: cannot read it ({error.strerror}); {how}") from None
     except ValueError as error:  # no UTF-8, or a path that no file can have
-        raise ConfigError(f"{what}: it is no text ({error}); {how}") from None
+        raise ConfigError(f"{what}: it is not text ({error}); {how}") from None
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"{what}: it is no JSON: {error}; {how}") from None
+        raise ConfigError(f"{what}: it is not JSON: {error}; {how}") from None
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.  Raises ValueError for other texts: also where a key stands twice, a number is none of
+    """The value of a JSON text.  Raises ValueError for other texts: also where a key occurs twice, a number is none of
     JSON's, or it is nested deeper than anything that is meant."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
@@ -41,9 +41,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} stands twice in it")
+        raise ValueError(f"{twice!r} occurs twice in it")
     return values
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")

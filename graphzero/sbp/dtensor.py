@@ -75,7 +75,7 @@ def from_placements(placements: Sequence[Any], ndim: int) -> Nd:
             nd.append(partial(item.reduce_op))
         else:
             raise SbpError(
-                f"a DTensor placed {tuple(placements)} has no SBP: {item} is none of Replicate, Shard, Partial("
+                f"a DTensor placed {tuple(placements)} has no SBP: {item} is not one of Replicate, Shard, Partial("
                 f"{', '.join(REDUCTIONS)}); redistribute it first"
             )
     return tuple(nd)

@@ -115,5 +115,5 @@ def _dims(part: str, text: str) -> tuple[str, ...]:
     names = [name for dim in dims for name in ([REST] if dim == REST else dim.strip("()"))]
     for name in names:
         if name not in "1_" and names.count(name) > 1:
-            raise SbpError(f"factors {text!r}: {name!r} stands twice in {part!r}; give each dim its own letter")
+            raise SbpError(f"factors {text!r}: {name!r} occurs twice in {part!r}; give each dim its own letter")
     return dims

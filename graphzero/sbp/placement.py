@@ -206,7 +206,7 @@ def _checked_ranks(ranks: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     values, counts = np.unique(array, return_counts=True)
     if (counts > 1).any():
         twice = ", ".join(str(v) for v in values[counts > 1])
-        raise PlacementError(f"ranks {twice} stand more than once in {ranks!r}; a rank has one place")
+        raise PlacementError(f"ranks {twice} occur more than once in {ranks!r}; a rank has one place")
     return array.astype(np.int64)
 
 
@@ -219,7 +219,7 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...]:
     if len(chosen) != ndim:
         raise PlacementError(f"{len(chosen)} names {chosen!r} for ranks with {ndim} axes; give one name per axis")
     if len(set(chosen)) != len(chosen):
-        raise PlacementError(f"an axis name stands twice in {chosen!r}")
+        raise PlacementError(f"an axis name occurs twice in {chosen!r}")
     for name in chosen:
         if not isinstance(name, str) or not name.isidentifier():
             raise PlacementError(f"axis name {name!r} is not an identifier: letters, digits and _, no leading digit")

@@ -278,7 +278,7 @@ def _warn(op: Op) -> None:
         _warned.add(op)
         name = op_name(op)
         warnings.warn(
-            f"{name} has no SBP rule, so every rank gathers its operands and runs all of it: right, but slower. "
+            f"{name} has no SBP rule, so every rank gathers its operands and runs all of it: correct, but slower. "
             f'A rule is one line: graphzero.sbp.rule({name}, "mk,kn->mn")',
             NoRuleWarning,
             stacklevel=4,

@@ -56,7 +56,7 @@ def _unwrapped(wrapper: str) -> str:
             'compiling, or model._orig_mod), and say config.set_executor("inductor") to have torch compile'
         )
     return (
-        f"wrapped in {wrapper}, which does a part of what a Graph does; give the module itself (model.module, or the "
+        f"wrapped in {wrapper}, which does part of a Graph's work; give the module itself (model.module, or the "
         "one before wrapping) and say config.enable_zero(stage=...)"
     )
 
@@ -66,7 +66,7 @@ def own_config(config: object, placement: Placement) -> GraphConfig:
     if not isinstance(config, GraphConfig):
         raise ConfigError(
             f"Graph(config={type(config).__name__}): give a GraphConfig, as gz.GraphConfig.from_deepspeed(path) makes "
-            "it; other settings are made behind super().__init__(), by self.config"
+            "it; other settings are made after super().__init__(), by self.config"
         )
     if config.placement != placement:
         raise ConfigError(

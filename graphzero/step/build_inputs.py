@@ -165,7 +165,7 @@ def _checked_object(name: str, raw: Any) -> Any:
         return raw
     if isinstance(raw, Iterator):
         raise CaptureError(
-            f"input {name} is a {type(raw).__name__}, which the first call alone would read; take the next item "
+            f"input {name} is a {type(raw).__name__}, which only the first call would read; take the next item "
             f"outside: graph(next({name}))"
         )
     hidden = _tensor_inside(raw)

@@ -73,7 +73,7 @@ def active_transform(settings: Settings) -> InputTransform | None:
     active = [plugin.name for plugin in settings.plugins if plugin.name in plugins]
     if len(active) > 1:
         raise ConfigError(
-            f"config.{' and config.'.join(active)} each transform the inputs of a call, and one can: leave the others "
-            "as they are by default"
+            f"config.{' and config.'.join(active)} each transform the inputs of a call, but only one may: leave the "
+            "others as they are by default"
         )
     return plugins[active[0]].load() if active else None

@@ -127,7 +127,7 @@ class ProgramKeyBuilder:
                 now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
                 raise ConfigError(
                     f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
-                    f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that nobody reads. "
+                    f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that is not used. "
                     "Make optimizer and Graph anew after modules change, or put the new parameters in its param_groups"
                 )
 

@@ -93,7 +93,7 @@ BROKEN = [
     (returns_nothing, gz.VerifyError, "returned NoneType", "returns it"),
     (returns_a_module, gz.VerifyError, "not a StepGraph"),
     (drops_an_update, gz.VerifyError, "dropped the update of model_weight", "graph.set_output"),
-    (drops_an_input, gz.VerifyError, "dropped the input x", "Leave a placeholder"),
+    (drops_an_input, gz.VerifyError, "dropped the input x", "Leave unused placeholders"),
     (adds_an_input, gz.VerifyError, "added the input extra"),
     (returns_another_graph, gz.VerifyError, "from level 'captured' to 'local'", "not another one"),
     (makes_an_untyped_value, gz.VerifyError, "has no type", "graph.call"),

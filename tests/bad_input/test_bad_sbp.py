@@ -154,7 +154,9 @@ def test_no_parameter_is_partial(place: gz.Placement, sbp: gz.sbp.Sbp) -> None:
 
 @pytest.mark.parametrize("name", ["model_up_weight", "model_norm_running_mean", "model_up_weight_exp_avg"])
 def test_no_pass_makes_what_stays_partial(place: gz.Placement, name: str) -> None:
-    refused_pass(place, gz.SbpError, "what a step keeps is no sum", lambda g: g.pin(name, place.names[-1], P))
+    refused_pass(
+        place, gz.SbpError, "values that a step keeps cannot be partial sums", lambda g: g.pin(name, place.names[-1], P)
+    )
 
 
 # ---- other ranks

@@ -203,8 +203,8 @@ def test_an_index_of_shards_says_which_file_holds_what(saved, tmp_path):
     save_file({"wide.bias": torch.zeros(24)}, path / "a.safetensors")  # one that another file holds too
     index = path / "model.safetensors.index.json"
     for bias, match in [
-        ("b.safetensors", ""), ("../b.safetensors", "do not stand beside it"), ("c.safetensors", "cannot be read"),
-        (7, "do not stand beside it"),
+        ("b.safetensors", ""), ("../b.safetensors", "are not in its folder"), ("c.safetensors", "cannot be read"),
+        (7, "are not in its folder"),
     ]:  # fmt: skip
         index.write_text(json.dumps({"weight_map": {**names, "norm.bias": "b.safetensors", "wide.bias": bias}}))
         graph = adamw_graph(VIRTUAL, 0)

@@ -201,7 +201,7 @@ def test_a_text_of_a_tensor_is_made_once_and_its_line_is_named(write, capsys):
         return loss
 
     _, run = capture(build)
-    with pytest.warns(UserWarning, match="build makes a text of a tensor") as caught:
+    with pytest.warns(UserWarning, match="build converts a tensor to text") as caught:
         run()
     said = [str(warning.message) for warning in caught if "a text" in str(warning.message)]
     assert len(said) == 1 and "test_side_effects.py" in said[0] and said[0].count(" in ") == 1

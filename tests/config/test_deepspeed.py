@@ -181,9 +181,9 @@ def test_a_file_is_read_as_its_dict_and_a_wrong_one_is_named(tmp_path):
     assert read(path)[0].zero.stage == 3
     assert "cannot be read" in refusal(tmp_path / "none.json")
     path.write_text('{"train_batch_size": 16, /* all */ }')
-    assert "ds.json is no JSON" in refusal(path) and "comments" in refusal(path)
+    assert "ds.json is not JSON" in refusal(path) and "comments" in refusal(path)
     path.write_text('{"train_batch_size": 16, "train_batch_size": 8}')
-    assert "'train_batch_size' stands there twice" in refusal(path)
+    assert "'train_batch_size' occurs twice" in refusal(path)
     path.write_text("[1]")
     assert "ds.json holds a list" in refusal(path)
     assert "give the path" in refusal(3)
@@ -313,7 +313,7 @@ def test_values_land_in_settings(given, name, found):
             "optimizer.params.betas: [0.9, '0.99']; write the number, without quotes: 0.99",
         ),
         ({"prefetch_bucket_size": 1}, "did you mean zero_optimization.stage3_prefetch_bucket_size?"),
-        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "stands there twice, under its earlier name"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "occurs twice, under its earlier name"),
     ],
 )
 def test_values_without_a_meaning_are_refused(given, part):

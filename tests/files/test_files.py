@@ -269,7 +269,7 @@ def test_places_where_nothing_can_be_saved_or_is(saved, trained, other, tmp_path
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, "2"])
 def test_how_many_to_keep_is_checked(trained, tmp_path, keep):
-    with pytest.raises(gz.ConfigError, match="how many checkpoints stay"):
+    with pytest.raises(gz.ConfigError, match="the number of checkpoints to keep"):
         gz.save(trained, tmp_path, keep=keep)
     assert not [*tmp_path.iterdir()]
 

@@ -384,7 +384,7 @@ def test_an_op_that_needs_all_rows_at_once_is_refused_at_its_line():
         rows = F.normalize(y.flatten(1), dim=1)
         return F.cross_entropy(rows @ rows.t(), torch.arange(len(t)))
 
-    with pytest.raises(gz.ConfigError, match="whole batch would have to be there at once") as e:
+    with pytest.raises(gz.ConfigError, match="needs the whole batch at once") as e:
         micro_batch_graph(Words, contrast, 2)(*sentences()[0])
     assert "test_micro_batches.py" in str(e.value)
 

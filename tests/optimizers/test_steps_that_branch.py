@@ -31,7 +31,7 @@ def test_a_step_that_branches_on_values_goes_as_plain_pytorch_does(kind, stage):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Counts, "Counts.step.. makes the Python number 'large' as a branch on values of tensors decides"),
+        (Counts, "Counts.step.. makes the Python number 'large' depending on a branch on values of tensors"),
         (Often, "Often.step.. branches on values of tensors in more than 16 ways"),
         (Converts, "an optimizer's step takes the value of a tensor: float"),
         (Draws, "an optimizer's step draws random numbers"),

@@ -52,7 +52,7 @@ def test_an_axis_has_its_own_link_or_that_of_the_hosts_it_leads_over() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "holds list"),
         (json.dumps({"links": {}}), "nothing is said of name, type"),
         (json.dumps(PLAIN | {"type": "tpu"}), "type is 'tpu'"),
@@ -64,7 +64,7 @@ def test_an_axis_has_its_own_link_or_that_of_the_hosts_it_leads_over() -> None:
         (json.dumps(PLAIN | {"links": {"dp": 5}}), "dp is 5"),
         (json.dumps(PLAIN | {"links": {"dp": {"latency": -1, "bandwidth": 1}}}), r"device.json: dp: Link\(latency=-1"),
         (json.dumps(PLAIN | {"links": {"dp": {"latency": 0, "bandwidth": 1, "width": 2}}}), "dict of these two"),
-        (json.dumps(PLAIN | {"memory": math.nan}), "NaN is no number of JSON"),
+        (json.dumps(PLAIN | {"memory": math.nan}), "NaN is not a number of JSON"),
         (json.dumps(PLAIN | {"memory": 10**400}), "memory is 1000"),
         (json.dumps(PLAIN | {"host": 2.5}), "host is 2.5; give a whole number"),
         (json.dumps(PLAIN | {"overlaps": "no"}), "overlaps is 'no'; give true or false"),

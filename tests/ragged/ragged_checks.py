@@ -117,7 +117,7 @@ def check_row_numbers_that_hang_on_other_ranks_are_refused():
     try:
         Numbers()(torch.ones(3))
     except gz.CaptureError as error:
-        assert "reads numbers of rows, which hang on how many rows the other ranks have" in str(error)
+        assert "reads numbers of rows, which depend on how many rows the other ranks have" in str(error)
     else:
         raise AssertionError("was taken")
 

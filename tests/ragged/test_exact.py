@@ -160,7 +160,7 @@ def test_results_and_gradients_are_those_without_padding_though_it_is_nan(group)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_padding_cannot_be_kept_out_of_is_refused_with_the_op_and_the_line(name):
     graph = Step(nn.Linear(D, D), [lambda h, m, i: REFUSED[name](h).square().mean()])
-    with pytest.raises(gz.CaptureError, match=f"where padding goes cannot be followed here: {name}") as caught:
+    with pytest.raises(gz.CaptureError, match=f"padding cannot be tracked here: {name}") as caught:
         graph.compile(*batch(3, 8))
     assert "test_exact.py" in str(caught.value) and "> " in str(caught.value)
 
@@ -169,7 +169,10 @@ def test_what_padding_cannot_be_kept_out_of_is_refused_with_the_op_and_the_line(
     ("work", "message"),
     [
         (lambda h: h.mean() if h.shape[1] > 7 else h.sum(), "is another program at .*tokens=6"),
-        (lambda h: h.sum() / torch.tensor([h.shape[0], 2]).prod(), "makes a tensor of numbers that hang on the sizes"),
+        (
+            lambda h: h.sum() / torch.tensor([h.shape[0], 2]).prod(),
+            "makes a tensor of numbers that depend on the sizes",
+        ),
         (lambda h: h.sum() * (h.shape[1] // 2), "reads the number"),
         (lambda h: h.view(h.shape[0] // 2, 2, h.shape[1], D).mean(), "where it fails"),
     ],

@@ -202,7 +202,8 @@ def test_what_is_not_named_is_held():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("z", "no value of forward is called so"), ("r", "all_reduce runs once"), ("g", "no value")]
+    ("name", "said"),
+    [("z", "there is no such value of forward"), ("r", "all_reduce runs once"), ("g", "no such value")],
 )
 def test_a_name_that_cannot_be_computed_again_is_refused(name, said):
     with pytest.raises(gz.ConfigError, match=said):

@@ -70,11 +70,11 @@ def test_it_prints_as_it_is_written_and_stays_short() -> None:
         (("cpu", 4), r"write range\(n\)"),
         (("cpu", [[0, 1], [2]]), "ragged"),
         (("cpu", [0, -1]), "negative"),
-        (("cpu", [0, 1, 1]), "ranks 1 stand more than once"),
+        (("cpu", [0, 1, 1]), "ranks 1 occur more than once"),
         (("cpu", [0.5]), "not whole numbers"),
         (("cpu", [[[0]]]), "need names="),
         (("cpu", range(2), ("a", "b")), "2 names"),
-        (("cpu", [[0, 1]], ("a", "a")), "stands twice"),
+        (("cpu", [[0, 1]], ("a", "a")), "occurs twice"),
         (("cpu", range(2), ("d p",)), "not an identifier"),
     ],
 )

@@ -27,7 +27,7 @@ def nds_of(given: Given | list[Given], count: int, placement: Placement, what: s
     if len(each) != count:
         raise SbpError(
             f"local_region: {what} is a list of {len(each)} for {count} {of}: {_shown(each)}. A list holds one SBP for "
-            "each tensor, in the order in which they stand; one SBP that is no list counts for all"
+            "each tensor, in their order; a single SBP applies to all"
         )
     return [_nd(one, placement, what) for one in each]
 
@@ -67,8 +67,8 @@ def local_shape(x: Tensor, nd: Nd, placement: Placement, what: str) -> list[int]
         if shape[dim] % ranks:
             raise SbpError(
                 f"local_region: {what} of shape {list(x.shape)} cannot be {_shown(nd)}: dim {dim} is {shape[dim]} = "
-                f"{shape[dim] // ranks} x {ranks} + {shape[dim] % ranks}. The function of a region is written down "
-                "once, so that its pieces must be equal: pad the value, or take it as B and cut in the function"
+                f"{shape[dim] // ranks} x {ranks} + {shape[dim] % ranks}. The function of a region is traced once, "
+                "so all pieces must be equal: pad the value, or take it as B and cut in the function"
             )
         shape[dim] //= ranks
     return shape

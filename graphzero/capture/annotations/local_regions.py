@@ -84,7 +84,7 @@ class TracedRegions:
     def __call__(
         self, fn: Callable[..., Any], in_sbp: Any, out_sbp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        refuse_inside("a local_region stands inside of a local_region", _NESTED, self.build)
+        refuse_inside("a local_region is nested in a local_region", _NESTED, self.build)
         flat, spec = pytree.tree_flatten((args, kwargs))
         count = sum(isinstance(x, Tensor) for x in flat)
         ends = RegionSignature(

@@ -49,7 +49,7 @@ def warn_of_new_attributes(fakes: Mapping[str, Tensor], before: Mapping[str, Col
     shown = [name for name in names if not name.rpartition(".")[2].startswith("_")]  # torch's own notes on fakes
     if shown:
         warnings.warn(
-            f"build sets {', '.join(shown[:4])}, which has no effect: build runs once, to be written down as a graph. "
+            f"build sets {', '.join(shown[:4])}, which has no effect: build runs only once, while it is traced. "
             "Return the value, or keep it in a buffer (register_buffer) and change it in place",
             stacklevel=2,
         )

@@ -221,7 +221,7 @@ class ValueReads:
         """A text is made once, of a value that is not there yet."""
         if self.texts:
             warnings.warn(
-                f"build makes a text of a tensor ({', '.join([*self.texts][:4])}), once, when it is written down: it "
+                f"build converts a tensor to text ({', '.join([*self.texts][:4])}), only once, while it is traced: it "
                 "shows the shape, and later steps print and log nothing. Return the value and look at it outside",
                 stacklevel=2,
             )

@@ -139,7 +139,7 @@ def _warn_of_writes(kept: list[ObjectSnapshot], line: Callable[[Any, str], str])
     if written:
         shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
         warnings.warn(
-            f"build sets {shown}, which has no effect: build runs once, to be written down as a graph. Return the "
+            f"build sets {shown}, which has no effect: build runs only once, while it is traced. Return the "
             "value, or keep it in a buffer (register_buffer) and change it in place",
             stacklevel=2,
         )
@@ -158,8 +158,8 @@ def _warn_of_modes(kept: list[ObjectSnapshot]) -> None:
     if left:
         shown = ", ".join(dict.fromkeys(left[:4])) + (" ..." if len(left) > 4 else "")
         warnings.warn(
-            f"build leaves {shown} in another mode than it has found it in (train() or eval()); a Graph puts the mode "
-            "back behind the step, which plain PyTorch does not. Put it back in build, or switch modes between calls",
+            f"build leaves {shown} in another mode than before (train() or eval()); a Graph restores the "
+            "mode after the step, which plain PyTorch does not. Put it back in build, or switch modes between calls",
             stacklevel=2,
         )
 
@@ -167,7 +167,7 @@ def _warn_of_modes(kept: list[ObjectSnapshot]) -> None:
 def _warn_of_draws(streams: RandomStates) -> None:
     for name in streams.changed_streams():
         warnings.warn(
-            f"build draws from Python's module {name}, once, when it is written down: every step has the same number. "
+            f"build draws from Python's module {name}, only once, while it is traced: every step has the same number. "
             "Draw outside of build and pass the number in, or draw a tensor with torch.rand",
             stacklevel=2,
         )

@@ -139,7 +139,7 @@ def trace_average(spec: AverageSpec, precision: Precision | None = None) -> Aver
     except Exception as error:
         raise problem(
             f"update_parameters of {type(spec.averaged).__name__} cannot be a graph: {first_line(error)}",
-            "its averaging function may compute with tensors and n_averaged, and look at no value; or call "
+            "its averaging function may compute with tensors and n_averaged, but must not read values; or call "
             "update_parameters between calls of the Graph, and leave out add_average",
         ) from error
     results: Any = module.graph.output_node().args[0]

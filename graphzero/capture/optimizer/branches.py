@@ -165,7 +165,7 @@ def merge_branches(
         if len(runs) == MOST:
             raise problem(
                 f"{name}.step() branches on values of tensors in more than {MOST} ways",
-                "choose with torch.where, or clamp, where it decides element by element or parameter by parameter",
+                "use torch.where or clamp for decisions per element or per parameter",
             )
         outcomes = BranchOutcomes(way, owner_of)
         runs[way] = _BranchRun(step(outcomes), outcomes.conditions)
@@ -184,8 +184,8 @@ def merge_branches(
             kind, _, key = changed[0]
             what = "the Python number" if kind == "number" else "the state"
             raise problem(
-                f"{name}.step() makes {what} {key!r} as a branch on values of tensors decides",
-                "make it in any case, as a tensor, and choose its value with torch.where",
+                f"{name}.step() makes {what} {key!r} depending on a branch on values of tensors",
+                "always make it, as a tensor, and choose its value with torch.where",
             )
     return {label: x if label[0] == "number" else _chosen(label, runs, ()) for label, x in first.items()}
 

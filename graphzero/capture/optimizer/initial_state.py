@@ -241,9 +241,9 @@ def differ(a: Any, b: Any) -> bool:
 def missing(optimizer: torch.optim.Optimizer, path: str, key: str) -> CaptureError:
     """The state of a parameter is there in part, and no number fills the rest."""
     return problem(
-        f"the state of {type(optimizer).__name__} for {path} lacks {key!r}, and no constant stands for it: it begins "
-        "as a copy of a gradient or a parameter",
-        "load a checkpoint that holds the whole state of this parameter, or drop what is there to begin anew: "
+        f"the state of {type(optimizer).__name__} for {path} lacks {key!r}, and its initial value is not a constant: "
+        "it begins as a copy of a gradient or a parameter",
+        "load a checkpoint that holds the whole state of this parameter, or delete it to start again: "
         "optimizer.state.pop(p)",
     )
 
@@ -253,7 +253,7 @@ def cannot_step(optimizer: torch.optim.Optimizer, error: BaseException) -> Captu
     where = [shown for code, line in reversed(frames) if (shown := line_of(code, line))]
     by_value = "Data" in type(error).__name__ or "data" in str(error) or where == []
     return problem(
-        f"{type(optimizer).__name__}.step() cannot be written down as a graph: {first_line(error)}",
+        f"{type(optimizer).__name__}.step() cannot be traced as a graph: {first_line(error)}",
         _BY_VALUE if by_value else _BY_CALL,
         where[:3],
     )

@@ -150,8 +150,8 @@ def _described(optimizer: torch.optim.Optimizer, group: int, key: str, entry: An
         return _NUMBER
     if not isinstance(entry, Tensor):
         raise problem(
-            f"{type(optimizer).__name__} keeps {entry!r} in state[{key!r}], which is no tensor; a graph would hold it "
-            "fixed",
+            f"{type(optimizer).__name__} keeps {entry!r} in state[{key!r}], which is not a tensor; it would be a "
+            "constant in a graph",
             f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
         )
     return entry.dtype, tuple(entry.shape)
@@ -212,7 +212,7 @@ def _check_apart(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], s
         which = max(pair).rstrip("0123456789")
         raise problem(
             f"{type(optimizer).__name__} keeps in {which} a tensor that shares memory with a parameter or another "
-            "state, which a graph would hold apart",
+            "state, which a graph would keep apart",
             "keep a copy for each parameter: state[key] = p.detach().clone()",
         )
 

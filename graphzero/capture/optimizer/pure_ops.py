@@ -20,7 +20,7 @@ def pure_module(module: fx.GraphModule) -> fx.GraphModule:
             _write_out(module, node)
         elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise problem(
-                f"an optimizer's step draws random numbers ({node.target}), which each rank would draw for itself",
+                f"an optimizer's step draws random numbers ({node.target}), which would differ between ranks",
                 "draw them before the first step, into optimizer.state, or in build",
             )
     return module

@@ -124,8 +124,8 @@ def changed_of_group(
                 raise _from_values(optimizer, key)
             kind = "a tensor" if isinstance(new, Tensor) else f"a {type(new).__name__}"
             raise problem(
-                f"{type(optimizer).__name__}.step() changes param_groups[...][{key!r}], {kind}, which a graph holds "
-                "fixed",
+                f"{type(optimizer).__name__}.step() changes param_groups[...][{key!r}], {kind}, which is a constant "
+                "in a graph",
                 "keep it in optimizer.state as a tensor and change it in place, or keep a number there",
             )
     return keys
@@ -144,7 +144,7 @@ def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable
     if len(texts) > 1 or not (is_number(first) or isinstance(first, (torch.SymInt, torch.SymFloat))):
         raise problem(
             f"{type(optimizer).__name__}.step() changes the Python number state[{key!r}] differently among the "
-            "parameters of one group, or to what is no number",
+            "parameters of one group, or to something that is not a number",
             f"keep it in a 0-d tensor: state[{key!r}] = torch.tensor(0.0), and count it up in place",
         )
     return first
@@ -178,7 +178,7 @@ def fixed_number(optimizer: torch.optim.Optimizer) -> CaptureError:
     """The step of ``optimizer`` asks for the value that a number which it changes has in this call."""
     return problem_here(
         f"{type(optimizer).__name__}.step() takes a number that it changes from step to step as a plain int or float: "
-        "int(), float(), range() or an index; a graph would hold that fixed",
+        "int(), float(), range() or an index; it would be a constant in a graph",
         "compute with the number itself and compare it (if step % 5 == 0), or keep it in a 0-d tensor of "
         "optimizer.state",
     )

@@ -178,7 +178,7 @@ class OptimizerTracer:
         is_held = len(current) == len(groups) and all(x is y for x, y in zip(current, groups, strict=True))
         if not is_held or self.optimizer.state is not state:
             raise problem(
-                f"{self.name} makes its {'state' if is_held else 'param_groups'} anew whenever somebody asks for it, "
+                f"{self.name} makes its {'state' if is_held else 'param_groups'} anew at each access, "
                 "so a graph cannot step it",
                 "keep one object, self.param_groups = inner.param_groups and self.state = inner.state, as "
                 "torch.optim.Optimizer does",
@@ -216,7 +216,7 @@ class OptimizerTracer:
         other = next((key for key in (*self.state, *state) if not isinstance(key, Tensor)), None)
         if other is not None:
             raise problem(
-                f"{self.name} keeps optimizer.state[{other!r}], which is the state of no parameter",
+                f"{self.name} keeps optimizer.state[{other!r}], which is not the state of a parameter",
                 "keep a number in param_groups, and a tensor in the state of each parameter",
                 [place_of(self.step)],
             )
@@ -228,7 +228,7 @@ class OptimizerTracer:
         if changed is not None:
             named = changed.replace(f"{self.name}.", "self.", 1) if changed.startswith(f"{self.name}.") else changed
             raise problem(
-                f"{self.name}.step() changes {named}, which a graph holds fixed", _KEEP, [place_of(self.step)]
+                f"{self.name}.step() changes {named}, which is a constant in a graph", _KEEP, [place_of(self.step)]
             )
 
     # ---- tensors that it meets
@@ -260,7 +260,7 @@ class OptimizerTracer:
         """The error for a step that reaches a parameter itself: it would train nothing there."""
         inside = f", by {type(self.inner[0]).__name__} inside of it" if self.inner else ""
         return problem_here(
-            f"{self.name}.step() reaches {self._path(id(x))} itself{inside}, by a way that capture does not follow",
+            f"{self.name}.step() reaches {self._path(id(x))} itself{inside}, in a way that capture does not follow",
             "reach parameters by self.param_groups, or by lists, dicts and other attributes of the optimizer",
             self.code,
         )

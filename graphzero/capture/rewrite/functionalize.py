@@ -41,7 +41,7 @@ def functionalize_writes(
     for node in traced.graph.nodes:
         if _writes(node):
             source = node.meta.get("custom", {}).get("source", "")
-            raise problem(f"{node.target} writes in place to what a graph cannot follow", _WRITE_HINT, [source])
+            raise problem(f"{node.target} writes in place to memory that a graph cannot follow", _WRITE_HINT, [source])
     return traced
 
 

@@ -224,9 +224,9 @@ class BuildTrace:
         names = [leaf.name for leaf, was in zip(self.inputs.tensors, written, strict=True) if was]
         if names:
             warnings.warn(
-                f"build of {self.step.name} writes in place to its input {', '.join(names)}: the step goes on with the "
-                "new values, but the caller's tensor keeps its own. Return the value, or clone the input first to "
-                "leave out this warning",
+                f"build of {self.step.name} writes in place to its input {', '.join(names)}: the step continues with "
+                "the new values, but the caller's tensor does not change. Return the value, or clone the input first "
+                "to avoid this warning",
                 stacklevel=2,
             )
 
@@ -275,14 +275,14 @@ class BuildTrace:
             ]
             return problem(
                 f"build of {self.step.name} does not run in plain PyTorch either: {first_line(error)}",
-                "Mend this line first; these are the inputs of the whole batch",
+                "Fix this line first; these are the inputs of the whole batch",
                 where[::-1][:3],
                 inputs,
             )
         return problem(
-            f"build of {self.step.name} cannot be written down as a graph: {first_line(error)}",
-            "It needs something that only exists when values do. GRAPHZERO_TRACEBACK=1 in the environment shows where "
-            "in torch it ends",
+            f"build of {self.step.name} cannot be traced as a graph: {first_line(error)}",
+            "It needs values, which do not exist while build is traced. GRAPHZERO_TRACEBACK=1 in the environment "
+            "shows where in torch it ends",
             where[::-1][:3],
         )
 

@@ -139,7 +139,7 @@ class CapturedConstants:
     def problem_of(self, error: Exception, where: list[str]) -> CaptureError | None:
         """The problem behind an error that numpy raised for a write to the memory of a free tensor."""
         if self._shown and isinstance(error, ValueError) and "read-only" in str(error):
-            return problem("build writes to a tensor that is no buffer of its modules: .numpy()", _WRITE_HINT, where)
+            return problem("build writes to a tensor that is not a buffer of its modules: .numpy()", _WRITE_HINT, where)
         return None
 
     def has_met(self, x: Any) -> bool:

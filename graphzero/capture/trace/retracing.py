@@ -19,9 +19,9 @@ def trace_build(step: Step, root: nn.Module, inputs: Inputs) -> TracedBuild:
     lines = [*traced.asks_whether_traced][:4]
     if lines:
         warnings.warn(
-            f"build of {step.name} asks whether it is being traced ({', '.join(lines)}) and was told yes, "
-            "for otherwise it goes by values that a graph does not have. What it does then need not be what plain "
-            "PyTorch computes: gz.check(graph, *inputs) compares the two",
+            f"build of {step.name} asks whether it is being traced ({', '.join(lines)}) and got the "
+            "answer yes, because it otherwise depends on values that a graph does not have. What it does then need "
+            "not be what plain PyTorch computes: gz.check(graph, *inputs) compares the two",
             stacklevel=6,
         )
     return traced

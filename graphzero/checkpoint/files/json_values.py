@@ -66,8 +66,8 @@ def to_json(x: Any, path: str, tensor: Callable[[Tensor, str], str]) -> Any:
         return _dict_to_json(x, path, tensor)
     raise CheckpointError(
         f"{path} is a {type(x).__module__}.{type(x).__qualname__}, which a checkpoint cannot hold: it holds "
-        "numbers, strings, tensors, and lists, tuples and dicts of these, and never code; keep what is needed to make "
-        "it anew in extra=, and make it before gz.load"
+        "numbers, strings, tensors, and lists, tuples and dicts of these, and never code; keep what is needed to "
+        "create it again in extra=, and create it before gz.load"
     )
 
 

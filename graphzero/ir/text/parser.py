@@ -199,7 +199,7 @@ class _Parser:
         while not reader.take(")"):
             name = reader.keyword()
             if name in kwargs or (not name and kwargs):
-                raise self.fail(f"the argument {name or len(args)} stands twice, or behind those with names")
+                raise self.fail(f"the argument {name or len(args)} occurs twice, or after those with names")
             if name:
                 kwargs[name] = reader.value()
             else:

@@ -74,7 +74,7 @@ def _too_many(op: torch._ops.OpOverload, given: list[Any], count: int) -> str:
 def _types(op: torch._ops.OpOverload, made: Any, count: int, held: int) -> Any:
     results = tuple(made) if isinstance(made, (list, tuple)) else (made,)
     if len(results) != count:
-        return f"is said to have {count} results, but {op_name(op)} makes {len(results)}"
+        return f"is declared with {count} results, but {op_name(op)} makes {len(results)}"
     for x in _tensors(results):
         if x.layout is not torch.strided:
             return f"makes a tensor of layout {x.layout}"

@@ -122,7 +122,7 @@ def _draw_apart(graph: StepGraph, node: fx.Node, apart: Unfolded) -> None:
             "set_gradient_accumulation_steps(...): random numbers are drawn for rows that are cut in sections, which "
             f"micro-batches do not have\n  > {print_line(node)}"
             + (f"\n    {where}" if where else "")
-            + "\n  Put dropout in front of the view that makes rows of several dims, or do without micro-batches here"
+            + "\n  Put dropout before the view that makes rows of several dims, or do not use micro-batches here"
         )
     assert isinstance(like, fx.Node)
     nd, shape = cutting(value.nd_of(node), graph.placement.hierarchy), list(apart.shape)

@@ -81,7 +81,7 @@ class KeepGathered(BuiltinPass):
         for name in self.keep_gathered:
             if name != "*" and name not in paths and not KeepGathered((name,)).matching_paths(paths):
                 shown = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
-                raise ConfigError(f"keep_gathered={name!r}: no parameter is called so; the step reads {shown}")
+                raise ConfigError(f"keep_gathered={name!r}: there is no such parameter; the step reads {shown}")
 
 
 def read_first(graph: StepGraph, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> None:

@@ -99,7 +99,7 @@ class Recompute(BuiltinPass):
             if maker is None:
                 shown = ", ".join(node.name for node in forward.free)
                 raise ConfigError(
-                    f"recompute={name!r}: no value of forward is called so in {graph.name}; it has {shown:.400}"
+                    f"recompute={name!r}: there is no such value of forward in {graph.name}; it has {shown:.400}"
                 )
             if maker not in forward.free:
                 raise ConfigError(f"recompute={name!r}: it is held, for {forward.why_held(maker)}")

@@ -28,10 +28,10 @@ class MicroBatchErrors:
     def needs_whole_batch(self, node: fx.Node, problem: str) -> ConfigError:
         where = value.source_of(node)
         return ConfigError(
-            f"set_gradient_accumulation_steps({self.types.count}): '{node.name}' {problem}, so that the whole "
-            f"batch would have to be there at once\n  > {print_line(node)}"
+            f"set_gradient_accumulation_steps({self.types.count}): '{node.name}' {problem}, so it needs the "
+            f"whole batch at once\n  > {print_line(node)}"
             + (f"\n    {where}" if where else "")
-            + "\n  Compute it for each sample, or do without micro-batches here"
+            + "\n  Compute it for each sample, or do not use micro-batches here"
         )
 
     def mismatch(self, source: fx.Node, box: fx.Node) -> str:
@@ -56,14 +56,14 @@ class MicroBatchErrors:
         if lines and self._has_padded_rows():
             raise ConfigError(
                 f"set_gradient_accumulation_steps({self.types.count}) and set_shapes: a statistic of a micro-batch "
-                f"stands for that of the batch here, and padded rows are not spread evenly over them: {lines[0]}\n  "
+                f"replaces that of the batch here, and padded rows are not spread evenly over them: {lines[0]}\n  "
                 "Compute it for each sample, do without micro-batches, or without ragged rows"
             )
         if lines:
             shown = "; ".join(lines[:6]) + (f"; and {len(lines) - 6} more" if len(lines) > 6 else "")
             warnings.warn(
                 f"{self.name}: with {self.types.count} micro-batches these are statistics of a micro-batch, not of the "
-                f"batch, for what the model computes next depends on them: {shown}",
+                f"batch, and the model computes with them: {shown}",
                 stacklevel=2,
             )
 

@@ -58,8 +58,8 @@ def _warn(state: AxisPropagation, parameter: str, op: fx.Node, operand: fx.Node)
     name = op_name(op.target)  # type: ignore[arg-type]
     warnings.warn(
         f"every rank of {axis} computes the whole gradient of {parameter}: {name}{where} gathers {operand.name}: it "
-        f"does not run on pieces of {shape} split {state.sbp(operand)}. Right, but slower: write it with ops that take "
-        "each sample by itself, or say how the input is to lie, config.set_input(...)",
+        f"does not run on pieces of {shape} split {state.sbp(operand)}. Correct, but slower: write it with ops that "
+        "work on each sample separately, or set the SBP of the input, config.set_input(...)",
         GatheredBatchWarning,
         stacklevel=2,
     )

@@ -129,7 +129,7 @@ class OverlapUpdate(BuiltinPass):
 def _check(pass_: Overlap | OverlapUpdate) -> None:
     if pass_.bucket_bytes is not None and pass_.bucket_bytes < 0:
         raise ConfigError(
-            f"{type(pass_).__name__}(bucket_bytes={pass_.bucket_bytes}): bytes under way are not negative"
+            f"{type(pass_).__name__}(bucket_bytes={pass_.bucket_bytes}): bytes under way must not be negative"
         )
 
 

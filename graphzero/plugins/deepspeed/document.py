@@ -54,7 +54,7 @@ class Document:
             elif path not in _BY_PATH:
                 yield unknown(said, _near(path, prefix))
             elif path in self._values:
-                yield f"{said}: it stands there twice, under its earlier name too; take one out"
+                yield f"{said}: it occurs twice, under its earlier name too; take one out"
             else:
                 self._values[path] = value
                 yield from _strangers(said, value, _BY_PATH[path].holds)
@@ -158,7 +158,7 @@ def _read(given: Any) -> tuple[str, Mapping[str, Any]]:
         raw = json.loads(text, object_pairs_hook=_without_twins)
     except ValueError as error:
         raise ConfigError(
-            f"{path.name} is no JSON: {error}. DeepSpeed reads comments and hjson too; take them out"
+            f"{path.name} is not JSON: {error}. DeepSpeed reads comments and hjson too; take them out"
         ) from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path.name} holds a {type(raw).__name__}; DeepSpeed's JSON is an object, {{...}}")
@@ -169,5 +169,5 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values

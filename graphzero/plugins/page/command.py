@@ -204,7 +204,7 @@ def beside(options: argparse.Namespace) -> argparse.Namespace:
     known = ("stage", "ranks", "axes", "hierarchy", "device", "factory")
     if len(said) != len(words) or not words:
         raise ConfigError(
-            f"--beside {options.beside!r}: say what is other in the second plan, each thing once: stage=3"
+            f"--beside {options.beside!r}: say what differs in the second plan, each setting once: stage=3"
         )
     for name, text in said.items():
         if name not in known or not text:

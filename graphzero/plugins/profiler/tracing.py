@@ -92,7 +92,7 @@ def trace(graph: Graph, *args: Any, steps: int = 5, device: Device | str | None 
     Raises ConfigError for ``steps`` below 1, and in a fake world, in which nothing takes time.
     """
     if type(steps) is not int or steps < 1:
-        raise ConfigError(f"gz.trace(steps={steps!r}): it is how many steps are traced, at least 1")
+        raise ConfigError(f"gz.trace(steps={steps!r}): give the number of steps to trace, at least 1")
     _check()
     made_for = Device.named(device) if isinstance(device, str) else device
     for _ in range(WARM_UP):
@@ -184,7 +184,8 @@ def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tup
         if not recorder.has_run:
             raise ConfigError(
                 f"{graph.name} ran another program while it was traced than just before: something that selects one "
-                "changes from call to call (a rate that build branches on, an attribute); trace it where that is still"
+                "changes from call to call (a rate that build branches on, an attribute); trace it while that does "
+                "not change"
             )
         program, events = recorder.events()
     finally:

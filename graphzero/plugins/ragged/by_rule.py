@@ -67,7 +67,7 @@ def speak_for_one(work: PaddedOp, flat: Collection[fx.Node]) -> None:
             if sbp.is_split:
                 work.mark_result(result, Along(along.name, sbp.dim, sbp.sections, along.more))
         return
-    raise work.refusal(along.name, "reads all of it at once, and nothing tells it what is padding")
+    raise work.refusal(along.name, "reads the whole dim at once, and does not know what is padding")
 
 
 def _fitting(work: PaddedOp, i: int, along: Along) -> list[Signature]:

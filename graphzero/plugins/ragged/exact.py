@@ -114,7 +114,7 @@ class _ExactRewrite:
         if is_name(target) or target is ops.use:
             return tuple(given[:1])
         if target in (AS_LOCAL, AS_GLOBAL) or not calls.is_op(node):
-            raise work.refusal(self._name(work), "is code of each rank's own")
+            raise work.refusal(self._name(work), "is code that each rank runs on its own values")
         if self._is_flat(work):
             self.flat.add(node)
             write_numbers(work)
@@ -178,7 +178,7 @@ class _ExactRewrite:
             for dim in range(len(value.tensor_type(x).shape)) if x in self.flat else ():
                 for name in self.sizes.dims(x, 0, dim):
                     if (j, dim, name) not in work.cut:
-                        raise work.refusal(name, "reads places of which it is not known whether they are padded")
+                        raise work.refusal(name, "reads places that may be padded")
 
     def _check_counts(self, work: PaddedOp) -> None:
         """Row numbers are others without padding where each rank's share ends in padding."""
@@ -187,7 +187,7 @@ class _ExactRewrite:
             if name and not self.masks.ragged[name].is_prefix and not _hands_on(work.node) and work.node.target not in (
                 aten.index.Tensor, aten._unsafe_index.Tensor
             ):  # fmt: skip
-                raise work.refusal(name, "reads numbers of rows, which hang on how many rows the other ranks have")
+                raise work.refusal(name, "reads numbers of rows, which depend on how many rows the other ranks have")
 
     def _count(self, node: fx.Node) -> None:
         """Note what numbers the places of a ragged dim."""
@@ -218,8 +218,8 @@ class _ExactRewrite:
         for i, x in enumerate(self.graph.outputs):
             if not self.masks.ragged.get(self.counts.get(x, ""), Ragged("", 0)).is_prefix:
                 raise CaptureError(
-                    f"build returns, as its output {i}, numbers of rows, which hang on how many rows other ranks have; "
-                    "count them outside of build"
+                    f"build returns, as its output {i}, numbers of rows, which depend on how many rows other ranks "
+                    "have; count them outside of build"
                 )
             if x in self.flat:
                 raise CaptureError(

@@ -30,7 +30,7 @@ def arange(work: PaddedOp) -> None:
         if along is None:
             raise work.refusal(name, "counts to a number that is not known to be a size")
         if not work.ragged[name].is_prefix and work.args[:-1] not in ((), (0,)):
-            raise work.refusal(name, "counts rows, which hang on how many rows the other ranks have")
+            raise work.refusal(name, "counts rows, which depend on how many rows the other ranks have")
         work.mark_result(0, along)
 
 

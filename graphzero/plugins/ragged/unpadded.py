@@ -98,7 +98,7 @@ def _check_constants(captured: Captured, other: Captured) -> None:
     for one, another in pairs:
         if one.shape != another.shape or not torch.equal(one, another):
             raise CaptureError(
-                f"build makes a tensor of numbers that hang on the sizes of its inputs, {one.tolist()}; set_shapes "
+                f"build makes a tensor of numbers that depend on the sizes of its inputs, {one.tolist()}; set_shapes "
                 "pads them, so it would be that of padding. Count with tensors: mask.sum(), torch.ones_like(x).sum()"
             )
 

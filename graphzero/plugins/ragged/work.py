@@ -111,7 +111,7 @@ class PaddedOp:
             "no part in it: with a mask and a sum, or a loss with ignore_index"
         )
         return CaptureError(
-            f"set_shapes pads the dim {name!r}, and where padding goes cannot be followed here: {_name(self.node)} "
+            f"set_shapes pads the dim {name!r}, and padding cannot be tracked here: {_name(self.node)} "
             f"{what}\n\n  > {print_line(self.node)}" + (f"\n\n  at {source}" if source else "") + f"\n\n  {hint}"
         )
 

@@ -49,7 +49,7 @@ def _pool(forward: Any, dims: int) -> Callable[[Any], None]:
     """Checks of a pooling with windows, whose result has the gradient's sizes; indices of maxima lie in the image."""
 
     def check(a: Any) -> None:
-        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is no image of {dims} dims")
+        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
         own = {"dilation", "ceil_mode", "count_include_pad", "divisor_override"} & vars(a).keys()
         result = forward(_meta(a.self), a.kernel_size, a.stride, a.padding, **{name: getattr(a, name) for name in own})
         result = result[0] if isinstance(result, tuple) else result
@@ -61,7 +61,7 @@ def _pool(forward: Any, dims: int) -> Callable[[Any], None]:
 
 def _adaptive_pool(dims: int) -> Callable[[Any], None]:
     def check(a: Any) -> None:
-        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is no image of {dims} dims")
+        _need(a.self.dim() in (dims + 1, dims + 2), f"an input that is not an image of {dims} dims")
         _shape(a.grad_output, (*a.self.shape[:-dims], *a.grad_output.shape[-dims:]), "gradient")
         _need(prod(a.self.shape[-dims:]) > 0, "an input without elements")
         _indices(a, dims)
@@ -95,7 +95,7 @@ def _padding(dims: int) -> Callable[[Any], None]:
 
 def _grid(dims: int) -> Callable[[Any], None]:
     def check(a: Any) -> None:
-        _need(a.input.dim() == a.grid.dim() == dims + 2, f"an input that is no image of {dims} dims")
+        _need(a.input.dim() == a.grid.dim() == dims + 2, f"an input that is not an image of {dims} dims")
         _shape(a.grid, (a.input.shape[0], *a.grid.shape[1:-1], dims), "grid")
         _shape(a.grad_output, (*a.input.shape[:2], *a.grid.shape[1:-1]), "gradient")
 
@@ -156,7 +156,7 @@ def _nll(a: Any) -> None:
     if "grad_output" in given:
         whole = a.target.shape if a.reduction == 0 and x.dim() > 1 else ()
         _need(a.grad_output.numel() == prod(whole), "a gradient of other sizes than the loss")
-        _need(a.total_weight.numel() == 1, "a total weight that is no number")
+        _need(a.total_weight.numel() == 1, "a total weight that is not a number")
 
 
 def _bag(a: Any) -> None:
@@ -207,7 +207,7 @@ def _ctc(a: Any) -> None:
     room = sum(targets) <= a.targets.numel() if a.targets.dim() == 1 else a.targets.shape[1] >= most
     _need(room and (a.targets.dim() == 1 or a.targets.shape[0] == many), "fewer targets than lengths say")
     _inside(a.targets, x.shape[2], "a class")
-    _need(0 <= a.blank < x.shape[2], "a blank that is no class")
+    _need(0 <= a.blank < x.shape[2], "a blank that is not a class")
     if "grad" in given:
         for name in ("grad", "neg_log_likelihood"):
             _shape(given[name], (many,), name)
@@ -254,7 +254,7 @@ def _segments(a: Any) -> None:
 
 
 def _pivots(a: Any) -> None:
-    _need(a.LU_data.dim() >= 2, "data that are no matrices")
+    _need(a.LU_data.dim() >= 2, "data that are not matrices")
     rows, columns = a.LU_data.shape[-2:]
     _shape(a.LU_pivots, (*a.LU_data.shape[:-2], min(rows, columns)), "tensor of pivots")
     _inside(a.LU_pivots, rows + 1, "a pivot", first=1)

@@ -32,7 +32,8 @@ class KernelGuard(TorchDispatchMode):
             except UnmetCondition as error:
                 op = func._schema.name.replace("::", ".")
                 raise VerifyError(
-                    f"{op} is given {error}; its kernel does not look, so a program that was read may not ask for it"
+                    f"{op} is given {error}; its kernel does not check that, so a program read from text must not "
+                    "use it"
                 ) from None
         return func(*args, **(kwargs or {}))
 

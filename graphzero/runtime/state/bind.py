@@ -77,7 +77,7 @@ class _Binder:
         for node in graph.placeholders("state"):
             here = members.get(node.name, [])
             if not here:
-                raise CaptureError(f"nobody says how the optimizer state '{node.name}' begins")
+                raise CaptureError(f"nothing says how the optimizer state '{node.name}' begins")
             if node.name in counts:
                 values[node.name] = self._counter(here)
             else:

@@ -52,8 +52,8 @@ class DeferredInit(TorchDispatchMode):
         idle = [entry.path for entry in entries if entry.tensor.numel() and entry.path not in self._written]
         if idle:
             raise ConfigError(
-                f"nothing was written to {shorten_list(idle, _SHOWN)}, so their values would be whatever stands in "
-                "memory; have init= write to them: it is called with each module, children first, as by Module.apply"
+                f"nothing was written to {shorten_list(idle, _SHOWN)}, so their values would be "
+                "undefined; have init= write to them: it is called with each module, children first, as by Module.apply"
             )
         self._close(set())
         return {entry.path: (self._final(entry), self._nds[entry.path]) for entry in entries}
@@ -117,8 +117,8 @@ class NoMemoryAccess(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MEMORY and (path := self._mode.cut_path(args[0])):
             raise ConfigError(
-                f"init= takes the memory of {path} ({func.__name__}), which no rank keeps whole; make the values apart "
-                "and copy them: p.copy_(torch.from_numpy(array))"
+                f"init= takes the memory of {path} ({func.__name__}), which no rank keeps whole; make the values "
+                "separately and copy them: p.copy_(torch.from_numpy(array))"
             )
         return func(*args, **(kwargs or {}))
 
@@ -176,7 +176,7 @@ def default_init(module: nn.Module) -> None:
     reset = reset or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ConfigError(
-            f"a {type(module).__name__} holds {shorten_list(own_names, _SHOWN)} and has no reset_parameters; say how "
-            "they begin: gz.materialize(graph, init), where init(module) is called with each module, children first"
+            f"a {type(module).__name__} holds {shorten_list(own_names, _SHOWN)} and has no reset_parameters; set "
+            "their values: gz.materialize(graph, init), where init(module) is called with each module, children first"
         )
     reset()

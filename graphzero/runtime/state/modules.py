@@ -111,8 +111,8 @@ def group_paths(optimizer: Optimizer, names: Mapping[int, str], index: int) -> t
             if id(param) not in names:
                 raise ConfigError(
                     f"optimizer {index} ({type(optimizer).__name__}) holds in group {j} a parameter "
-                    f"{tensor_text(param)} of no module of the Graph; assign its module to an attribute (self.model = "
-                    "model) before calling, and make the optimizer after the module is final"
+                    f"{tensor_text(param)} that is in no module of the Graph; assign its module to an attribute "
+                    "(self.model = model) before calling, and make the optimizer after the module is final"
                 )
     return tuple(tuple(names[id(param)] for param in group["params"]) for group in optimizer.param_groups)
 

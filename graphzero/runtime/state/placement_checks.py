@@ -69,8 +69,8 @@ def check_apart(tensors: Mapping[str, Tensor], written: Iterable[str]) -> None:
         if local.layout is torch.strided and not local.is_contiguous() and shares_elements(local):
             raise ConfigError(
                 f"the {name} of shape {list(local.shape)} and strides {list(local.stride())} has elements that share "
-                "memory, as after expand, and no write can tell them apart; give each its own before the first call: "
-                "p.data = p.data.clone()"
+                "memory, as after expand, so a write to one also changes others; give each its own before the first "
+                "call: p.data = p.data.clone()"
             )
     for one, other in Regions(tensors).overlapping():
         if one in written or other in written:

@@ -208,7 +208,7 @@ class Ranks:
         request = topic.request.format(self.who) + ("" if failure is None else f", which fails there: {failure}")
         lines = by_value(self.ids, self.collect(request))
         return GraphZeroError(
-            "the ranks are asked for different things, so none of them goes on:"
+            "the ranks were called for different things, so all of them stop:"
             + "".join(f"\n  {line}" for line in lines[:_SHOWN])
             + "\n  Every rank must make the same Graphs in the same order, and do the same with them in the same order "
             "(a set of Graphs has another order in each process; what one rank does alone must not need the others)"

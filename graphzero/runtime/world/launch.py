@@ -110,7 +110,7 @@ def _take_own(accelerator: Accelerator) -> None:
     gpus = accelerator.count
     if max(local + 1, ranks) > gpus:
         raise PlacementError(
-            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and {backend} wants one for each; start "
+            f"this machine has {gpus} GPUs for {max(local + 1, ranks)} ranks, and {backend} needs one for each; start "
             "fewer processes per machine, place on the CPU, or run all ranks on one GPU in one process: "
             f'gz.placement("{kind}", ranks, virtual=True)'
         )

@@ -90,7 +90,7 @@ def test_names_and_patterns_say_which(names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["u", "x", "u*", ""])
 def test_a_name_that_no_parameter_has_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"no parameter is called so; the step reads w, v"):
+    with pytest.raises(ConfigError, match=r"there is no such parameter; the step reads w, v"):
         Pipeline([KeepGathered((name,))])(parse(LOWERED))
 
 
