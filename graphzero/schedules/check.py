@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
+from graphzero.schedules.circles import Stop, circle_error, format_place
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -22,11 +23,11 @@ from graphzero.schedules.values import (
     SEND_F,
     WEIGHT,
     B,
-    Dependencies,
     F,
     Position,
     Value,
     execution_order,
+    is_lowered,
     locate_values,
     made_values,
 )
@@ -49,8 +50,11 @@ def check_complete(schedule: PipelineSchedule) -> None:
                 raise _error(row, column, cell, problem)
         for value in made_values(cell):
             if value in first:
-                raise _error(row, column, cell, f"runs {_text(value)} again, after {_place(schedule, first[value])}")
+                raise _error(row, column, cell, f"runs {_text(value)} after {format_place(schedule, first[value])}")
             first[value] = row, column
+    for row in range(schedule.ranks):
+        if not schedule.stages_on(row):
+            raise ScheduleError(f"row {row} runs no stage: expected a stage for each rank", row)
     for row, value in _expected_values(schedule):
         if value not in first:
             raise ScheduleError(f"row {row} has no cell '{_text(value)}'{_alternative(value)}", row)
@@ -67,39 +71,17 @@ def check_ascending(schedule: PipelineSchedule) -> None:
             micro_batch = action.micro_batch or 0
             if micro_batch < before:
                 reason = "a stage sums its weight gradients in ascending order of micro-batches"
-                raise _error(row, column, cell, f"stands after {_place(schedule, position)}, but {reason}")
+                raise _error(row, column, cell, f"stands after {format_place(schedule, position)}, but {reason}")
             last[action.stage] = micro_batch, (row, column)
 
 
 def check_order(schedule: PipelineSchedule) -> None:
     """Raise ScheduleError unless the rows, which are complete, run to their ends."""
-    _, stops = execution_order(schedule)
-    if not stops:
-        return
-    makers = locate_values(schedule)
-    row, path = min(stops), []
-    while row not in path:
-        path.append(row)
-        row = makers[stops[row][1]][0]
-    circle = path[path.index(row) :]
-    sentences: list[str] = []
-    for at in circle:
-        column, value = stops[at]
-        maker = makers[value]
-        needs = f"{'' if sentences else repr(str(schedule.rows[at][column])) + ' '}needs {_place(schedule, maker)}"
-        head = stops[maker[0]][0]
-        if maker == (at, column):
-            sentences.append(f"{needs}, which is this cell itself")
-        elif maker[0] == at:
-            sentences.append(f"{needs}, which stands behind it")
-        elif maker[1] == head:
-            sentences.append(f"{needs}, which")
-        else:
-            sentences.append(f"{needs}, which stands behind {_place(schedule, (maker[0], head))}, which")
-    first = circle[0]
-    raise ScheduleError(
-        f"row {first}, column {stops[first][0]}: {' '.join(sentences).removesuffix(', which')}", first, stops[first][0]
-    )
+    _, absent = execution_order(schedule)
+    if absent:
+        makers = locate_values(schedule)
+        stops = {row: Stop((row, column), makers[value]) for row, (column, value) in absent.items()}
+        raise circle_error(schedule, stops, lambda position: position[0])
 
 
 def check_sharding(schedule: PipelineSchedule) -> None:
@@ -124,13 +106,9 @@ def check_sharding(schedule: PipelineSchedule) -> None:
         for action in cell.computations:
             gathers = action.stage in ends_with_unshard and action.kind is not WEIGHT
             if gathers and action.stage not in unsharded:
-                raise _error(
-                    row, column, cell, f"finds the parameters sharded: expected {action.stage}UNSHARD before it"
-                )
+                raise _error(row, column, cell, f"finds the parameters sharded: no {action.stage}UNSHARD is before it")
             if action.kind in (B, WEIGHT) and reduced.get(action.stage, set()) & {None, action.micro_batch}:
-                raise _error(
-                    row, column, cell, f"stands after the {action.stage}REDUCE_GRAD that reduces its gradients"
-                )
+                raise _error(row, column, cell, f"stands after {action.stage}REDUCE_GRAD, which reduces its gradients")
 
 
 def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
@@ -153,13 +131,13 @@ def _misplacement(schedule: PipelineSchedule, row: int, action: Action) -> str:
 
 def _expected_values(schedule: PipelineSchedule) -> Iterator[tuple[int, Value]]:
     """(row, value) of everything that is made in a complete schedule."""
-    is_lowered = Dependencies(schedule).is_lowered
+    has_messages = is_lowered(schedule)
     for stage, row in enumerate(schedule.stage_ranks):
         forward = [F]
         backward = [INPUT, WEIGHT]
-        if is_lowered and schedule.crosses_ranks(stage):
+        if has_messages and schedule.crosses_ranks(stage):
             forward, backward = [*forward, SEND_F], [*backward, RECEIVE_B]
-        if is_lowered and stage and schedule.crosses_ranks(stage - 1):
+        if has_messages and stage and schedule.crosses_ranks(stage - 1):
             forward, backward = [*forward, RECEIVE_F], [*backward, SEND_B]
         for micro_batch in range(schedule.micro_batches):
             for kind in forward + (backward if schedule.has_backward else []):
@@ -173,11 +151,6 @@ def _text(value: Value) -> str:
 def _alternative(value: Value) -> str:
     stage, kind, micro_batch = value
     return f", nor '{stage}B{micro_batch}'" if kind in (INPUT, WEIGHT) else ""
-
-
-def _place(schedule: PipelineSchedule, position: Position) -> str:
-    row, column = position
-    return f"'{schedule.rows[row][column]}' (row {row}, column {column})"
 
 
 def _error(row: int, column: int, cell: Action, problem: str) -> ScheduleError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,26 +38,26 @@ class PipelineSchedule:
         """The schedule of rows that a user gives, in Actions or in their text; "" is an idle cell.
 
         What is not given is read from the rows: the highest stage and micro-batch, and the rank of each stage, which is
-        that of its first computation.  ``check_schedule`` says whether the rest agrees with it.
+        the one with most of its actions.  ``check_schedule`` says whether the rest agrees with it.
         """
         parsed = tuple(
             tuple(_parse_cell(cell, row, column) for column, cell in enumerate(cells)) for row, cells in enumerate(rows)
         )
-        first_ranks: dict[int, int] = {}
-        last_micro_batch = -1
-        for row, cells in enumerate(parsed):
-            for cell in cells:
-                for action in cell.computations if cell else ():
-                    first_ranks.setdefault(action.stage, row)
-                    last_micro_batch = max(last_micro_batch, action.micro_batch or 0)
-        stages = max(first_ranks, default=-1) + 1 if stages is None else stages
-        if not first_ranks or not stages:
-            raise ScheduleError("the rows run nothing: expected the forward and backward actions of every stage")
-        absent = next((stage for stage in range(stages) if stage not in first_ranks), None)
+        computations = [
+            (row, action) for row, cells in enumerate(parsed) for cell in cells if cell for action in cell.computations
+        ]
+        rows_of: dict[int, Counter[int]] = defaultdict(Counter)
+        for row, action in computations:
+            rows_of[action.stage][row] += 1
+        if stages is None:
+            stages = max(rows_of, default=0) + 1
+        if micro_batches is None:
+            micro_batches = max((action.micro_batch or 0 for _, action in computations), default=0) + 1
+        absent = next((stage for stage in range(stages) if stage not in rows_of), None)
         if absent is not None:
             raise ScheduleError(f"no row runs stage {absent}, of {stages} stages: expected its actions in one row")
-        micro_batches = last_micro_batch + 1 if micro_batches is None else micro_batches
-        return cls(parsed, tuple(first_ranks[stage] for stage in range(stages)), micro_batches, name)
+        stage_ranks = tuple(rows_of[stage].most_common(1)[0][0] for stage in range(stages))
+        return cls(parsed, stage_ranks, micro_batches, name)
 
     @property
     def ranks(self) -> int:
@@ -105,10 +106,14 @@ def v_stage_ranks(ranks: int, stages: int) -> tuple[int, ...]:
     return tuple(order[stage % (2 * ranks)] for stage in range(stages))
 
 
-def _parse_cell(cell: Action | str | None, row: int, column: int) -> Action | None:
-    if not isinstance(cell, str):
-        return cell
+def _parse_cell(cell: object, row: int, column: int) -> Action | None:
+    if cell is None:
+        return None
+    text = str(cell)
     try:
-        return parse_action(cell) if cell.strip(" \t") else None
+        action = parse_action(text) if text.strip(" \t") else None
     except ScheduleError as error:
         raise ScheduleError(f"row {row}, column {column}: {error}", row, column) from None
+    if not isinstance(cell, str) and cell != action:
+        raise ScheduleError(f"row {row}, column {column}: {cell!r} is not an action: expected {action!r}", row, column)
+    return action

@@ -32,37 +32,41 @@ def made_values(action: Action) -> tuple[Value, ...]:
 class Dependencies:
     """The values that each action of one schedule waits for.
 
-    Where the rows have sends and receives, what comes from another rank is waited for by way of them.
+    Where the rows have sends and receives, what comes from another rank is waited for by way of them: its receive must
+    have been posted, and it must have been sent.  To post a receive is to wait for nothing.
     """
 
     def __init__(self, schedule: PipelineSchedule) -> None:
         self.schedule = schedule
-        self.is_lowered = any(cell.kind in SENDS or cell.kind in RECEIVES for _, _, cell in schedule.cells())
+        self.is_lowered = is_lowered(schedule)
 
     def needed_values(self, action: Action) -> Iterator[Value]:
+        """What must exist before ``action`` can run."""
         stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
         for part in action.parts:
             yield from self.needed_values(part)
         if micro_batch is None:
             return
         if kind is F and stage > 0:
-            by_message = self.is_lowered and self.schedule.crosses_ranks(stage - 1)
-            yield (stage, RECEIVE_F, micro_batch) if by_message else (stage - 1, F, micro_batch)
+            if self.is_lowered and self.schedule.crosses_ranks(stage - 1):
+                yield from ((stage, RECEIVE_F, micro_batch), (stage - 1, SEND_F, micro_batch))
+            else:
+                yield stage - 1, F, micro_batch
         elif kind in (B, INPUT):
             yield stage, F, micro_batch
-            if stage + 1 < self.schedule.stages:
-                by_message = self.is_lowered and self.schedule.crosses_ranks(stage)
-                yield (stage, RECEIVE_B, micro_batch) if by_message else (stage + 1, INPUT, micro_batch)
-        elif kind is WEIGHT:
+            if self.is_lowered and self.schedule.crosses_ranks(stage):
+                yield from ((stage, RECEIVE_B, micro_batch), (stage + 1, SEND_B, micro_batch))
+            elif stage + 1 < self.schedule.stages:
+                yield stage + 1, INPUT, micro_batch
+        elif kind in (WEIGHT, SEND_B):
             yield stage, INPUT, micro_batch
         elif kind is SEND_F:
             yield stage, F, micro_batch
-        elif kind is SEND_B:
-            yield stage, INPUT, micro_batch
-        elif kind is RECEIVE_F:
-            yield stage - 1, SEND_F, micro_batch
-        elif kind is RECEIVE_B:
-            yield stage + 1, SEND_B, micro_batch
+
+
+def is_lowered(schedule: PipelineSchedule) -> bool:
+    """Whether the rows say when something is sent and received."""
+    return any(cell.kind in SENDS or cell.kind in RECEIVES for _, _, cell in schedule.cells())
 
 
 def locate_values(schedule: PipelineSchedule) -> dict[Value, Position]:

@@ -89,8 +89,8 @@ def test_line_ends_and_a_byte_order_mark_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the rows run nothing"),
-        (",,\n", "the rows run nothing"),
+        ("", "no row runs stage 0, of 1 stages"),
+        (",,\n", "no row runs stage 0, of 1 stages"),
         ("0F0,0B0\n2F0,2B0\n", "no row runs stage 1, of 3 stages"),
         ("0F0,0B0\n999999999999F0\n", "no row runs stage 1, of 1000000000000 stages"),
     ],
