@@ -37,6 +37,8 @@ class ActionKind(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    __hash__ = str.__hash__  # that of Enum is written in Python, and these are hashed for every action
+
 
 COMPUTATIONS = frozenset(
     [ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.circles import Stop, circle_error, format_place
+from graphzero.schedules.circles import format_place
+from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -26,9 +27,8 @@ from graphzero.schedules.values import (
     F,
     Position,
     Value,
-    execution_order,
+    format_value,
     is_lowered,
-    locate_values,
     made_values,
 )
 
@@ -37,7 +37,7 @@ def check_schedule(schedule: PipelineSchedule) -> None:
     """Raise ScheduleError unless ``schedule`` is legal."""
     check_complete(schedule)
     check_ascending(schedule)
-    check_order(schedule)
+    execution_order(schedule)
     check_sharding(schedule)
 
 
@@ -50,14 +50,16 @@ def check_complete(schedule: PipelineSchedule) -> None:
                 raise _error(row, column, cell, problem)
         for value in made_values(cell):
             if value in first:
-                raise _error(row, column, cell, f"runs {_text(value)} after {format_place(schedule, first[value])}")
+                raise _error(
+                    row, column, cell, f"runs {format_value(value)} after {format_place(schedule, first[value])}"
+                )
             first[value] = row, column
     for row in range(schedule.ranks):
         if not schedule.stages_on(row):
             raise ScheduleError(f"row {row} runs no stage: expected a stage for each rank", row)
     for row, value in _expected_values(schedule):
         if value not in first:
-            raise ScheduleError(f"row {row} has no cell '{_text(value)}'{_alternative(value)}", row)
+            raise ScheduleError(f"row {row} has no cell '{format_value(value)}'{_alternative(value)}", row)
 
 
 def check_ascending(schedule: PipelineSchedule) -> None:
@@ -75,18 +77,9 @@ def check_ascending(schedule: PipelineSchedule) -> None:
             last[action.stage] = micro_batch, (row, column)
 
 
-def check_order(schedule: PipelineSchedule) -> None:
-    """Raise ScheduleError unless the rows, which are complete, run to their ends."""
-    _, absent = execution_order(schedule)
-    if absent:
-        makers = locate_values(schedule)
-        stops = {row: Stop((row, column), makers[value]) for row, (column, value) in absent.items()}
-        raise circle_error(schedule, stops, lambda position: position[0])
-
-
 def check_sharding(schedule: PipelineSchedule) -> None:
     """Raise ScheduleError unless UNSHARD, RESHARD and REDUCE_GRAD, where there are any, stand around their actions."""
-    ends_with_unshard = {action.stage for _, _, action in schedule.cells() if action.kind is ActionKind.UNSHARD}
+    gathered_stages = {action.stage for _, _, action in schedule.cells() if action.kind is ActionKind.UNSHARD}
     unsharded: set[int] = set()
     reduced: dict[int, set[int | None]] = {}
     for row, column, cell in schedule.cells():
@@ -104,7 +97,7 @@ def check_sharding(schedule: PipelineSchedule) -> None:
                 raise _error(row, column, cell, "stands in the row twice")
             reduced[stage].add(cell.micro_batch)
         for action in cell.computations:
-            gathers = action.stage in ends_with_unshard and action.kind is not WEIGHT
+            gathers = action.stage in gathered_stages and action.kind is not WEIGHT
             if gathers and action.stage not in unsharded:
                 raise _error(row, column, cell, f"finds the parameters sharded: no {action.stage}UNSHARD is before it")
             if action.kind in (B, WEIGHT) and reduced.get(action.stage, set()) & {None, action.micro_batch}:
@@ -142,10 +135,6 @@ def _expected_values(schedule: PipelineSchedule) -> Iterator[tuple[int, Value]]:
         for micro_batch in range(schedule.micro_batches):
             for kind in forward + (backward if schedule.has_backward else []):
                 yield row, (stage, kind, micro_batch)
-
-
-def _text(value: Value) -> str:
-    return str(Action(*value))
 
 
 def _alternative(value: Value) -> str:

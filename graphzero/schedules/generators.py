@@ -50,11 +50,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: in
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """1F1B over several stages a rank: the bubble is divided by their number, messages are multiplied by it."""
-    rows = []
-    for rank in range(ranks):
-        forward, backward = _grouped_slots(rank, ranks, micro_batches, stages_per_rank)
-        warmup = (stages_per_rank - 1) * ranks + 2 * (ranks - rank - 1)
-        rows.append(_present(_alternate(forward, backward, warmup), micro_batches))
+    rows = _interleaved_rows(ranks, micro_batches, stages_per_rank, ahead=2, is_split=False)
     return _loop(rows, ranks, micro_batches, stages_per_rank, "interleaved")
 
 
@@ -79,11 +75,7 @@ def interleaved_zero_bubble(
     ranks: int, micro_batches: int, stages_per_rank: int = 2, name: str = "interleaved_zero_bubble"
 ) -> PipelineSchedule:
     """ZB-H1 on the interleaved order: ``rank`` weight gradients wait on each rank, which evens out memory."""
-    rows = []
-    for rank in range(ranks):
-        forward, backward = _grouped_slots(rank, ranks, micro_batches, stages_per_rank)
-        warmup = (stages_per_rank - 1) * ranks + ranks - rank - 1
-        rows.append(_present(_alternate(forward, backward, warmup, weights_behind=rank), micro_batches))
+    rows = _interleaved_rows(ranks, micro_batches, stages_per_rank, ahead=1, is_split=True)
     return _loop(rows, ranks, micro_batches, stages_per_rank, name)
 
 
@@ -148,14 +140,27 @@ def _slots(stages: Iterable[int], micro_batches: int, group: int) -> list[Slot]:
     ]
 
 
-def _grouped_slots(rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[list[Slot], list[Slot]]:
-    """The interleaved orders of forward and backward, with micro-batches up to the end of the last group.
+def _interleaved_rows(
+    ranks: int, micro_batches: int, stages_per_rank: int, ahead: int, is_split: bool
+) -> Iterator[list[Action]]:
+    """Rows that take micro-batches in groups: one stage of a rank runs all of a group, then the next one does.
 
-    A group that is not full would bring a rank's alternation out of step with that of the others, which can deadlock.
+    ahead: by how many forward actions the warm-up of a rank is longer than that of the next.
+    A group has as many micro-batches as there are ranks, or up to twice as many where that leaves less of the last
+    group empty.  Rows are written for full groups: in one that is not, ranks get out of step with each other, which
+    can deadlock.
     """
-    stages = range(rank, ranks * stages_per_rank, ranks)
-    whole_groups = -(-micro_batches // ranks) * ranks
-    return _slots(stages, whole_groups, ranks), _slots(stages[::-1], whole_groups, ranks)
+    group = min(range(ranks, 2 * ranks), key=lambda size: (-micro_batches % size, size))
+    of_full_groups = micro_batches + -micro_batches % group
+    for rank in range(ranks):
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        row = _alternate(
+            _slots(stages, of_full_groups, group),
+            _slots(stages[::-1], of_full_groups, group),
+            warmup=(stages_per_rank - 1) * group + ahead * (ranks - rank - 1),
+            weights_behind=rank if is_split else None,
+        )
+        yield _present(row, micro_batches)
 
 
 def _present(row: Iterable[Action], micro_batches: int) -> list[Action]:

@@ -8,12 +8,13 @@ its order "can still form a dependency cycle and deadlock"; here that is compute
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import RECEIVES, SENDS, Action
+from graphzero.schedules.check import check_complete
 from graphzero.schedules.circles import Stop, circle_error
 from graphzero.schedules.messages import edge_of, matching_message
 from graphzero.schedules.schedule import PipelineSchedule
@@ -45,30 +46,42 @@ class CommunicatorChoice:
 
 def choose_communicators(schedule: PipelineSchedule) -> CommunicatorChoice:
     """The first of GROUPINGS with which a lowered schedule finishes.  Raises ScheduleError if there is none."""
-    for grouping, group_of in GROUPINGS.items():
-        try:
-            check_launch_order(schedule, grouping)
-        except ScheduleError:
-            if grouping == [*GROUPINGS][-1]:
-                raise
-            continue
-        messages = [(row, cell) for row, _, cell in schedule.cells() if cell.kind in SENDS | RECEIVES]
-        members = {(row, group_of(schedule, cell)) for row, cell in messages}
-        on_ranks = [sum(row == rank for row, _ in members) for rank in range(schedule.ranks)]
-        break
-    return CommunicatorChoice(grouping, len({group for _, group in members}), max(on_ranks, default=0))
+    for grouping in GROUPINGS:
+        error = _find_deadlock(schedule, grouping)
+        if error is None:
+            return _count_communicators(schedule, grouping)
+    assert error is not None
+    raise error
 
 
 def check_launch_order(schedule: PipelineSchedule, grouping: str = "one") -> None:
-    """Raise ScheduleError unless a lowered, legal schedule finishes with the communicators of ``grouping``."""
+    """Raise ScheduleError unless a lowered schedule finishes with the communicators of ``grouping``."""
+    error = _find_deadlock(schedule, grouping)
+    if error is not None:
+        raise error
+
+
+def _find_deadlock(schedule: PipelineSchedule, grouping: str) -> ScheduleError | None:
     if not is_lowered(schedule) and any(map(schedule.crosses_ranks, range(schedule.stages))):
         raise ScheduleError(f"the schedule {schedule.name!r} has no sends and receives: lower it first")
+    check_complete(schedule)
     replay = _Replay(schedule, grouping)
     replay.run_queues()
     stops = replay.list_stops()
-    if stops:
-        error = circle_error(schedule, stops, replay.queue_of.__getitem__)
-        raise ScheduleError(f"{error}; {_DEADLOCKS[grouping]}", error.row, error.column)
+    if not stops:
+        return None
+    error = circle_error(schedule, stops, replay.queue_of.__getitem__)
+    return ScheduleError(f"{error}; {_DEADLOCKS[grouping]}", error.row, error.column)
+
+
+def _count_communicators(schedule: PipelineSchedule, grouping: str) -> CommunicatorChoice:
+    members = {
+        (row, GROUPINGS[grouping](schedule, cell))
+        for row, _, cell in schedule.cells()
+        if cell.kind in SENDS or cell.kind in RECEIVES
+    }
+    on_ranks = Counter(row for row, _ in members)
+    return CommunicatorChoice(grouping, len({group for _, group in members}), max(on_ranks.values(), default=0))
 
 
 _DEADLOCKS = {
@@ -89,12 +102,16 @@ class _Replay:
         self.present: set[Value] = set()
         self.queues: dict[Queue, deque[Position]] = defaultdict(deque)
         self.queue_of: dict[Position, Queue] = {}
+        self.peer_of: dict[Position, Position] = {}  # of a send its receive, of a receive its send
         group_of = GROUPINGS[grouping]
         for row, column, cell in schedule.cells():
             is_message = cell.kind in SENDS or cell.kind in RECEIVES
             queue = (row, (grouping, group_of(schedule, cell)) if is_message else ACTIONS)
             self.queues[queue].append((row, column))
             self.queue_of[row, column] = queue
+            if is_message:
+                (value,) = made_values(matching_message(cell))
+                self.peer_of[row, column] = self.makers[value]
 
     def run_queues(self) -> None:
         """Run each head that can run, until none can."""
@@ -106,12 +123,13 @@ class _Replay:
             queue = work.popleft()
             while self.queues[queue] and self.find_needed(self.queues[queue][0]) is None:
                 head = self.queues[queue][0]
-                for position in (head, *self.find_peers(head)):
+                for position in (head, self.peer_of[head]) if head in self.peer_of else (head,):
                     self.present.update(made_values(self.action_at(position)))
                     behind = self.queues[self.queue_of[position]]
                     behind.popleft()
                     work.extend(of_rank[position[0]])
-                    work.extend(self.queue_of[peer] for head in [*behind][:1] for peer in self.find_peers(head))
+                    if behind and behind[0] in self.peer_of:
+                        work.append(self.queue_of[self.peer_of[behind[0]]])
 
     def list_stops(self) -> dict[Queue, Stop]:
         """The queues that have not run to their ends."""
@@ -124,20 +142,13 @@ class _Replay:
 
     def find_needed(self, head: Position) -> Position | None:
         """The cell that ``head`` waits for; None if it can run.  A send runs with its receive, which waits for it."""
-        action = self.action_at(head)
+        action, peer = self.action_at(head), self.peer_of.get(head)
         if action.kind in RECEIVES:
-            return self.find_peers(head)[0]
+            return peer
         for value in self.needed_values(action):
             if value not in self.present:
                 return self.makers[value]
-        return next((peer for peer in self.find_peers(head) if self.queues[self.queue_of[peer]][0] != peer), None)
-
-    def find_peers(self, position: Position) -> list[Position]:
-        """The receive of a send, the send of a receive; nothing of actions."""
-        action = self.action_at(position)
-        if action.kind in SENDS or action.kind in RECEIVES:
-            return [self.makers[value] for value in made_values(matching_message(action))]
-        return []
+        return peer if peer is not None and self.queues[self.queue_of[peer]][0] != peer else None
 
     def action_at(self, position: Position) -> Action:
         action = self.schedule.rows[position[0]][position[1]]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import RECEIVES, SENDS, Action
-from graphzero.schedules.check import check_order
+from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -20,7 +20,6 @@ from graphzero.schedules.values import (
     F,
     Position,
     Value,
-    execution_order,
     is_lowered,
     made_values,
 )
@@ -121,12 +120,11 @@ def _with_early_receives(schedule: PipelineSchedule) -> list[list[Action]]:
 
 def _unit_times(schedule: PipelineSchedule) -> dict[Position, tuple[Action, float, float]]:
     """Of each cell its start and end, if F, I and W all take one unit, and both parts of OVERLAP begin at once."""
-    check_order(schedule)
     needed_values = Dependencies(schedule).needed_values
     free_from = [0.0] * schedule.ranks
     present: dict[Value, float] = {}
     times = {}
-    for row, column in execution_order(schedule)[0]:
+    for row, column in execution_order(schedule):
         cell = schedule.rows[row][column]
         assert cell is not None
         values = made_values(cell)

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from graphzero.schedules.action import RECEIVES, SENDS, Action
-from graphzero.schedules.check import check_order
+from graphzero.schedules.execution import execution_order
 from graphzero.schedules.messages import Edge, edge_of, lower_schedule, matching_message, remove_messages
 from graphzero.schedules.schedule import PipelineSchedule
 
@@ -44,7 +44,7 @@ def finishes_with_slots(schedule: PipelineSchedule, slots: Mapping[Edge, int]) -
 
 
 def _list_messages(schedule: PipelineSchedule) -> tuple[Messages, list[Edge]]:
-    check_order(schedule)
+    execution_order(schedule)
     lowered = lower_schedule(remove_messages(schedule), receives="late")
     messages = [[cell for cell in row if cell and cell.kind in SENDS | RECEIVES] for row in lowered.rows]
     return messages, sorted({edge_of(message) for row in messages for message in row})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphzero.schedules.action import Action, ActionKind
-from graphzero.schedules.check import check_order
+from graphzero.schedules.execution import execution_order
 from graphzero.schedules.schedule import PipelineSchedule
 from graphzero.schedules.values import (
     INPUT,
@@ -17,7 +17,6 @@ from graphzero.schedules.values import (
     Dependencies,
     F,
     Value,
-    execution_order,
     made_values,
 )
 
@@ -80,13 +79,12 @@ def simulate_schedule(schedule: PipelineSchedule, costs: ScheduleCosts | None = 
     The parts of OVERLAP run in turn, as they do in torch's runtime unless it is given a function for both.
     Raises ScheduleError where the rows do not run to their ends.
     """
-    check_order(schedule)
     costs = costs or ScheduleCosts()
     needed_values = Dependencies(schedule).needed_values
     free_from = [0.0] * schedule.ranks
     present: dict[Value, float] = {}
     rows: list[list[TimedAction]] = [[] for _ in range(schedule.ranks)]
-    for row, column in execution_order(schedule)[0]:
+    for row, column in execution_order(schedule):
         action = schedule.rows[row][column]
         assert action is not None
         for part in action.parts or (action,):

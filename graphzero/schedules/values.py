@@ -1,8 +1,7 @@
-"""What actions make and need, and an order in which all rows can run."""
+"""Values of a schedule: what its actions make, and what they need."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from graphzero.schedules.action import RECEIVES, SENDS, Action, ActionKind
@@ -69,39 +68,11 @@ def is_lowered(schedule: PipelineSchedule) -> bool:
     return any(cell.kind in SENDS or cell.kind in RECEIVES for _, _, cell in schedule.cells())
 
 
+def format_value(value: Value) -> str:
+    """The text of the action that makes ``value``, were it one of its own: "0I3" also of what "0B3" makes."""
+    return str(Action(*value))
+
+
 def locate_values(schedule: PipelineSchedule) -> dict[Value, Position]:
     """The cell that makes each value."""
     return {value: (row, column) for row, column, cell in schedule.cells() for value in made_values(cell)}
-
-
-def execution_order(schedule: PipelineSchedule) -> tuple[list[Position], dict[int, tuple[int, Value]]]:
-    """The cells in an order in which all rows can run, each cell after what it needs.
-
-    Second, where the rows cannot run to their ends: of each row that stops, the column and a value that does not come.
-    """
-    dependencies = Dependencies(schedule)
-    columns = [0] * schedule.ranks
-    present: set[Value] = set()
-    waiting: dict[Value, list[int]] = defaultdict(list)
-    stops: dict[int, tuple[int, Value]] = {}
-    order: list[Position] = []
-    rows = deque(range(schedule.ranks))
-    while rows:
-        row = rows.popleft()
-        stops.pop(row, None)
-        while columns[row] < len(schedule.rows[row]):
-            column, cell = columns[row], schedule.rows[row][columns[row]]
-            absent = (
-                next((one for one in dependencies.needed_values(cell) if one not in present), None) if cell else None
-            )
-            if absent is not None:
-                waiting[absent].append(row)
-                stops[row] = column, absent
-                break
-            columns[row] += 1
-            if cell:
-                order.append((row, column))
-                for value in made_values(cell):
-                    present.add(value)
-                    rows.extend(waiting.pop(value, ()))
-    return order, stops

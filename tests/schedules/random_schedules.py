@@ -39,7 +39,7 @@ def is_legal(rows: Rows) -> bool:
         for action in row:
             if action.kind in (B, WEIGHT):
                 sums.setdefault(action.stage, []).append(action.micro_batch)
-        if any(order != sorted(order, key=str_to_int) for order in sums.values()):
+        if any(order != sorted(order, key=_micro_batch) for order in sums.values()):
             return False
     try:
         TopologicalSorter(needed).prepare()
@@ -48,9 +48,26 @@ def is_legal(rows: Rows) -> bool:
     return True
 
 
-def str_to_int(micro_batch: int | None) -> int:
+def _micro_batch(micro_batch: int | None) -> int:
     assert micro_batch is not None
     return micro_batch
+
+
+def has_equal_orders(rows: Rows) -> bool:
+    """Whether neighbouring stages on different ranks take micro-batches in one order, forward and backward."""
+    orders: dict[tuple[int, bool], list[int | None]] = {}
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            rank_of[action.stage] = rank
+            if action.kind is not WEIGHT:
+                orders.setdefault((action.stage, action.kind is F), []).append(action.micro_batch)
+    return all(
+        orders[stage, is_forward] == orders[stage + 1, is_forward]
+        for stage in range(len(rank_of) - 1)
+        for is_forward in (True, False)
+        if rank_of[stage] != rank_of[stage + 1]
+    )
 
 
 def random_rows(generator: random.Random) -> tuple[Rows, int, int]:

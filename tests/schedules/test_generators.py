@@ -35,7 +35,7 @@ def test_a_schedule_is_legal_for_any_number_of_ranks_and_micro_batches(name: str
         ("ZBVZeroBubble", "zbv", 2),
     ],
 )
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6), (4, 8), (4, 12), (8, 16)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6), (4, 8), (4, 10), (4, 12), (8, 16)])
 def test_rows_are_those_of_torch(theirs: str, ours: str, stages_per_rank: int, ranks: int, micro_batches: int) -> None:
     rows = visualizer.get_schedule_ops(theirs, ranks, micro_batches, stages_per_rank)
     expected = [[str(one) for one in row if one and one.is_compute_op] for row in rows]
@@ -83,9 +83,9 @@ def test_stages_are_placed_in_a_loop_or_a_v() -> None:
 
 
 def test_forward_rows_have_the_order_of_the_schedule_and_nothing_else() -> None:
-    schedule = generate_schedule("interleaved", 2, 3).forward_only()
+    schedule = generate_schedule("interleaved", 2, 4).forward_only()
     assert {cell.kind for _, _, cell in schedule.cells()} == {ActionKind.FORWARD}
-    assert " ".join(map(str, schedule.rows[0])) == "0F0 0F1 2F0 2F1 0F2 2F2"
+    assert " ".join(map(str, schedule.rows[0])) == "0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3"
 
 
 @pytest.mark.parametrize(

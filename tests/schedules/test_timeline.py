@@ -153,3 +153,9 @@ def test_a_chart_keeps_to_its_width(width: int) -> None:
             assert len(lines) == ranks
             assert len({len(line[: line.rindex("|")]) for line in lines}) == 1
             assert max(map(len, lines)) <= width
+
+
+def test_rows_that_lack_an_action_have_no_times() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        simulate_schedule(parse_csv("0F0,0B0\n1F0,1F1,1B0,1B1\n"))
+    assert str(caught.value) == "row 1, column 1: '1F1' needs '0F1', which no cell runs"

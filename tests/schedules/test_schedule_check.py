@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_schedules import is_legal, random_rows, schedule_of
+from random_schedules import has_equal_orders, is_legal, random_rows, schedule_of
 
 from graphzero.errors import ConfigError, ScheduleError
 from graphzero.schedules import (
@@ -47,8 +47,15 @@ def test_a_random_legal_schedule_passes_every_check(seed: int) -> None:
         check_schedule(lowered)
         assert remove_messages(lowered) == schedule
     check_launch_order(lower_schedule(schedule))  # posted early, one communicator is enough
+    try:
+        check_launch_order(lower_schedule(schedule, "late"), "edge")
+    except ScheduleError:
+        assert not has_equal_orders(rows)
+    else:
+        assert has_equal_orders(rows)
     slots = least_receive_slots_by_edge(schedule)
     assert finishes_with_slots(schedule, slots)
+    assert finishes_with_slots(schedule, {edge: count + 1 for edge, count in slots.items()})
     assert max(slots.values(), default=0) == least_receive_slots(schedule) <= micro_batches
     assert simulate_schedule(schedule).makespan >= max(map(len, rows))
 
