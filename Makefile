@@ -14,14 +14,17 @@ TRAIN := $(VENV)/.train
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else each process compiles the sources, and pytest all tests, anew: seconds
 
-.PHONY: train dist docs test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint bench clean
+.PHONY: train dist docs test test-all test-fast test-slow test-rounding test-cpus test-cuda test-torch lint format types bench \
+	clean
 
 train: $(TRAIN)
 	@$(BIN)/python examples/launch.py $(if $(RANKS),--ranks='$(RANKS)') $(if $(MODEL),--model='$(MODEL)') \
 		$(if $(STAGE),--stage='$(STAGE)') $(if $(BATCH),--batch='$(BATCH)') $(if $(STEPS),--steps='$(STEPS)')
 
-# What says within minutes whether a change is right; .ci/run runs test-slow and test-rounding behind it.
-test: lint test-fast
+# What says within minutes whether a change is right; .ci/run runs test-slow and test-rounding behind it.  Types are
+# checked beside the tests: mypy takes one core, and tests do not always keep two.
+test: format
+	@$(MAKE) --no-print-directory -j2 types test-fast
 
 # A wheel and what it is built from, in dist/.
 dist: $(READY)
@@ -35,9 +38,13 @@ docs: $(READY)
 # crashes is not replaced: xdist would wait for ever for the rest of its file.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-lint: $(READY)
+lint: format types
+
+format: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
 
 test-all: $(READY)

@@ -4,11 +4,13 @@ import gc
 import itertools
 import os
 import tempfile
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from graphs import TrainGraph, mse
+from processes import computed_once
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
@@ -61,15 +63,22 @@ def equal(ours, theirs, what=""):
         assert same, f"{what} {pytree.keystr(path)}: {after[path]} is not {value}"
 
 
+def virtual_steps(names, axis, stage):
+    """Losses of two steps, and the state after them."""
+    graph = momentum_graph(make(), grid(names, virtual=True), stage, axis)
+    return [graph(*batch(step)) for step in range(2)], graph.full_state_dict()
+
+
 def check_steps_are_those_of_virtual_ranks_to_the_bit():
     hybrid, tensor = [(HYBRID, "dp_shard", stage) for stage in (2, 3)], [(("dp", "tp"), None, 3)]
-    for names, axis, stage in [*((HYBRID, None, stage) for stage in range(4)), *hybrid, *tensor]:
+    jobs = [*((HYBRID, None, stage) for stage in range(4)), *hybrid, *tensor]
+    virtual = computed_once([partial(virtual_steps, *job) for job in jobs])
+    for (names, axis, stage), (losses, state) in zip(jobs, virtual, strict=True):
         real = momentum_graph(make(dist.get_rank()), grid(names), stage, axis)  # rank 0's values count
-        virtual = momentum_graph(make(), grid(names, virtual=True), stage, axis)
         parts = 4 if names == HYBRID else 2
-        for step in range(2):
-            assert torch.equal(real(*share(step, parts)), virtual(*batch(step)))
-        equal(real.full_state_dict(), virtual.full_state_dict(), f"stage {stage} over {axis}:")
+        for step, loss in enumerate(losses):
+            assert torch.equal(real(*share(step, parts)), loss)
+        equal(real.full_state_dict(), state, f"stage {stage} over {axis}:")
         traced = gz.testing.trace_step(real, *share(2, parts))
         assert [(t.kind, t.axis) for t in traced] == [(c.kind, c.axis) for c in real.plan.collectives]
         assert all(t.nbytes <= c.bytes for t, c in zip(traced, real.plan.collectives, strict=True))
@@ -186,18 +195,18 @@ def check_graphs_made_one_after_another_take_no_more_threads_or_files():
     assert taken[1:] == [taken[1]] * 4, taken
 
 
+def local_steps(names, stage, virtual):
+    torch.manual_seed(7)
+    graph = momentum_graph(Local(names).double(), grid(names, virtual), stage)
+    parts = 4 if names is HYBRID else 2
+    losses = [graph(*(batch(seed) if virtual else share(seed, parts))) for seed in range(3)]
+    return losses, graph.full_state_dict()["modules"]["model"]
+
+
 def check_local_regions_train_as_on_virtual_ranks():
-    for names, stage in ((HYBRID, 3), (("dp", "tp"), 2)):
-        losses, params = [], []
-        for virtual in (False, True):
-            torch.manual_seed(7)
-            graph = momentum_graph(Local(names).double(), grid(names, virtual), stage)
-            parts = 4 if names is HYBRID else 2
-            calls = [batch(seed) if virtual else share(seed, parts) for seed in range(3)]
-            losses.append([graph(*call) for call in calls])
-            params.append(graph.full_state_dict()["modules"]["model"])
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(params[0], params[1], rtol=1e-12, atol=1e-12)
+    jobs = ((HYBRID, 3), (("dp", "tp"), 2))
+    for job, wanted in zip(jobs, computed_once([partial(local_steps, *job, True) for job in jobs]), strict=True):
+        torch.testing.assert_close(local_steps(*job, False), wanted, rtol=1e-12, atol=1e-12)
 
 
 def check_a_batch_is_the_same_on_the_ranks_of_an_axis_that_does_not_split_it():

@@ -67,6 +67,14 @@ def assert_passed(results, name, ranks):
     assert not missing, f"ranks {missing} did not run it: {results.get('died', 'a check before it failed')}"
 
 
+def computed_once(jobs):
+    """Results of functions of which every rank has the same: each is called by one rank, and all are given all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = [None] * ranks
+    dist.all_gather_object(results, [job() for job in jobs[rank::ranks]])
+    return [results[i % ranks][i // ranks] for i in range(len(jobs))]
+
+
 def _work(rank, ranks, folder, modules, names):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from stress.user_code_cells import OPTIONS, cells_of
 from stress.user_programs import PROGRAMS
 
 RIGHT = [name for name, source in PROGRAMS.items() if not source.is_open]
-EVERY = 5  # programs: some twenty seconds
+EARLY = RIGHT[::8]  # programs of the first stage: some twelve seconds
 
 
 def faults(programs: list[str], count: int, seed: int) -> list[str]:
@@ -23,12 +23,12 @@ def faults(programs: list[str], count: int, seed: int) -> list[str]:
 
 
 def test_a_sample_of_programs_computes_what_plain_pytorch_does_or_is_refused():
-    assert faults(RIGHT[::EVERY], 1, 0) == []
+    assert faults(EARLY, 1, 0) == []
 
 
 @pytest.mark.slow
-def test_every_program_computes_what_plain_pytorch_does_or_is_refused():
-    assert faults(RIGHT, 1, 1) == []
+def test_every_other_program_computes_what_plain_pytorch_does_or_is_refused():
+    assert faults([name for name in RIGHT if name not in EARLY], 1, 1) == []
 
 
 def test_the_configurations_of_a_program_hold_every_pair_of_options():

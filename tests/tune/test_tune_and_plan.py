@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,18 @@ sys.path.insert(0, {here!r})
 from tuned_steps import adamw_graph, example
 
 def make(placement, stage):
-    graph = adamw_graph(placement, "gpt2")
+    graph = adamw_graph(placement, {model!r})
     graph.model.float()
     graph.config.enable_amp()
     if stage:
         graph.config.enable_zero(stage=stage)
-    return graph, example("gpt2", 2)
+    return graph, example({model!r}, 2)
 """
 
 
-@pytest.mark.parametrize("name", names())
-def test_a_layout_has_one_peak_one_traffic_and_one_time(tmp_path, name):
-    (tmp_path / "mixed_step.py").write_text(FACTORY.format(here=str(HERE)))
+@pytest.mark.parametrize(("name", "model"), zip(names(), chain(["gpt2"], repeat("three heads")), strict=False))
+def test_a_layout_has_one_peak_one_traffic_and_one_time(tmp_path, name, model):
+    (tmp_path / "mixed_step.py").write_text(FACTORY.format(here=str(HERE), model=model))
     what, device = f"{tmp_path}/mixed_step.py:make", Device.named(name)
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)

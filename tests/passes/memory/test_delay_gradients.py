@@ -9,76 +9,14 @@ import torch
 from toys import STAGES, history, options, random_step, run, step
 
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.parser import parse
 from graphzero.passes import DelayGradients, Pipeline, Zero, default_passes
-from graphzero.testing import assert_graph
 
 EVEN = step(("linear 16", "relu", "linear 16"), width=16, batch=64, ranks=2, optimizer="momentum")
 
 
 def before_bucket(text: str) -> StepGraph:
     return history(text)["bucket"].before
-
-
-def peak(graph: StepGraph) -> int:
-    return int(liveness(graph).total().max())
-
-
-WEIGHT_GRADIENTS = """
-graph step(dp=1) local
-  x  = batch()                              : f32[16, 8]   B
-  w  = param()                              : f32[8, 8]    B
-  h  = param()                              : f32[8, 64]   B
-forward:
-  a  = mm(x, w)                             : f32[16, 8]   B
-  b  = tanh(a)                              : f32[16, 8]   B
-  c  = mul(b, b)                            : f32[16, 8]   B
-  d  = mul(c, c)                            : f32[16, 8]   B
-  y  = mm(d, h)                             : f32[16, 64]  B
-backward:
-  e  = tanh(y)                              : f32[16, 64]  B
-  dt = t(d)                                 : f32[8, 16]   B
-  gh = mm(dt, e)                            : f32[8, 64]   B  ; gradient(h)
-  ht = t(h)                                 : f32[64, 8]   B
-  p  = mm(e, ht)                            : f32[16, 8]   B
-  q  = mul(p, c)                            : f32[16, 8]   B
-  r  = mul(q, b)                            : f32[16, 8]   B
-  s  = mul(r, a)                            : f32[16, 8]   B
-  xt = t(x)                                 : f32[8, 16]   B
-  gw = mm(xt, s)                            : f32[8, 8]    B  ; gradient(w)
-  return gh, gw
-"""
-
-
-def test_a_gradient_that_nobody_needs_yet_waits_until_others_have_freed_activations() -> None:
-    assert_graph(
-        Pipeline([DelayGradients()])(parse(WEIGHT_GRADIENTS)),
-        """
-            graph step(dp=1) local
-              x  = batch()   : f32[16, 8]   B
-              w  = param()   : f32[8, 8]    B
-              h  = param()   : f32[8, 64]   B
-            forward:
-              a  = mm(x, w)  : f32[16, 8]   B
-              b  = tanh(a)   : f32[16, 8]   B
-              c  = mul(b, b) : f32[16, 8]   B
-              d  = mul(c, c) : f32[16, 8]   B
-              y  = mm(d, h)  : f32[16, 64]  B
-            backward:
-              e  = tanh(y)   : f32[16, 64]  B
-              dt = t(d)      : f32[8, 16]   B
-              ht = t(h)      : f32[64, 8]   B
-              p  = mm(e, ht) : f32[16, 8]   B
-              q  = mul(p, c) : f32[16, 8]   B
-              r  = mul(q, b) : f32[16, 8]   B
-              s  = mul(r, a) : f32[16, 8]   B
-              xt = t(x)      : f32[8, 16]   B
-              gw = mm(xt, s) : f32[8, 8]    B  ; gradient(w)
-              gh = mm(dt, e) : f32[8, 64]   B  ; gradient(h)
-              return gh, gw
-            """,
-    )
 
 
 def test_where_it_saves_nothing_a_program_stays_as_it_is() -> None:
