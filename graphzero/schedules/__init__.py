@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which action each pp rank runs after which, and what can be proved about that.
 
 A schedule is a row of actions for each pp rank (:class:`PipelineSchedule`).  It comes from a generator
-(:data:`GENERATORS`), from rows of the user or from a CSV file, all the same from there on:
+(:data:`GENERATORS`), from rows of the user or from a CSV file (``resolve_schedule``), all the same from there on:
 
 =========================  ============================================================================================
 ``check_schedule``         it is complete, can run, sums in the order of micro-batches; else a sentence names the cell
@@ -40,6 +40,7 @@ from graphzero.schedules.messages import remove_messages as remove_messages
 from graphzero.schedules.receive_slots import finishes_with_slots as finishes_with_slots
 from graphzero.schedules.receive_slots import least_receive_slots as least_receive_slots
 from graphzero.schedules.receive_slots import least_receive_slots_by_edge as least_receive_slots_by_edge
+from graphzero.schedules.resolve import resolve_schedule as resolve_schedule
 from graphzero.schedules.schedule import PipelineSchedule as PipelineSchedule
 from graphzero.schedules.schedule import loop_stage_ranks as loop_stage_ranks
 from graphzero.schedules.schedule import v_stage_ranks as v_stage_ranks

@@ -45,7 +45,7 @@ COMPUTATIONS = frozenset(
 )
 SENDS = frozenset([ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD])
 RECEIVES = frozenset([ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD])
-WITHOUT_MICRO_BATCH = frozenset([ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD])  # it may be absent
+SHARDING = frozenset([ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD])  # of one micro-batch, or of all
 
 NUMBER = "0|[1-9][0-9]*"
 WORDS = "|".join(sorted((kind.value for kind in ActionKind if kind is not ActionKind.OVERLAP), key=len, reverse=True))
@@ -92,6 +92,6 @@ def parse_action(text: str) -> Action:
     if single is None:
         raise ScheduleError(f"{text!r} is not an action: {EXPECTED}")
     kind = ActionKind(single[2])
-    if single[3] is None and kind not in WITHOUT_MICRO_BATCH:
+    if single[3] is None and kind not in SHARDING:
         raise ScheduleError(f"{text!r} is not an action: expected a micro-batch behind {kind}, as in {text}0")
     return Action(int(single[1]), kind, None if single[3] is None else int(single[3]))

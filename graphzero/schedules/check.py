@@ -50,9 +50,8 @@ def check_complete(schedule: PipelineSchedule) -> None:
                 raise _error(row, column, cell, problem)
         for value in made_values(cell):
             if value in first:
-                raise _error(
-                    row, column, cell, f"runs {format_value(value)} after {format_place(schedule, first[value])}"
-                )
+                problem = f"runs {format_value(value)} after {format_place(schedule, first[value])}"
+                raise _error(row, column, cell, problem)
             first[value] = row, column
     for row in range(schedule.ranks):
         if not schedule.stages_on(row):

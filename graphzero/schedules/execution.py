@@ -36,9 +36,8 @@ def execution_order(schedule: PipelineSchedule) -> list[Position]:
                     rows.extend(waiting.pop(value, ()))
             columns[row] += 1
     if waiting:
-        raise _stop_error(
-            schedule, {(row, columns[row]): value for value, stopped in waiting.items() for row in stopped}
-        )
+        absent_values = {(row, columns[row]): value for value, stopped in waiting.items() for row in stopped}
+        raise _stop_error(schedule, absent_values)
     return order
 
 

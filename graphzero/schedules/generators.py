@@ -6,23 +6,23 @@ rank, and in whether backward is split, with its weight part some actions later.
 
 ==============================  =======================================================================================
 gpipe                           GPipe (Huang et al., 2018): all forward actions, then all backward actions
-1f1b                            PipeDream-Flush (Narayanan et al., 2020, section 3): at most as many micro-batches in
-                                flight as there are stages ahead
-interleaved                     Efficient Large-Scale Language Model Training on GPU Clusters (Narayanan et al., 2021,
-                                section 2.2): several stages a rank, micro-batches in groups of as many as ranks
+1f1b                            PipeDream-Flush (Memory-Efficient Pipeline-Parallel DNN Training, Narayanan et al.,
+                                2020): no more micro-batches in flight than there are stages from a rank to the end
+interleaved                     Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM
+                                (Narayanan et al., 2021): several stages a rank, micro-batches in groups
 looped_bfs                      Breadth-First Pipeline Parallelism (Lamy-Poirier, 2022): gpipe with several stages a
                                 rank.  Backward takes micro-batches ascending, so that sums of gradients keep their
-                                order; there it descends
-zb1p, interleaved_zero_bubble   ZB-H1 of Zero Bubble Pipeline Parallelism (Qi et al., 2023, section 2.3): 1f1b whose
-                                weight gradients fill the bubble; with several stages a rank, on the interleaved order
-zbv                             ZB-V (Pipeline Parallelism with Controllable Memory, Qi et al., 2024): two stages a rank
-                                in the form of a V, the memory of 1f1b, no bubble but at the ends
+                                order; torch's LoopedBFS descends
+zb1p, interleaved_zero_bubble   ZB-H1 of Zero Bubble Pipeline Parallelism (Qi et al., 2023): 1f1b whose weight gradients
+                                fill the bubble; with several stages a rank, on the interleaved order
+zbv                             ZB-V, of the same paper: two stages a rank in the form of a V, with the memory of 1f1b
 ==============================  =======================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action, ActionKind
@@ -31,52 +31,51 @@ from graphzero.schedules.schedule import PipelineSchedule, loop_stage_ranks, v_s
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-Slot = tuple[int, int]  # stage, micro-batch
+Pair = tuple[int, int]  # stage, micro-batch
 Generator = Callable[[int, int, int], PipelineSchedule]  # of ranks, micro-batches, stages a rank
 
 
 def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """All forward actions, then all backward actions, one stage a rank."""
-    return looped_bfs(ranks, micro_batches, _only(1, stages_per_rank, "gpipe", "looped_bfs"), "gpipe")
+    _require_stages(1, stages_per_rank, "gpipe", "looped_bfs")
+    return replace(looped_bfs(ranks, micro_batches, 1), name="gpipe")
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """1F1B: a rank begins backward as soon as it can, and each forward action waits for a backward one."""
-    _only(1, stages_per_rank, "1f1b", "interleaved")
-    slots = [_slots([rank], micro_batches, micro_batches) for rank in range(ranks)]
-    rows = [_alternate(slots[rank], slots[rank], warmup=ranks - rank - 1) for rank in range(ranks)]
-    return _loop(rows, ranks, micro_batches, 1, "1f1b")
+    _require_stages(1, stages_per_rank, "1f1b", "interleaved")
+    pairs = [_list_pairs([rank], micro_batches, micro_batches) for rank in range(ranks)]
+    rows = [_alternate(pairs[rank], pairs[rank], warmup=ranks - rank - 1) for rank in range(ranks)]
+    return _build_loop(rows, ranks, micro_batches, 1, "1f1b")
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """1F1B over several stages a rank: the bubble is divided by their number, messages are multiplied by it."""
-    rows = _interleaved_rows(ranks, micro_batches, stages_per_rank, ahead=2, is_split=False)
-    return _loop(rows, ranks, micro_batches, stages_per_rank, "interleaved")
+    rows = _interleave(ranks, micro_batches, stages_per_rank, ahead=2, is_split=False)
+    return _build_loop(rows, ranks, micro_batches, stages_per_rank, "interleaved")
 
 
-def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int = 2, name: str = "looped_bfs") -> PipelineSchedule:
+def looped_bfs(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """All forward actions, stage by stage, then all backward actions, from the last stage to the first."""
     rows = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
-        forward = _slots(stages, micro_batches, micro_batches)
-        backward = _slots(stages[::-1], micro_batches, micro_batches)
+        forward = _list_pairs(stages, micro_batches, micro_batches)
+        backward = _list_pairs(stages[::-1], micro_batches, micro_batches)
         rows.append(_alternate(forward, backward, warmup=len(forward)))
-    return _loop(rows, ranks, micro_batches, stages_per_rank, name)
+    return _build_loop(rows, ranks, micro_batches, stages_per_rank, "looped_bfs")
 
 
 def zb1p(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """ZB-H1: 1F1B whose weight gradients come later on later ranks, with one stage a rank."""
-    _only(1, stages_per_rank, "zb1p", "interleaved_zero_bubble")
-    return interleaved_zero_bubble(ranks, micro_batches, 1, "zb1p")
+    _require_stages(1, stages_per_rank, "zb1p", "interleaved_zero_bubble")
+    return replace(interleaved_zero_bubble(ranks, micro_batches, 1), name="zb1p")
 
 
-def interleaved_zero_bubble(
-    ranks: int, micro_batches: int, stages_per_rank: int = 2, name: str = "interleaved_zero_bubble"
-) -> PipelineSchedule:
+def interleaved_zero_bubble(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """ZB-H1 on the interleaved order: ``rank`` weight gradients wait on each rank, which evens out memory."""
-    rows = _interleaved_rows(ranks, micro_batches, stages_per_rank, ahead=1, is_split=True)
-    return _loop(rows, ranks, micro_batches, stages_per_rank, name)
+    rows = _interleave(ranks, micro_batches, stages_per_rank, ahead=1, is_split=True)
+    return _build_loop(rows, ranks, micro_batches, stages_per_rank, "interleaved_zero_bubble")
 
 
 def zbv(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
@@ -84,8 +83,10 @@ def zbv(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSch
 
     It is written for two micro-batches a rank or more; of fewer, those that do not exist are left out.
     """
-    _only(2, stages_per_rank, "zbv", "interleaved_zero_bubble")
-    rows = [_present(_v_row(rank, ranks, max(micro_batches, 2 * ranks)), micro_batches) for rank in range(ranks)]
+    _require_stages(2, stages_per_rank, "zbv", "interleaved_zero_bubble")
+    rows = [
+        _drop_absent(_build_v_row(rank, ranks, max(micro_batches, 2 * ranks)), micro_batches) for rank in range(ranks)
+    ]
     return PipelineSchedule(tuple(map(tuple, rows)), v_stage_ranks(ranks, 2 * ranks), micro_batches, "zbv")
 
 
@@ -114,22 +115,21 @@ def generate_schedule(
     return GENERATORS[name](ranks, micro_batches, stages_per_rank)
 
 
-def _only(expected: int, stages_per_rank: int, name: str, other: str) -> int:
+def _require_stages(expected: int, stages_per_rank: int, name: str, other: str) -> None:
     if stages_per_rank != expected:
         raise ScheduleError(
             f"{name} has {expected} stage{'s' * (expected > 1)} a rank, not {stages_per_rank}: {other} takes any number"
         )
-    return expected
 
 
-def _loop(
+def _build_loop(
     rows: Iterable[Iterable[Action]], ranks: int, micro_batches: int, stages_per_rank: int, name: str
 ) -> PipelineSchedule:
     places = loop_stage_ranks(ranks, ranks * stages_per_rank)
     return PipelineSchedule(tuple(map(tuple, rows)), places, micro_batches, name)
 
 
-def _slots(stages: Iterable[int], micro_batches: int, group: int) -> list[Slot]:
+def _list_pairs(stages: Iterable[int], micro_batches: int, group: int) -> list[Pair]:
     """Each stage with each micro-batch: group by group, in a group stage by stage."""
     order = list(stages)
     return [
@@ -140,7 +140,7 @@ def _slots(stages: Iterable[int], micro_batches: int, group: int) -> list[Slot]:
     ]
 
 
-def _interleaved_rows(
+def _interleave(
     ranks: int, micro_batches: int, stages_per_rank: int, ahead: int, is_split: bool
 ) -> Iterator[list[Action]]:
     """Rows that take micro-batches in groups: one stage of a rank runs all of a group, then the next one does.
@@ -155,21 +155,21 @@ def _interleaved_rows(
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
         row = _alternate(
-            _slots(stages, of_full_groups, group),
-            _slots(stages[::-1], of_full_groups, group),
+            _list_pairs(stages, of_full_groups, group),
+            _list_pairs(stages[::-1], of_full_groups, group),
             warmup=(stages_per_rank - 1) * group + ahead * (ranks - rank - 1),
             weights_behind=rank if is_split else None,
         )
-        yield _present(row, micro_batches)
+        yield _drop_absent(row, micro_batches)
 
 
-def _present(row: Iterable[Action], micro_batches: int) -> list[Action]:
+def _drop_absent(row: Iterable[Action], micro_batches: int) -> list[Action]:
     """``row`` without the micro-batches that do not exist.  None waits for another, so the rest stays legal."""
     return [action for action in row if (action.micro_batch or 0) < micro_batches]
 
 
 def _alternate(
-    forward: list[Slot], backward: list[Slot], warmup: int, weights_behind: int | None = None
+    forward: list[Pair], backward: list[Pair], warmup: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
     """``warmup`` forward actions, then one of each, then the backward ones that are left.
 
@@ -190,16 +190,16 @@ def _alternate(
         yield Action(stage, WEIGHT, micro_batch)
 
 
-def _v_row(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+def _build_v_row(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     """A row of ZB-V; the stages are called down and up, by their side of the V."""
     down, up = rank, 2 * ranks - 1 - rank
-    next_one = dict.fromkeys([(stage, kind) for stage in (down, up) for kind in (F, INPUT, WEIGHT)], 0)
+    next_micro_batch = dict.fromkeys([(stage, kind) for stage in (down, up) for kind in (F, INPUT, WEIGHT)], 0)
 
     def take(stage: int, *kinds: ActionKind) -> Iterator[Action]:
         for kind in kinds:
-            if next_one[stage, kind] < micro_batches:
-                yield Action(stage, kind, next_one[stage, kind])
-                next_one[stage, kind] += 1
+            if next_micro_batch[stage, kind] < micro_batches:
+                yield Action(stage, kind, next_micro_batch[stage, kind])
+                next_micro_batch[stage, kind] += 1
 
     for _ in range(2 * (ranks - rank) - 1):
         yield from take(down, F)
@@ -208,7 +208,7 @@ def _v_row(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
         yield from take(down, F)
     for _ in range(ranks - rank):
         yield from take(up, F, INPUT, WEIGHT)
-    while next_one[up, F] < micro_batches:
+    while next_micro_batch[up, F] < micro_batches:
         yield from take(down, F, INPUT, WEIGHT)
         yield from take(up, F, INPUT, WEIGHT)
     for _ in range(rank):

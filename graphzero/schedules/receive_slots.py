@@ -59,7 +59,7 @@ def _finishes(schedule: PipelineSchedule, messages: Messages, slots: Mapping[Edg
         while at[rank] < len(messages[rank]):
             message = messages[rank][at[rank]]
             edge, is_send = edge_of(message), message.kind in SENDS
-            peer = schedule.stage_ranks[edge[is_send]]
+            peer = schedule.stage_ranks[edge[1] if is_send else edge[0]]
             waiting = messages[peer][at[peer]] if at[peer] < len(messages[peer]) else None
             if is_send and len(arrived[edge]) < slots[edge]:
                 arrived[edge].add(message.micro_batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphzero.schedules.action import RECEIVES, SENDS, Action, ActionKind
+from graphzero.schedules.action import RECEIVES, SENDS, SHARDING, Action, ActionKind
 from graphzero.schedules.schedule import PipelineSchedule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -12,9 +12,8 @@ INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 SEND_F, RECEIVE_F = ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
 SEND_B, RECEIVE_B = ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD
 
-Value = tuple[
-    int, ActionKind, int
-]  # stage, the kind of action that makes it (B makes those of I and of W), micro-batch
+# Stage, kind of the action that makes it, micro-batch.  B makes the values of I and of W.
+Value = tuple[int, ActionKind, int]
 Position = tuple[int, int]  # row, column
 
 
@@ -22,7 +21,7 @@ def made_values(action: Action) -> tuple[Value, ...]:
     """The values that exist once ``action`` has run."""
     if action.parts:
         return tuple(value for part in action.parts for value in made_values(part))
-    if action.micro_batch is None or action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD):
+    if action.micro_batch is None or action.kind in SHARDING:
         return ()
     kinds = (INPUT, WEIGHT) if action.kind is B else (action.kind,)
     return tuple((action.stage, kind, action.micro_batch) for kind in kinds)
