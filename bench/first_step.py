@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from _run import average, in_python, markdown, on_gloo, options_of, save
-from compile_clock import CompileClock, clocks
+from compile_time import CompileClock, clocks
 from parity import TrainGraph
 from systems import BASE, SYSTEMS, chosen, mean
 from workloads import WORKLOADS

@@ -1,18 +1,21 @@
-"""Plans of large steps, without ranks: what passes change, the ZeRO paper's table, what a memory budget buys.
+"""Plans of large steps, without ranks: what passes change, the ZeRO paper, what a memory budget buys, the page.
 
     python bench/plans.py passes           # the passes of examples/passes, float32 parameters; --amp: bfloat16
     python bench/plans.py paper            # the ZeRO paper's model of 7.5 billion parameters; --layers 2: quickly
     python bench/plans.py budget           # Llama 7B cut to 8 layers on 64 ranks; --layers 32: whole
+    python bench/plans.py page             # ``graphzero show`` of GPT-2 124M: seconds, size; --pictures docs: pictures
 
-Models are on the meta device: nothing is computed.  The figures stand in docs/examples_of_passes.md, docs/precision.md
-and docs/performance.md.
+Models are on the meta device: nothing is computed.  The figures stand in docs/examples_of_passes.md, docs/precision.md,
+docs/show.md and docs/performance.md.
 
 passes: twelve transformer MLP blocks of width 1024 (101 million parameters) at stage 3, on 2 nodes of 8 ranks, with
 AdamW; bytes sent by axis and phase, bytes held.  paper: Figure 1 of arXiv 1910.02054 and its Table 1.  A GPT of 7.46
 billion parameters is captured once for 64 ranks, mixed precision, Adam; for each stage ``plan.memory.model_state``
 beside the paper's figure, the seconds of planning, and the most memory that the process had; then the closed form
 beside all cells of Table 1.  budget: bytes of one rank at stage 3, with budgets from the peak of the program that keeps
-nothing to that of the one that keeps everything; seconds are the processor's for the whole of ``compile``.
+nothing to that of the one that keeps everything; seconds are the processor's for the whole of ``compile``.  page: one
+plan and two beside each other, written to /tmp/graphzero_page.html; pictures (page_light.png, page_dark.png and
+page_phone.png) want playwright and /usr/bin/chromium.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from typing import Any
 
 import torch
 from _run import markdown, options_of
-from models import WithLoss
+from models import WithLoss, gpt2
 from parity import TrainGraph
 from torch import Tensor, nn
 from workloads import GPT, Shape
 
 import graphzero as gz
+from graphzero.cli import main as graphzero_command
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from passes.int8_gathers import Int8Gathers  # noqa: E402
@@ -200,7 +204,51 @@ def planned(layers: int, budget: int | None = None, keep_gathered: bool = False)
     return graph.plan, time.process_time() - started
 
 
-SUBJECTS = {"passes": show_passes, "paper": show_paper, "budget": show_budget}
+# ---- the page of ``graphzero show``
+
+PAGE = Path("/tmp/graphzero_page.html")
+PICTURES = {"page_light": ("light", 1280, 1180), "page_dark": ("dark", 1280, 1180), "page_phone": ("dark", 390, 1500)}
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+
+
+def make_gpt2(placement: gz.Placement | None, stage: int) -> tuple[TrainGraph, tuple[Tensor, Tensor]]:
+    """The FACTORY: GPT-2 124M under AdamW in float32, and one rank's batch of four sequences."""
+    with torch.device("meta"):
+        model = gpt2(12, width=768, heads=12, vocabulary=50257, context=1024)
+        ids = torch.zeros(4, 1024, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    return TrainGraph(model, optimizer, None, stage, placement, clip_grad_norm=1.0), (ids, ids)
+
+
+def show_page(options: argparse.Namespace) -> None:
+    factory = f"{__file__}:make_gpt2"
+    for more in ([], ["--beside", "stage=1"]):
+        began = time.process_time()
+        words = ["show", factory, "--ranks", "8", "--stage", "3", "--html", str(PAGE), *more]
+        assert graphzero_command(words) == 0
+        seconds, size = time.process_time() - began, PAGE.stat().st_size
+        print(f"  {1 + bool(more)} plan(s): {seconds:.1f} s of one core, {size / 1e6:.2f} MB")
+        assert size < 5e6, "a page of a model of this size should be one that can be mailed"
+    print(f"  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB of memory at most")
+    if options.pictures:
+        take_pictures(options.pictures)
+
+
+def take_pictures(folder: Path) -> None:
+    """Of the page as it opens, in light, in dark, and at the width of a phone."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
+        for name, (scheme, width, height) in PICTURES.items():
+            shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            shown.goto(PAGE.as_uri())
+            shown.wait_for_timeout(500)
+            shown.screenshot(path=folder / f"{name}.png")
+        browser.close()
+
+
+SUBJECTS = {"passes": show_passes, "paper": show_paper, "budget": show_budget, "page": show_page}
 
 
 def main() -> None:
@@ -209,6 +257,7 @@ def main() -> None:
     parser.add_argument("--amp", action="store_true", help="passes: bfloat16 parameters in forward and backward")
     parser.add_argument("--layers", type=int, help="paper: 36 by default; budget: 8")
     parser.add_argument("--ranks", type=int, default=64, help="budget")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="page: where pictures of it are put")
     options = options_of(parser)
     SUBJECTS[options.subject](options)
 

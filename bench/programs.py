@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layouts import PLANS, parallelise
 from models import CASES, OPTIMIZERS
 from parity import TrainGraph
-from weight_splits import PLANS, parallelise
 
 import graphzero as gz
 

@@ -72,7 +72,7 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
         also = ["--also", EARLY] if model == HEAVIEST else []
         yield _part("step_time.py", "times", 190, model, ranks, "--rounds", "8" if model in MORE else "6", *also)
         yield _part("peak_memory.py", "peaks", 150, model, ranks, *also)
-        yield _part("step_profile.py", "profile", 40, model, ranks)
+        yield _part("step_time.py", "profile", 40, model, ranks, "--profile")
     for model in models:
         if model in MORE and ranks < 4:
             yield _part("step_time.py", "times", 200, model, 4, "--rounds", "3")
@@ -98,7 +98,7 @@ def full_parts(models: list[str], ranks: int) -> Iterator[Part]:
 def toy_parts(models: list[str], ranks: int) -> Iterator[Part]:
     for model in models:
         yield _part("step_time.py", "times", 20, model, ranks, "--rounds", "2", "--steps", "3")
-        yield _part("step_profile.py", "profile", 10, model, ranks, "--rounds", "1", "--steps", "2")
+        yield _part("step_time.py", "profile", 10, model, ranks, "--profile", "--rounds", "1", "--steps", "2")
         yield _part("peak_memory.py", "peaks", 30, model, ranks, *SHORT)
         yield _part("first_step.py", "first step", 30, model, ranks, "--starts", "1", *SHORT)
     yield Part(f"{ranks} ranks", "collectives", 10, ("collectives.py", "--ranks", str(ranks), "--rounds", "3"))

@@ -5,6 +5,7 @@
     python bench/step_time.py --full        # more rounds
     python bench/step_time.py --micro-batches 4
     python bench/step_time.py --precision bfloat16 --also "graphzero + bfloat16 masters"
+    python bench/step_time.py --profile     # where the seconds of each stage of ZeRO go
 
 All train the same model on the same data in the same processes, with AdamW, fused for the peers.  Rounds alternate, in
 another order each, so that whatever else the machine does meets all of them; a round's first step does not count.
@@ -12,6 +13,9 @@ Seconds are of rank 0's steps.  A ratio is taken round by round, of the rounds' 
 rounds and its quartiles.  *CPU* are the processor's seconds in a step, of all threads of a rank, mean over ranks: a
 rank that sleeps until another has come uses none, and other work on the machine changes them less.  The last column is
 how far losses are from DDP's over all steps.
+
+--profile: rank 0's seconds by ``gz.testing.profile_step``, line by line of the program, means over steps, while stages
+take turns: compute, communication by kind, waiting, copies, overhead.
 """
 
 from __future__ import annotations
@@ -27,11 +31,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 from _run import average, markdown, on_gloo, options_of, save
-from systems import BASE, SYSTEMS, chosen, mean
+from systems import BASE, SYSTEMS, chosen, graph, mean
 from workloads import PLAIN, WORKLOADS, Variant
 
 import graphzero as gz
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
+from graphzero.testing.timer import StepTimes
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
@@ -83,6 +88,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which does not count")
     parser.add_argument("--ranks", type=int, default=2)
     Variant.add_options(parser)
+    parser.add_argument("--profile", action="store_true", help="of graphzero's stages, where a step's time goes")
     parser.add_argument("--gloo", action="store_true", help="graphzero sends through gloo, as between hosts")
     parser.add_argument("--keep-memory", action="store_true", help="processes keep what is freed, for all systems")
     parser.add_argument("--save", metavar="FILE", help="also keep the figures there, for bench/tables.py")
@@ -93,7 +99,11 @@ def main() -> None:
     options = read_options()
     if options.gloo:
         os.environ[SWITCH] = "gloo"
-    rounds = options.rounds or (12 if options.full else 5)
+    rounds, show = options.rounds or (12 if options.full else 5), show_profile if options.profile else show_times
+    show(options, rounds)
+
+
+def show_times(options: argparse.Namespace, rounds: int) -> None:
     systems = chosen(options.systems, options.also)
     for system in systems:
         if system.missing:
@@ -188,6 +198,54 @@ def work(
                     cpu[name][-1].append(time.process_time() - used)
                 losses[name].append(mean(loss))
     return {name: Timed(seconds[name], average(cpu[name]), losses[name]) for name in names}
+
+
+# ---- where the seconds of a step go
+
+KINDS = ("compute", "communication", "copies", "overhead")  # in the order of the table
+
+
+def show_profile(options: argparse.Namespace, rounds: int) -> None:
+    variant = Variant.from_options(options)
+    table = profile_table(on_gloo(options.ranks, profile, options.model, rounds, options.steps, variant))
+    about = variant.apply(WORKLOADS[options.model]).describe(options.ranks)
+    print(f"{about}; milliseconds of a step\n\n{table}")
+    if options.save:
+        save(options.save, f"{options.model}, {options.ranks} ranks{variant.title}", "profile", table)
+
+
+def profile_table(found: Mapping[str, StepTimes]) -> str:
+    kinds = sorted({kind for times in found.values() for kind in times.seconds}, key=_kind_order)
+    rows = [
+        [f"{what}: {detail}", *(_ms(times.seconds.get((what, detail), 0.0) / times.calls) for times in found.values())]
+        for what, detail in kinds
+    ]
+    rows += [[f"all {what}", *(_ms(times.seconds_for(what)) for times in found.values())] for what in KINDS]
+    rows.append(["all", *(_ms(times.total) for times in found.values())])
+    return markdown(["", *found], rows)
+
+
+def _kind_order(kind: tuple[str, str]) -> tuple[int, tuple[str, str]]:
+    return KINDS.index(kind[0]), kind
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds else "-"
+
+
+def profile(rank: int, model: str, rounds: int, steps: int, variant: Variant = PLAIN) -> dict[str, StepTimes]:
+    """Every rank: profile the stages in turns."""
+    workload = variant.apply(WORKLOADS[model])
+    batches = [workload.part(step, rank, dist.get_world_size()) for step in range(steps)]
+    graphs = {f"stage {stage}": graph(stage, workload) for stage in range(4)}
+    found = {name: StepTimes() for name in graphs}
+    for turn in range(rounds + 1):
+        for name, step in graphs.items():
+            dist.barrier()
+            step(*batches[0])  # compiles in the first turn, and fills the caches after the other stages
+            for batch in batches[1:] if turn else []:
+                gz.testing.profile_step(step, *batch, times=found[name])
+    return found
 
 
 if __name__ == "__main__":

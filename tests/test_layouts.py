@@ -14,9 +14,19 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "bench")]
 pytest.importorskip("transformers")
 import layouts  # noqa: E402
-from layouts import CASES, LAYOUTS, MODELS, batch_gathers, graph_of, reference, train, whole_batches  # noqa: E402
+from layouts import (  # noqa: E402
+    CASES,
+    LAYOUTS,
+    MODELS,
+    PLANS,
+    batch_gathers,
+    graph_of,
+    parallelise,
+    reference,
+    train,
+    whole_batches,
+)
 from parity import difference  # noqa: E402
-from weight_splits import PLANS, parallelise  # noqa: E402
 
 import graphzero as gz  # noqa: E402
 from graphzero.ir import value  # noqa: E402

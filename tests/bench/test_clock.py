@@ -5,7 +5,7 @@ import time
 import overhead
 import pytest
 import torch
-from compile_clock import CompileClock
+from compile_time import CompileClock
 
 from graphzero.plan import variants
 from graphzero.step import compile_step as compiling

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import scaling
 import torch
-from compile_clock import clocks
+from compile_time import clocks
 from step_model import Cluster, Compute, bounds, hierarchies, planned
 from step_time import Timed
 from workloads import WORKLOADS

@@ -13,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "bench")]
 import layouts  # noqa: E402
-from layouts import CASES, HYBRID, Layout, graph_of, reference, train  # noqa: E402
+from layouts import CASES, HYBRID, PLANS, Layout, graph_of, reference, train  # noqa: E402
 from models import gpt2, llama  # noqa: E402
 from parity import difference  # noqa: E402
-from weight_splits import PLANS  # noqa: E402
 
 SMALL = {"gpt2, small": ("gpt2", partial(gpt2, layers=1)), "llama, small": ("llama", partial(llama, layers=1))}
 for name, (model, make) in SMALL.items():
