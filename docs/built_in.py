@@ -10,7 +10,7 @@ from collections.abc import Iterator
 PAGE = pathlib.Path(__file__).with_name("passes.md")
 HEAD = "## The built-in passes\n"
 INTRODUCTION = """
-In the order in which they run, each with what it makes of a small program. `python docs/built_in.py` writes this
+In the order in which they run, each with its effect on a small program. `python docs/built_in.py` writes this
 section from their docstrings; do not edit it.
 """
 EVERY = 1000  # lines around a difference

@@ -26,7 +26,7 @@ from graphzero.sbp.types import B, Nd, Sbp
 
 @dataclass(frozen=True)
 class InsertBoxing(BuiltinPass):
-    """Puts a ``box`` wherever a value is read in another SBP than it has, once per value and SBP.
+    """Inserts a ``box`` wherever a value is read in another SBP than it has, once per value and SBP.
 
     After it, every op reads its operands in an SBP that its rule allows.  links: what communication costs on each axis,
     () for bytes.

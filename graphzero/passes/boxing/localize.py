@@ -29,14 +29,14 @@ DRAWS = (UNIFORM_LIKE, STOCHASTIC_ROUND)  # by the index of each element
 
 @dataclass(frozen=True)
 class Localize(BuiltinPass):
-    """Turns sizes in arguments into those of one rank's part, as functions of the rank.
+    """Replaces global sizes in arguments by those of one rank, as functions of the rank.
 
     Types keep global shapes; only arguments change: ``view(x, [8, 16])`` with x S(0) is ``view(x, [8/dp, 16])``.
 
     With x (S(0), S(0)) it is ``view(x, [8/dp/tp, 16])``: the outer axis cuts first.
 
     Requires: collectives instead of boxes; sizes in arguments are global.
-    Ensures: sizes and places in arguments are those of one rank; types keep global shapes.
+    Ensures: sizes and positions in arguments are those of one rank; types keep global shapes.
 
     Example::
 

@@ -45,12 +45,12 @@ LOWERINGS: dict[str, tuple[Any, Callable[[Sbp, Sbp, str], tuple[Any, ...]]]] = {
 
 @dataclass(frozen=True)
 class LowerBoxing(BuiltinPass):
-    """Replaces boxes by collectives and local cuts on one axis each.
+    """Replaces boxes by collectives and local cuts, each on one axis.
 
     ``use`` and ``pin`` nodes, which only named an SBP, go.  links: what communication costs on each axis, () for bytes.
 
     Requires: boxes wherever a value is read in another SBP than it has.
-    Ensures: there is no ``box``, ``use`` or ``pin``; what moves data is a collective or a local cut.
+    Ensures: there is no ``box``, ``use`` or ``pin``; only collectives and local cuts move data.
 
     Example::
 

@@ -20,10 +20,10 @@ MM = torch.ops.aten.mm.default
 
 @dataclass(frozen=True)
 class FuseAccumulate(BuiltinPass):
-    """Adds up matrix products where they are computed; changes a sum by its rounding at most.
+    """Adds matrix products to accumulators as they are computed; changes at most the rounding of a sum.
 
     Requires: accumulators that stand alone.
-    Ensures: a product of the accumulator's dtype that nobody else reads is an ``accumulate_mm``.
+    Ensures: a product of the accumulator's dtype without other readers is an ``accumulate_mm``.
 
     Example::
 

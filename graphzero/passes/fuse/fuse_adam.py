@@ -71,12 +71,12 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class FuseAdam(BuiltinPass):
-    """Makes one kernel of the chain of ops that is Adam; changes no value beyond rounding.
+    """Replaces the chain of ops of Adam by one kernel; changes no value beyond rounding.
 
     Where parameter and moments are cast for it, and all results are rounded stochastically, the kernel does that too.
 
-    Requires: the chain as torch's Adam is traced; what goes into it may be anything.
-    Ensures: the same new states, but for rounding.
+    Requires: the chain of ops that torch's Adam is traced to; its operands may be anything.
+    Ensures: the same new states, except for rounding.
 
     Example::
 

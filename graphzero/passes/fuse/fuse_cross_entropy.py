@@ -24,10 +24,10 @@ CLASSES = 1  # the dim of theirs
 
 @dataclass(frozen=True)
 class FuseCrossEntropy(BuiltinPass):
-    """Makes one op of nll_loss_backward and log_softmax's backward, the same to the bit.
+    """Replaces nll_loss_backward and log_softmax's backward by one op; the same bits.
 
-    Requires: the sizes of one rank: where classes are split, there is no log_softmax any more.
-    Ensures: the same numbers to the bit.
+    Requires: the sizes of one rank; where classes are split, log_softmax has been replaced already.
+    Ensures: the same bits.
 
     Example::
 

@@ -65,10 +65,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class FusePieces(BuiltinPass):
-    """Puts gradients of pieces side by side; changes the sign of zeros at most.
+    """Concatenates gradients of pieces; changes at most the sign of zeros.
 
-    Requires: the sizes of one rank: a dim that pieces cover is one of which a rank holds all.
-    Ensures: the same sums, but for the sign of zeros.
+    Requires: the sizes of one rank; a rank holds all of the dim that pieces cover.
+    Ensures: the same sums, except for the sign of zeros.
 
     Example::
 

@@ -34,10 +34,10 @@ LISTS: Mapping[Any, int] = {ADAM: 6}  # what steps many at once: how many of its
 
 @dataclass(frozen=True)
 class JoinUpdates(BuiltinPass):
-    """Steps several parameters by one call; changes no value and no storage.
+    """Updates several parameters in one call; changes no value and no storage.
 
     Requires: updates that write over their operands.
-    Ensures: the same values in the same storages, in fewer calls; the most bytes held are no more than before.
+    Ensures: the same values in the same storages, in fewer calls; the peak does not rise.
 
     Example::
 

@@ -10,7 +10,7 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class DeadCode(BuiltinPass):
-    """Drops ops that nobody reads.
+    """Removes ops that are not read.
 
     Every op is pure but ``assign``, whose reader is the step's end; inputs stay, they are the signature.
 

@@ -31,10 +31,10 @@ HELPS = 0.005  # the least part of the bytes that a move has to save
 
 @dataclass(frozen=True)
 class DelayGradients(BuiltinPass):
-    """Makes later what backward makes and nobody needs yet, where that saves memory; changes no value.
+    """Delays values of backward that are not needed yet, where that saves memory; changes no value.
 
     Requires: collectives that are not launched yet.
-    Ensures: the most bytes held at a time, as it counts them, are no more; forward and the update stay as they are.
+    Ensures: the peak, as the pass counts it, does not rise; forward and the update stay as they are.
 
     Example::
 

@@ -27,10 +27,11 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class InPlace(BuiltinPass):
-    """Puts results into storage that nobody reads again; changes no value.
+    """Writes results into storage that is not read again; changes no value.
 
     Requires: every state that changes is written by an ``assign``; no transfer waits for a slot.
-    Ensures: ``out=`` names a value that nobody reads below; a state that its new value is made in has no ``assign``.
+    Ensures: ``out=`` names a value that is not read below; a state whose new value is computed in
+    place has no ``assign``.
 
     Example::
 

@@ -26,14 +26,14 @@ _WILD = set("*?[")
 
 @dataclass(frozen=True)
 class KeepGathered(BuiltinPass):
-    """Gathers some parameters once a step, not once in forward and once in backward.
+    """Gathers some parameters once a step, not in forward and again in backward.
 
     keep_gathered: paths of parameters, ``model.head.weight``, or patterns as of a shell, ``model.layers.?.*``; all by
         default.
     Raises ConfigError for a name that no parameter has.
 
-    Requires: gathers that stand alone, not in buckets.
-    Ensures: a parameter that is kept is gathered in forward alone; no value changes.
+    Requires: gathers that are not in buckets yet.
+    Ensures: a parameter that is kept is gathered only in forward; no value changes.
 
     Example::
 

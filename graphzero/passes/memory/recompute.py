@@ -32,7 +32,7 @@ AGAIN = "recompute"  # the role of what is computed again
 
 @dataclass(frozen=True)
 class Recompute(BuiltinPass):
-    """Computes values of forward again where backward reads them first, instead of holding them; the same bits.
+    """Recomputes values of forward right before backward first reads them, instead of holding them; the same bits.
 
     recompute: names of values, or patterns as of a shell; all that can be by default.
     Raises ConfigError for a name of no value of forward, and of one that has to be held.
@@ -40,8 +40,8 @@ class Recompute(BuiltinPass):
     A parameter that forward gathers for such a value is gathered again for it, once in backward for all its readers.
     What else moves between ranks, what checks, and what the update or the caller reads, is never computed again.
 
-    Requires: collectives that stand alone, not in buckets.
-    Ensures: backward does not read what is named from forward, but what is computed again right before; the same bits.
+    Requires: collectives that are not in buckets yet.
+    Ensures: backward reads recomputed values instead of the named ones of forward; the same bits.
 
     Example::
 

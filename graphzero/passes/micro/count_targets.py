@@ -24,10 +24,10 @@ LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 
 @dataclass(frozen=True)
 class CountTargets(BuiltinPass):
-    """Counts the targets of a loss apart from the loss.
+    """Counts the targets of a loss separately from the loss.
 
     Requires: a captured program.
-    Ensures: nothing reads the count that a loss over classes makes.
+    Ensures: the count that a loss over classes makes is not read.
 
     Example::
 

@@ -20,7 +20,7 @@ from graphzero.sbp.placement import MICRO_BATCHES
 
 @dataclass(frozen=True)
 class MicroBatches(BuiltinPass):
-    """Writes the step as what one micro-batch computes, repeated, and what comes before and behind.
+    """Splits the step into the repeated work of one micro-batch, the part before it and the part after it.
 
     The last micro-batch is written with the epilogue, so that its transfers overlap as those of any step do.
 
@@ -31,7 +31,8 @@ class MicroBatches(BuiltinPass):
     Raises ConfigError for an op that needs all rows of the batch at once.
 
     Requires: boxes wherever a value is read in another SBP than it has, on the axis ``mb`` too.
-    Ensures: there is no axis ``mb``; repeated ops are consecutive, and pass on only values that they write over.
+    Ensures: there is no axis ``mb``; repeated ops are consecutive, and only values that they write over are read
+    after them.
 
     Example::
 

@@ -41,7 +41,7 @@ class TileRows(BuiltinPass):
     one that hands them out, or in which backward of a row needs something of all rows.
 
     Requires: boxes wherever a value is read in another SBP than it has; the count of a loss as a value of its targets.
-    Ensures: the same values but for the rounding of sums over rows, added up tile by tile.
+    Ensures: the same values, except for the rounding of sums over rows, which are added up tile by tile.
 
     Example::
 

@@ -18,12 +18,12 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class CastBeforeGather(BuiltinPass):
-    """Puts casts of parameters in front of the uses that they stand behind, so that half of the bytes are moved.
+    """Moves casts of parameters before their uses, so that half of the bytes are sent.
 
     A cast computes each element by itself, so it changes no value.  What reads the parameter as it is goes on doing so.
 
     Requires: pins on uses; casts of a use to a smaller dtype, and to nothing else.
-    Ensures: a use in 16 bit is one of the parameter's cast, with the same pins.
+    Ensures: a 16-bit use reads the parameter's cast, with the same pins.
 
     Example::
 

@@ -151,12 +151,12 @@ TABLE: dict[Any, Definition] = {
 
 @dataclass(frozen=True)
 class Expand(BuiltinPass):
-    """Puts their definition in the place of ops whose rows some axis splits; changes no value beyond rounding.
+    """Replaces ops whose rows some axis splits by their definitions; changes no value beyond rounding.
 
     links: what communication costs on each axis, () for bytes.
 
     Requires: pins on inputs, uses and gradients.
-    Ensures: propagation meets no op that would gather rows for want of its definition; pins and level are as before.
+    Ensures: no op is left that would gather rows because its definition is missing; pins and level do not change.
 
     Example::
 

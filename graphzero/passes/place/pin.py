@@ -18,7 +18,7 @@ from graphzero.sbp.types import B, Nd, S, Sbp
 
 @dataclass(frozen=True)
 class Pin(BuiltinPass):
-    """Pins placeholders to what the user placed, and the rest to what follows from it.
+    """Pins placeholders as the user placed them, and uses and gradients accordingly.
 
     A parameter is read whole by forward and backward (B on the data axes), as it lies by the update; its
     gradient is completed to the parameter's own SBP when backward has made it.  That is plain data
@@ -29,7 +29,7 @@ class Pin(BuiltinPass):
     Raises SbpError for a role that no placeholder has, and for another number of SBPs than axes.
 
     Requires: a captured program, in which each phase reads a parameter through a ``use`` of its own.
-    Ensures: inputs, uses and gradients are pinned on every axis; pins that stood there already stay.
+    Ensures: inputs, uses and gradients are pinned on every axis; earlier pins stay.
 
     Example::
 

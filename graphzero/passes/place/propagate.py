@@ -28,7 +28,7 @@ class Propagate(BuiltinPass):
 
     links: what communication costs on each axis, () for bytes.
 
-    Requires: pins on inputs, uses and gradients; what is not pinned is free.
+    Requires: pins on inputs, uses and gradients; other values are free.
     Ensures: every value has an SBP on every axis, one that its op can make; pins are kept.
 
     Example::

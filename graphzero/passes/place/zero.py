@@ -25,7 +25,7 @@ PADDING = 0.02  # dim 0 is split if its padding is under this share, else the di
 
 @dataclass(frozen=True)
 class Zero(BuiltinPass):
-    """Splits over the data axes what stands as broadcast.
+    """Splits broadcast model state over the data axes.
 
     ===== ========================================================================================
     stage what is split
@@ -43,8 +43,8 @@ class Zero(BuiltinPass):
     optimizer_in_backward: whether the optimizer steps while backward runs: stage 1 too then cuts a gradient when it is
         made.
 
-    Requires: pins as ``pin`` puts them.
-    Ensures: the same pins, split as the stage says; no op is added, and nothing moves yet.
+    Requires: the pins of ``pin``.
+    Ensures: the same pins, split by the stage; no op is added, and nothing is sent yet.
 
     Example::
 

@@ -16,10 +16,10 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class Assign(BuiltinPass):
-    """Writes each new state over the old behind its last reader; ``copy_old`` has run before.
+    """Writes each new state over the old one after its last reader; ``copy_old`` has run before.
 
-    Requires: nothing that leaves the step is in a storage that is written over, which ``copy_old`` sees to.
-    Ensures: each new state is an ``assign`` below which nobody reads the old one.
+    Requires: no output of the step is in a storage that is overwritten, which ``copy_old`` ensures.
+    Ensures: each new state is an ``assign``, below which the old one is not read.
 
     Example::
 

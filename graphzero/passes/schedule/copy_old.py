@@ -19,10 +19,10 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class CopyOld(BuiltinPass):
-    """Copies what is wanted beyond the write over it; behind it, states may be written in any order.
+    """Copies old states that are read after they are overwritten; afterwards states may be written in any order.
 
-    Requires: no state has been written over yet.
-    Ensures: nothing but a state's own new value leaves the step in its storage, so states may be written in any order.
+    Requires: no state is overwritten yet.
+    Ensures: only a state's new value leaves the step in the state's storage, so states may be written in any order.
 
     Example::
 

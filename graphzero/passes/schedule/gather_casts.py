@@ -21,10 +21,10 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class GatherCasts(BuiltinPass):
-    """Takes casts of what is there when the step begins into the gathers that alone read them; changes no value.
+    """Moves casts of values that exist at the step's beginning into gathers that alone read them; changes no value.
 
-    Requires: collectives that stand alone.
-    Ensures: such a gather is told the dtype, and reads what was cast.
+    Requires: collectives that are not in buckets yet.
+    Ensures: such a gather has the dtype as an argument, and reads the uncast value.
 
     Example::
 

@@ -18,7 +18,7 @@ class Launch(BuiltinPass):
     """Splits each bucketed transfer into a launch and a wait; changes no value.
 
     Requires: collectives in buckets.
-    Ensures: each bucket is a launch without a slot and, right behind it, its wait.
+    Ensures: each bucket is a launch without a slot, directly followed by its wait.
 
     Example::
 

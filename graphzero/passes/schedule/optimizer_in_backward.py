@@ -27,10 +27,10 @@ MANY = ""  # for the name of a parameter: several
 
 @dataclass(frozen=True)
 class OptimizerInBackward(BuiltinPass):
-    """Moves each op of the update up, behind the last op of another phase that it has to wait for.
+    """Moves each op of the update up, after the last op of another phase on which it depends.
 
-    Requires: updates that stand behind backward.
-    Ensures: each op of the update stands right behind what it waits for; no op is added.
+    Requires: updates after backward.
+    Ensures: each op of the update directly follows its last dependency; no op is added.
 
     Example::
 

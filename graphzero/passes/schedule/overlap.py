@@ -35,7 +35,7 @@ class Overlap(BuiltinPass):
     bucket_bytes: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
 
     Requires: launches without slots.
-    Ensures: launches and waits of forward and backward stand as far apart as the bytes allow; no op is added.
+    Ensures: launches and waits of forward and backward are as far apart as the bytes in flight allow; no op is added.
 
     Example::
 
@@ -84,7 +84,7 @@ class OverlapUpdate(BuiltinPass):
     bucket_bytes: of whole values under way at a time; by default what ``Bucket`` takes for a bucket.
 
     Requires: launches without slots.
-    Ensures: launches and waits of the update stand as far apart as the bytes allow; no op is added.
+    Ensures: launches and waits of the update are as far apart as the bytes in flight allow; no op is added.
 
     Example::
 

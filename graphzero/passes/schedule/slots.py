@@ -21,10 +21,10 @@ from graphzero.passes.base import BuiltinPass
 
 @dataclass(frozen=True)
 class Slots(BuiltinPass):
-    """Gives each launch a communication slot, or none; from here on the order of transfers stays.
+    """Assigns each launch a communication slot, or none; the order of transfers is fixed from here on.
 
-    Requires: launches in the order in which they stay.
-    Ensures: no transfer waits for a slot; two that are under way at a time have different ones.
+    Requires: launches in their final order.
+    Ensures: no transfer waits for a slot; transfers in progress at the same time have different slots.
 
     Example::
 

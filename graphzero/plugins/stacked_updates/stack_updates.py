@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class StackUpdates(BuiltinPass):
-    """Stacks equal chains of an update that need whole values: each rank computes a share of them.
+    """Stacks equal chains of an update that need whole values, so that each rank computes a share of them.
 
     links: what communication costs on each axis, () for bytes.
     bucket_bytes: of the whole values in a stack, at most, where that is more than one for each rank; see ``Bucket``.
