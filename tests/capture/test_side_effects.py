@@ -197,13 +197,13 @@ def test_a_text_of_a_tensor_is_made_once_and_its_line_is_named(write, capsys):
     def build(self, x):
         loss = self.model(x).mean()
         print(write(loss))
-        print(f"{loss.shape} {torch.ones(2)}")  # known while build is written down
+        print(f"{loss.shape} {torch.ones(2)}")  # known while build is traced
         return loss
 
     _, run = capture(build)
     with pytest.warns(UserWarning, match="build converts a tensor to text") as caught:
         run()
-    said = [str(warning.message) for warning in caught if "a text" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "to text" in str(warning.message)]
     assert len(said) == 1 and "test_side_effects.py" in said[0] and said[0].count(" in ") == 1
     assert "size=()" in capsys.readouterr().out
 

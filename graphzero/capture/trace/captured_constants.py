@@ -51,7 +51,7 @@ class ConstantMessages:
     """Words in errors for the traced function, tensors that it may not write, and parameters that it does not have."""
 
     who: str = "build"
-    written: str = "no buffer of its modules"
+    written: str = "not a buffer of its modules"
     write_hint: str = _WRITE_HINT
     foreign: str = "belongs to no module of this Graph"
     foreign_hint: str = _FOREIGN_HINT
