@@ -6,10 +6,12 @@ The figures stand in the docstrings of the modules.
 
 * ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
-* the arena: the time of a step of one rank and its page faults, with the arena and without it, in a process as it is
-  and in one that keeps what is freed (``gz.keep_freed_memory()``).
+* the arena: the processor's time of a step of rank 0 of two, its page faults, and the kernel's high-water mark of
+  resident memory, less what the process held before, with the arena and without it, each in fresh processes.  The same
+  where the C library keeps what is freed: with MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=33554432 in
+  the environment.
 
-Times are medians of alternating rounds in one process.
+Times are medians, where they are of one process in alternating rounds.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 from _run import markdown, on_gloo, options_of
+from peak_memory import CLEAR, high_water, reset
 from systems import graph as graph_of
 from torch import Tensor, nn
 from workloads import WORKLOADS
@@ -45,9 +48,13 @@ def main() -> None:
     print(markdown(["model", "stage", "MB as written", "MB with order", "ratio"], peaks), flush=True)
     steps = [join_updates(width, layers, 5 * rounds) for width, layers in ((16, 100), (64, 50), (256, 12))]
     print("\n" + markdown(["layers", "width", "us joined", "us apart", "ratio"], steps), flush=True)
-    rows = [on_gloo(1, arena, name, keeps, rounds) for name in MODELS[:2] for keeps in (False, True)]
-    head = ["model", "keeps freed memory", "ms with arena", "ms without", "ratio", "faults with", "faults without"]
-    print("\n" + markdown(head, rows))
+    rows = [
+        [name, stage, "yes" if used else "no", *on_gloo(2, arena, name, stage, used, rounds)]
+        for name in MODELS[:2]
+        for stage in (0, 3)
+        for used in (True, False)
+    ]
+    print("\n" + markdown(["model", "stage", "arena", "CPU ms", "faults", "peak MB"], rows))
 
 
 def order(name: str) -> list[list[Any]]:
@@ -87,25 +94,21 @@ def join_updates(width: int, layers: int, rounds: int) -> list[Any]:
     return [layers, width, f"{joined:.0f}", f"{alone:.0f}", f"{joined / alone:.2f}"]
 
 
-def arena(rank: int, name: str, keeps: bool, rounds: int) -> list[Any]:
-    if keeps:
-        gz.keep_freed_memory()
-    batch, graphs, faults = WORKLOADS[name].part(0, rank, 1), {}, {True: 0, False: 0}
-    for used in faults:
-        graphs[used] = graph_of(0, WORKLOADS[name])
-        graphs[used].config.set_arena(used)
-
-    def call(used: bool) -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        graphs[used](*batch)
-        faults[used] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    timed({used: lambda used=used: call(used) for used in faults}, 1)  # type: ignore[misc]
-    faults |= {True: 0, False: 0}
-    found = timed({used: lambda used=used: call(used) for used in faults}, rounds)  # type: ignore[misc]
-    inside, beside = found[True] * 1e3, found[False] * 1e3
-    times = [f"{inside:.1f}", f"{beside:.1f}", f"{inside / beside:.2f}"]
-    return [name, "yes" if keeps else "no", *times, *(faults[used] // (2 * rounds) for used in (True, False))]
+def arena(rank: int, name: str, stage: int, used: bool, steps: int) -> list[str]:
+    batches = [WORKLOADS[name].part(step, rank, 2) for step in range(3)]
+    for workload in ("toy", name):  # the first has what a process needs for any
+        before = reset()
+        graph = graph_of(stage, WORKLOADS[workload], arena=used)
+        for step in range(3):
+            graph(*WORKLOADS[workload].part(step, rank, 2))
+    CLEAR.write_text("5")
+    faults, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, []
+    for step in range(steps):
+        started = time.process_time()
+        graph(*batches[step % 3])
+        seconds.append(time.process_time() - started)
+    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) // steps
+    return [f"{statistics.median(seconds) * 1e3:.1f}", str(faults), f"{(high_water() - before) / 1e6:.1f}"]
 
 
 def timed(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, float]:

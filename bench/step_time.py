@@ -34,13 +34,14 @@ from _run import average, markdown, on_gloo, options_of, save
 from systems import BASE, SYSTEMS, chosen, graph, mean
 from workloads import PLAIN, WORKLOADS, Variant
 
-import graphzero as gz
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
 from graphzero.testing.timer import StepTimes
 
 BASES = (BASE, "DDP", "FSDP2")
 BATCHES = 8
-SENT, KEPT = ", which send through gloo", ", gz.keep_freed_memory() in all"
+# the environment of processes that keep what they free; glibc reads it when a process starts
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+SENT, KEPT = ", which send through gloo", ", freed memory kept in all"
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     options = read_options()
+    if options.keep_memory:
+        os.environ.update(KEPT_MEMORY)
     if options.gloo:
         os.environ[SWITCH] = "gloo"
     rounds, show = options.rounds or (12 if options.full else 5), show_profile if options.profile else show_times
@@ -118,7 +121,6 @@ def show_times(options: argparse.Namespace, rounds: int) -> None:
         rounds,
         options.steps,
         0,
-        options.keep_memory,
         variant,
     )
     about = (
@@ -164,15 +166,12 @@ def apart(one: Timed, found: Mapping[str, Timed]) -> str:
 
 
 def work(
-    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, keep: bool = False,
-    variant: Variant = PLAIN,
+    rank: int, model: str, names: list[str], rounds: int, steps: int, share: int = 0, variant: Variant = PLAIN
 ) -> dict[str, Timed]:  # fmt: skip
     """Every rank: alternate rounds of all systems.
 
-    share: samples a rank, where not as many as the workload says.  keep: the process keeps memory that is freed.
+    share: samples a rank, where not as many as the workload says.
     """
-    if keep:
-        gz.keep_freed_memory()
     ranks = dist.get_world_size()
     workload = variant.apply(WORKLOADS[model])
     workload = replace(workload, share=share or workload.share)

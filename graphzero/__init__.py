@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from graphzero.plugins.profiler import Trace as Trace
     from graphzero.plugins.profiler import trace as trace
     from graphzero.region import local_region
-    from graphzero.runtime.host_memory import keep_freed_memory
     from graphzero.sbp.link_costs import Link
     from graphzero.sbp.placement import Placement, placement
     from graphzero.serialization import latest as latest
@@ -86,7 +85,6 @@ _HOMES = {
     "VerifyError": "errors",
     "check": "inspect",
     "explain": "inspect.explain",
-    "keep_freed_memory": "runtime.host_memory",
     "latest": "serialization",
     "load": "serialization",
     "load_pretrained": "serialization",
@@ -126,7 +124,6 @@ __all__ = [
     "check",
     "errors",
     "explain",
-    "keep_freed_memory",
     "latest",
     "load",
     "load_pretrained",

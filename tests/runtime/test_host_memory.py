@@ -1,4 +1,4 @@
-"""gz.keep_freed_memory: blocks that were freed are there, mapped, for who asks next."""
+"""freed_at_once: what is freed goes back to the kernel, except where the user has told the C library to keep it."""
 
 import os
 import subprocess
@@ -6,43 +6,41 @@ import sys
 
 import pytest
 
-import graphzero as gz
-from graphzero.runtime import host_memory
-
 FAULTS = """
 import resource, torch
-import graphzero as gz
-if {keep}:
-    gz.keep_freed_memory()
+from graphzero.runtime.host_memory import freed_at_once
 def step():
-    found = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
-    return sum(x[0] for x in found)
+    blocks = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
+    return sum(x[0] for x in blocks)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 for _ in range(3):
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+with freed_at_once():
+    inside = faults()
+step()
+print(inside, faults())
 """
 
+PAGES = 4 * 8 * 2**24 // os.sysconf("SC_PAGE_SIZE")  # that are touched in each of the counts
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
-PAGES = 4 * 8 * 2**24 // os.sysconf("SC_PAGE_SIZE")  # that are touched between the two counts
-
-
-def faults(keep: bool) -> int:
-    """Pages mapped while blocks come and go, in a process that starts by giving back whatever is freed."""
-    returns = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", FAULTS.format(keep=keep)]
-    return int(subprocess.run(command, capture_output=True, check=True, env=os.environ | returns).stdout)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_freed_blocks_are_not_mapped_anew() -> None:
-    assert faults(keep=True) < PAGES // 8 < PAGES // 2 < faults(keep=False)
+def faults(environment: dict[str, str]) -> list[int]:
+    """Pages mapped while blocks come and go: within freed_at_once, and after it."""
+    command = [sys.executable, "-c", FAULTS]
+    return [*map(int, subprocess.check_output(command, env=os.environ | environment).split())]
 
 
-def test_a_c_library_that_cannot_is_an_error_that_says_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory.sys, "platform", "darwin")
-    host_memory.keep_freed_memory.cache_clear()
-    with pytest.raises(gz.ConfigError, match="jemalloc"):
-        gz.keep_freed_memory()
+def test_blocks_are_mapped_anew_where_what_is_freed_goes_back_at_once() -> None:
+    inside, _ = faults({})
+    assert inside > PAGES // 2
+
+
+def test_settings_of_the_user_stay() -> None:
+    assert max(faults(KEPT)) < PAGES // 8
