@@ -14,7 +14,7 @@ from graphzero import _compat
 
 # mallopt's parameters, glibc's threshold at first, and the largest block that it lets a heap serve on 64 bits
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _SMALLEST, _LARGEST = -1, -3, 2**17, 32 * 2**20
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # of the user, in the environment
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")  # of the user, in the environment
 
 
 @_compat.contextmanager
@@ -34,6 +34,7 @@ def freed_at_once() -> Iterator[None]:
 def _set(mapped_from: int, trimmed_from: int) -> None:
     """Set mallopt's two bounds, where the C library has them and the user has not."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None and not any(name in os.environ for name in _SETTINGS):
+    is_set = any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is not None and not is_set:
         mallopt(_MMAP_THRESHOLD, mapped_from)
         mallopt(_TRIM_THRESHOLD, trimmed_from)
