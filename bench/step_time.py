@@ -34,6 +34,7 @@ from _run import average, markdown, on_gloo, options_of, save
 from systems import BASE, SYSTEMS, chosen, graph, mean
 from workloads import PLAIN, WORKLOADS, Variant
 
+import graphzero as gz
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
 from graphzero.testing.timer import StepTimes
 
