@@ -31,7 +31,15 @@ def test_an_interrupt_as_a_turn_is_taken_or_ends_leaves_it_free():
     subject.step()
     places = interrupts.Places()
     found = interrupts.places_of(subject.step, places)
-    names = ("turns.py", "agree.py", "programs.py", "watch.py", "interrupts.py", "overrides.py", "steps.py")
+    names = (
+        "call_lock.py",
+        "consensus.py",
+        "program_cache.py",
+        "mutation_watch.py",
+        "interrupts.py",
+        "overrides.py",
+        "steps.py",
+    )
     numbers = {
         number
         for (code, _), numbers in places.found.items()
