@@ -8,9 +8,9 @@ import sys
 PAGE = pathlib.Path(__file__).with_name("from_deepspeed.md")
 HEAD = "## Every key\n"
 INTRODUCTION = """
-`honoured`: it lands where the text says. `replaced`: results are the same without it, and one warning names what does
-its work here. `error`: results would be others without it. Values that ask for nothing (`false`, `"none"`, a section
-that is not enabled) are silent; keys that DeepSpeed does not know are an error, with the nearest one that it knows.
+`honoured`: it sets what the text names. `replaced`: results are the same without it, and one warning names the
+replacement. `error`: results would differ without it. Values that have no effect (`false`, `"none"`, a section that is
+not enabled) are silent; keys that DeepSpeed does not know are an error, with the nearest one that it knows.
 `python docs/deepspeed_keys.py` writes this section; do not edit it.
 """
 
@@ -21,7 +21,7 @@ def section() -> str:
 
     rows = [f"| `{key.path}` | {key.way} | {key.text} |" for key in KEYS]
     names = [f"* `{old}` is read as `{new}`" for old, new in ALIASES.items()]
-    head = [HEAD + INTRODUCTION, "| key | here | where, or what does its work |", "|---|---|---|"]
+    head = [HEAD + INTRODUCTION, "| key | here | setting, or replacement |", "|---|---|---|"]
     return "\n".join([*head, *rows, "", "Other names of these:", "", *names, ""])
 
 

@@ -117,7 +117,7 @@ def test_one_warning_names_all_that_is_done_otherwise():
         }
     )
     first, *rest = said.splitlines()
-    assert first == "the DeepSpeed configuration: what these keys do is done otherwise here"
+    assert first == "the DeepSpeed configuration: these keys are replaced here"
     assert [line.split(":")[0].strip() for line in rest] == [
         "wall_clock_breakdown",
         "zero_optimization.offload_optimizer",

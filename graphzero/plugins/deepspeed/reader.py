@@ -29,5 +29,5 @@ def read_deepspeed(config: GraphConfig, given: str | os.PathLike[str] | Mapping[
     deepspeed = land(document, config.placement, config)
     if document.replaced:
         lines = "\n  ".join(document.replaced)
-        warnings.warn(f"{document.name}: what these keys do is done otherwise here\n  {lines}", stacklevel=3)
+        warnings.warn(f"{document.name}: these keys are replaced here\n  {lines}", stacklevel=3)
     return deepspeed
