@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +28,7 @@ from graphzero.checkpoint.files import markers  # noqa: E402
 from graphzero.checkpoint.state_dict import loading  # noqa: E402
 from graphzero.runtime.state import modules  # noqa: E402
 from graphzero.runtime.tensors import gather, resplit  # noqa: E402
+from graphzero.runtime.transport import peer_memory  # noqa: E402
 from graphzero.runtime.transport.shared_memory_connect import SWITCH, requested_transport  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -359,6 +362,26 @@ def test_collectives_are_counted_beyond_31_bits_and_repr_says_the_way(tmp_path: 
     said = {"memory": "read each other's memory", "gloo": "send through gloo (rank 0: GRAPHZERO_TRANSPORT=gloo)"}
     found = failure_toys.run(many_collectives, 2, tmp_path, way)
     assert found == {rank: [True, [f"along dp ranks 0, 1 {said[way]}"]] for rank in range(2)}
+
+
+def reading_memory_is_forbidden(rank: int) -> Any:
+    def refuse(process: int, address: int, into: torch.Tensor) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("graphzero").addHandler(handler)
+    peer_memory.read_memory = refuse
+    graph = LookupGraph()
+    values = [float(graph(batch(0, rank))) for _ in range(3)]
+    return [values[0] > values[-1], warnings]
+
+
+def test_ranks_of_one_host_that_may_not_read_send_through_gloo_and_one_line_says_why(tmp_path: Path) -> None:
+    found = failure_toys.run(reading_memory_is_forbidden, 3, tmp_path, "auto")
+    line = "rank 0: ranks 0, 1, 2 send through gloo (rank 0: [Errno 1] Operation not permitted)"
+    assert found == {0: [True, [line]], 1: [True, []], 2: [True, []]}
 
 
 @pytest.mark.parametrize("word", ["tcp", "Memory", "", "0"])

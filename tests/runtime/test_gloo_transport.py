@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphzero import _compat
 from graphzero.errors import RankError
-from graphzero.runtime.transport.gloo_transport import SEGMENT, GlooTransport
+from graphzero.runtime.transport.gloo_transport import GlooTransport
 from graphzero.runtime.transport.p2p_collectives import PeerCollectives
 from graphzero.runtime.transport.process_monitor import WaitState
 from graphzero.runtime.transport.transport import Transport
@@ -104,7 +104,7 @@ def test_axes_that_share_connections_do_not_cross() -> None:
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-SIZES = (0, 1, 5, int(Transport.one_round_bytes) // 4 + 3, 2 * SEGMENT // 4 + 13)
+SIZES = (0, 1, 5, int(Transport.one_round_bytes) // 4 + 3, (1 << 19) + 13)
 
 
 def program(seed: int) -> list[tuple[str, int, torch.dtype, int]]:

@@ -13,7 +13,6 @@ from _ranks import start
 from graphzero.errors import PlacementError
 from graphzero.ir.text.parser import parse
 from graphzero.runtime.execute.executor import Executor
-from graphzero.runtime.transport.gloo_transport import SEGMENT
 from graphzero.runtime.transport.shared_memory_connect import SWITCH
 from graphzero.runtime.transport.transport import Transport
 from graphzero.runtime.world.process import ProcessWorld
@@ -79,8 +78,8 @@ def exchange_everything(world: World) -> dict[Any, list[torch.Tensor]]:
             outs = [torch.empty(received, dtype=dtype) for _ in ins]
             world.begin(kind, outs, ins, "dp").wait()
             found[kind, dtype] = outs
-    for dtype in (torch.float32, torch.bfloat16):  # several segments, the last one shorter; lines that do not divide
-        line = 2 * SEGMENT // dtype.itemsize + 13
+    for dtype in (torch.float32, torch.bfloat16):  # long pieces; lines that do not divide
+        line = (2 << 20) // dtype.itemsize + 13
         ins = [value(dtype, N * line, r) for r in world.local_ranks]
         found["long", dtype] = outs = [torch.empty(line, dtype=dtype) for _ in ins]
         world.begin("reduce_scatter", outs, ins, "dp").wait()

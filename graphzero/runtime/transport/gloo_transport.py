@@ -1,9 +1,13 @@
-"""Exchanges between ranks that do not share a host, by sends and receives of one gloo process group.
+"""Exchanges between ranks that do not share a host, through one gloo process group.
 
-All axes share the group of their ``Communicator``, and with it its connections: a tag says of which axis and exchange a
-message is.  Receives are posted before sends, since gloo moves a message only after both are there.
+All axes share the group of their ``Communicator``, and with it its connections.
 
-What is reduced arrives in segments, each of which is added while the next one arrives.
+Two ranks that are the whole group swap pieces by gloo's all-to-all, which a worker thread of gloo starts.  Ranks of
+other axes send and receive, with a tag that says of which axis and exchange a message is, and the thread that computes
+starts these.  It holds the lock of the connection meanwhile.  Where busy threads are more than cores, the kernel often
+suspends it there, and until it runs again gloo's loop thread asks for the lock over and over: at stage 3 of
+``bench/step_time.py --gloo`` that was a tenth of the step's processor time.  Sends are started before receives: the
+other rank's data then arrive when this rank's are on their way.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from graphzero.runtime.transport.primitives import Handle, fold
 from graphzero.runtime.transport.process_monitor import WaitState
 from graphzero.runtime.transport.transport import Continuation, Pieces, Transport
 
-SEGMENT = 1 << 20  # bytes of one message that is reduced
 _TAGS = 1 << 24  # tags of one axis; far fewer exchanges are under way at once
 _AXES = (1 << 7) - 1  # gloo's tags have 31 bits, of which the last 2**24 are not used here
+
+Works = list[tuple[Any, int]]  # of gloo, each with the number of the other rank
 
 
 class GlooTransport(Transport):
@@ -39,13 +44,12 @@ class GlooTransport(Transport):
         super().__init__(ranks, own, limit)
         self._group, self._members, self._wait_state = group, list(members), wait_state
         self._first_tag = axis % _AXES * _TAGS
+        self._is_pair = len(ranks) == group.size() == 2 and axis == 0  # an all-to-all has no tag: of one axis alone
         if len(ranks) == 2:  # pieces in two rounds would be as many bytes
             self.one_round_bytes = math.inf
 
     def exchange(self, number: int, sends: Pieces, receives: Pieces) -> Handle:
-        arriving = [self._post(self._group.recv, receives[q], q, number) for q in self.others]
-        leaving = [self._post(self._group.send, sends[q], q, number) for q in self.others]
-        return _Transfer(self, [arriving], leaving, (sends, receives))
+        return _Transfer(self, self._begin(number, sends, receives), (sends, receives))
 
     def reduce(
         self, number: int, sends: Pieces, own: Tensor, out: Tensor, reduction: str, then: Continuation = None
@@ -53,29 +57,29 @@ class GlooTransport(Transport):
         pieces = [own] * len(self.ranks)
         for q in self.others:  # one of them arrives in its final place
             pieces[q] = out if q == self.others[0] and out is not own else torch.empty_like(out)
-        rows = [*zip(*map(_split, (*pieces, out)), strict=True)]
-        arriving = [[self._post(self._group.recv, row[q], q, number) for q in self.others] for row in rows]
-        leaving = [self._post(self._group.send, x, q, number) for q in self.others for x in _split(sends[q])]
 
-        def add_row(i: int) -> None:
-            *parts, place = rows[i]
-            fold(parts, place, reduction)
-            if i + 1 == len(rows) and then is not None:
+        def fold_pieces() -> None:
+            fold(pieces, out, reduction)
+            if then is not None:
                 then()
 
-        return _Transfer(self, arriving, leaving, (sends, pieces), add_row)
+        return _Transfer(self, self._begin(number, sends, pieces), (sends, pieces), fold_pieces)
 
     def reduce_whole(self, number: int, buffer: Tensor, reduction: str) -> Handle:
-        pieces = [buffer if q == self.own else torch.empty_like(buffer) for q in range(len(self.ranks))]
-        rows = [*zip(*map(_split, pieces), strict=True)]
-        arriving = [[self._post(self._group.recv, row[q], q, number) for q in self.others] for row in rows]
-        leaving = [[self._post(self._group.send, row[self.own], q, number) for q in self.others] for row in rows]
+        return self.reduce(number, [buffer] * len(self.ranks), buffer, buffer, reduction)
 
-        def add_row(i: int) -> None:
-            self.wait_for(leaving[i])  # the sum takes the place of what is sent
-            fold(rows[i], rows[i][self.own], reduction)
+    def _begin(self, number: int, sends: Pieces, receives: Pieces) -> Works:
+        """Begin to send and to receive a piece of each other rank."""
+        if self._is_pair:
+            (q,) = self.others
+            return [(self._swap(q, _bytes(sends[q]), _bytes(receives[q])), q)]
+        works = [self._post(self._group.send, sends[q], q, number) for q in self.others]
+        return works + [self._post(self._group.recv, receives[q], q, number) for q in self.others]
 
-        return _Transfer(self, arriving, (), pieces, add_row)
+    def _swap(self, q: int, sent: Tensor, received: Tensor) -> Any:
+        member = self._members[q]
+        sent_sizes, received_sizes = ([x.numel() * (i == member) for i in range(2)] for x in (sent, received))
+        return self._group.alltoall_base(received, sent, received_sizes, sent_sizes)
 
     def _post(self, begin: Callable[..., Any], x: Tensor, q: int, number: int) -> tuple[Any, int]:
         """Begin to send or receive one tensor; of no elements nothing is sent."""
@@ -86,8 +90,8 @@ class GlooTransport(Transport):
         except RuntimeError as error:
             raise self.connection_error(q, error) from error
 
-    def wait_for(self, works: Sequence[tuple[Any, int]]) -> None:
-        """Wait until gloo has done each of ``works``, each with the number of the other rank."""
+    def wait_for(self, works: Works) -> None:
+        """Wait until gloo has done all ``works``."""
         for work, q in works:
             if work is None:
                 continue
@@ -114,23 +118,16 @@ class GlooTransport(Transport):
 class _Transfer:
     """Messages of one exchange under way; holds their buffers."""
 
-    def __init__(
-        self, transport: GlooTransport, arriving: Sequence[Sequence[tuple[Any, int]]],
-        leaving: Sequence[tuple[Any, int]], buffers: Any, then: Callable[[int], None] = lambda i: None,
-    ) -> None:  # fmt: skip
-        """arriving: works in rows; ``then`` is called with the number of each row when it has arrived."""
-        self.transport, self.arriving, self.leaving, self.buffers, self.then = (
-            transport, arriving, leaving, buffers, then,
-        )  # fmt: skip
+    def __init__(self, transport: GlooTransport, works: Works, buffers: Any, then: Callable[[], None] | None = None):
+        """then: called when all have arrived."""
+        self.transport, self.works, self.buffers, self.then = transport, works, buffers, then
 
     def wait(self) -> None:
-        for i, works in enumerate(self.arriving):
-            self.transport.wait_for(works)
-            self.then(i)
-        self.transport.wait_for(self.leaving)
-        self.arriving, self.leaving, self.buffers = (), (), None
+        self.transport.wait_for(self.works)
+        if self.then is not None:
+            self.then()
+        self.works, self.buffers, self.then = [], None, None
 
 
-def _split(x: Tensor) -> Sequence[Tensor]:
-    step = max(SEGMENT // x.element_size(), 1)
-    return torch.split(x.view(-1), step) if x.numel() > step else (x,)
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
