@@ -7,7 +7,7 @@ from typing import Any
 
 from graphzero.cli.least_ranks import Least
 from graphzero.cli.plan_report import PlanReport, StagePlan, traffic
-from graphzero.plan.plan import CATEGORIES, mega
+from graphzero.plan.plan import CATEGORIES, format_seconds, mega
 
 WIDTH = 13  # of a column
 PHASES = ("forward", "backward", "update")
@@ -64,13 +64,13 @@ def _seconds(report: PlanReport) -> Iterator[Sequence[str]]:
     steps = [one.timeline for one in report.stages]
     phases = [step.by_phase() for step in steps]
     yield ("time",)
-    yield ("  compute", *(time(step.compute) for step in steps))
-    yield from _rows(PHASES, lambda name: [phase.get(name, 0.0) for phase in phases], time, indent=4)
-    yield ("  communication", *(time(step.communication) for step in steps))
-    yield ("    not hidden behind compute", *(time(step.exposed) for step in steps))
+    yield ("  compute", *(format_seconds(step.compute) for step in steps))
+    yield from _rows(PHASES, lambda name: [phase.get(name, 0.0) for phase in phases], format_seconds, indent=4)
+    yield ("  communication", *(format_seconds(step.communication) for step in steps))
+    yield ("    not hidden behind compute", *(format_seconds(step.exposed) for step in steps))
     if any(step.host > 0.01 * step.seconds for step in steps):
-        yield ("  waiting for the host to start ops", *(time(step.host) for step in steps))
-    yield ("  step", *(time(step.seconds) for step in steps))
+        yield ("  waiting for the host to start ops", *(format_seconds(step.host) for step in steps))
+    yield ("  step", *(format_seconds(step.seconds) for step in steps))
 
 
 def _rows(
@@ -129,11 +129,3 @@ def _unused(report: PlanReport) -> Iterator[str]:
                 f"nothing travels along {name}: its {ranks} ranks do the same work, for the FACTORY splits nothing "
                 "over it; an axis whose name begins with dp splits the batch (--axes dp0=8,dp1=8)"
             )
-
-
-def time(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{seconds / 1e-6:.1f} us"

@@ -102,8 +102,7 @@ class StepGraph:
     def placeholders(self, *kinds: str) -> Iterator[Node]:
         """The placeholders, all or those of the given role kinds."""
         for node in self.graph.find_nodes(op="placeholder"):
-            role = value.role_of(node)
-            if not kinds or (role is not None and role.kind in kinds):
+            if not kinds or value.has_role(node, *kinds):
                 yield node
 
     def node(self, name: str) -> Node:

@@ -184,10 +184,15 @@ def role_of(node: fx.Node) -> Role | None:
     return node.meta.get("role")
 
 
+def has_role(node: fx.Node, *kinds: str) -> bool:
+    """Return whether the node has a role of one of these kinds."""
+    role = role_of(node)
+    return role is not None and role.kind in kinds
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Return whether the node computes, in backward, what forward has computed before."""
-    role = role_of(node)
-    return role is not None and role.kind == "recompute"
+    return has_role(node, "recompute")
 
 
 def phase_of(node: fx.Node) -> str:

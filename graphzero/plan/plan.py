@@ -165,7 +165,7 @@ class Plan:
         lines = [head]
         for name, calls in [*groups.items(), ("total", self.collectives)]:
             line = f"  {name:<34}{len(calls):>6}{mega(sum(c.bytes for c in calls)):>14}"
-            lines.append(line + (f"{_time(sum(c.seconds or 0.0 for c in calls)):>14}" if self.links else ""))
+            lines.append(line + (f"{format_seconds(sum(c.seconds or 0.0 for c in calls)):>14}" if self.links else ""))
         return lines
 
 
@@ -177,18 +177,18 @@ def mega(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
     return f"{seconds / 1e-6:.1f} us"
 
 
-def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena: Arena | None = None) -> Plan:
+def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Plan:
     """The plan of a lowered program for ``rank``, by default the first, which holds the largest pieces.
 
-    links: what communication costs on each placement axis, for seconds; () for none.  arena: where the executor is
-    told to put large temporaries.
+    links: what communication costs on each placement axis, for seconds; () for none.
     """
     examine(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not _is_average(node))
@@ -197,7 +197,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = (), arena:
         name=graph.name,
         placement=_place(graph),
         parameters=parameters,
-        memory=memory_of(graph, rank, arena),
+        memory=memory_of(graph, rank),
         collectives=[entry for entry, _ in entries],
         padding_bytes=sum(padding for _, padding in entries),
         comm_volume=sum(entry.elements for entry, _ in entries) / max(parameters, 1),
@@ -270,7 +270,7 @@ def _label(node: fx.Node) -> str:
 
 
 def memory_of(graph: StepGraph, rank: int | None = None, arena: Arena | None = None) -> MemoryPlan:
-    """The memory of ``plan_of``."""
+    """The memory of ``plan_of``.  arena: where the executor is told to put large temporaries."""
     at = liveness(graph)
     over = memory_over_time(graph, rank, arena)
     total = np.sum([*over.values()], axis=0)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.transfer import awaited, transfer_of
 from graphzero.plan.seconds import op_name
+from graphzero.runtime.execute.steps import Meter
 
 AROUND = ("overhead", "around the program")
 AGREEING = ("overhead", "waiting for all ranks to agree")
@@ -54,7 +53,7 @@ class StepTimes:
         return "\n".join(lines)
 
 
-class Timer:
+class Timer(Meter):
     """Adds up a program's seconds into ``times``; see ``StepTimes``."""
 
     def __init__(self, graph: StepGraph, times: StepTimes | None = None):
@@ -100,18 +99,6 @@ class Timer:
         """The ranks meet at ``node``."""
         self.enter(f"{node.name} (meeting)", "")
         self._kinds.setdefault(self._node, _meeting(node, self._kinds))
-
-    def add_result(self, x: Any, names: Sequence[Any]) -> None:
-        """Results do not matter here."""
-
-    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
-        """Nor do storages."""
-
-    def __enter__(self) -> Timer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def _kind(node: fx.Node) -> tuple[str, str, str]:

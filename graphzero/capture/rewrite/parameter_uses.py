@@ -22,7 +22,7 @@ def insert_uses(graph: fx.Graph) -> None:
 class _UseInserter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.params = {node for node in graph.find_nodes(op="placeholder") if _is_param(node)}
+        self.params = {node for node in graph.find_nodes(op="placeholder") if value.has_role(node, "param")}
         self.derived: set[fx.Node] = set()
         self.made: dict[tuple[fx.Node, str], fx.Node] = {}
 
@@ -88,8 +88,3 @@ def _plain(node: fx.Node) -> fx.Node:
     if node.target is ops.use:
         return value.operand(node)
     return node
-
-
-def _is_param(node: fx.Node) -> bool:
-    role = value.role_of(node)
-    return role is not None and role.kind == "param"

@@ -290,10 +290,9 @@ def _is_copy_of(node: fx.Node, itemsize: int | None) -> bool:
 
 
 def _category(node: fx.Node, storage: Storage, known: str, is_param: bool) -> str:
-    role = value.role_of(node)
     if storage[0].op == "placeholder" or known in ("gradients", "accumulators", memory_space.HOST):
         return known
-    if role is not None and role.kind == "gradient":
+    if value.has_role(node, "gradient"):
         return "gradients"
     if is_param:
         return known

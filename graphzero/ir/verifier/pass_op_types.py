@@ -137,8 +137,7 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     need(graph.level in ("lowered", "local"), f"writes at level {graph.level}")
     need(len(args) == 2 and not kwargs, "takes 2 arguments")
     old, new = _tensor(args[0]), _tensor(args[1])
-    role = value.role_of(args[0])
-    good = args[0].op == "placeholder" and role is not None and role.kind in HELD
+    good = args[0].op == "placeholder" and value.has_role(args[0], *HELD)
     need(good, f"writes into '{args[0].name}', which is not a parameter, buffer or state")
     need(old == new, f"writes {new} into {old}")
     return old

@@ -115,8 +115,7 @@ def _check_updates(graph: StepGraph, where: str) -> None:
     placeholders = {node.name: node for node in graph.placeholders()}
     for name, new in graph.updates.items():
         old = placeholders.get(name)
-        role = value.role_of(old) if old is not None else None
-        if old is None or role is None or role.kind not in WRITABLE:
+        if old is None or not value.has_role(old, *WRITABLE):
             raise VerifyError(
                 f"{where}the step updates '{name}', which is not a parameter, buffer or state of the graph\n  "
                 f"It may update: {', '.join(n for n in list(placeholders)[:8])}"

@@ -189,7 +189,6 @@ def _copy(graph: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
     copy = graph.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
     copy.meta = {**node.meta, "phase": "backward"}
-    role = value.role_of(node)
-    if role is None or role.kind != "param":
+    if not value.has_role(node, "param"):
         graph.set_role(copy, Role(AGAIN, node.name))
     return copy

@@ -98,8 +98,7 @@ class LoopCarried:
         return LoopResult(source, source_nd, have.reduction)
 
     def _reduces_each(self, box: fx.Node) -> bool:
-        role = value.role_of(box)
-        return self.reduces_each and role is not None and role.kind == "gradient"
+        return self.reduces_each and value.has_role(box, "gradient")
 
     def _mean(self, node: fx.Node) -> LoopResult:
         type_ = value.type_of(node)

@@ -89,8 +89,7 @@ def _largest(graph: StepGraph) -> list[fx.Node]:
     """Values of the batch that forward makes, at least half as large as its largest, largest first."""
     of_batch = set[fx.Node]()
     for node in graph.nodes:
-        role = value.role_of(node)
-        is_batch = node.op == "placeholder" and role is not None and role.kind == "batch"
+        is_batch = node.op == "placeholder" and value.has_role(node, "batch")
         if is_batch or any(operand in of_batch for operand in node.all_input_nodes):
             of_batch.add(node)
     candidates = [
@@ -219,8 +218,7 @@ class _Growing:
         """The parameters, vectors aside, of which each of the values is made that every tile reads whole."""
         weights_of: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.nodes:
-            role = value.role_of(node)
-            is_weight = node.op == "placeholder" and role is not None and role.kind == "param" and _has_rows(node)
+            is_weight = node.op == "placeholder" and value.has_role(node, "param") and _has_rows(node)
             read = () if node.target in SHAPED else node.all_input_nodes
             weights_of[node] = frozenset([node] if is_weight else ()).union(*(weights_of[x] for x in read))
         whole = (weights_of[x] for x in self.region.inputs if not self.cut.get(x, B).is_split)

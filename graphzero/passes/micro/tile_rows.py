@@ -163,8 +163,7 @@ class _TileWriter:
         chain = [node]
         while chain[-1].op != "placeholder" and len(chain[-1].all_input_nodes) == 1:
             chain += chain[-1].all_input_nodes
-        role = value.role_of(chain[-1])
-        if role is None or role.kind != "param":
+        if not value.has_role(chain[-1], "param"):
             return node
         copy = param = chain.pop()
         for link in reversed(chain):

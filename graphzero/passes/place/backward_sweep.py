@@ -50,8 +50,7 @@ def _wanted(state: AxisPropagation, node: fx.Node) -> Sbp | None:
 
 def _is_wide_gradient(node: fx.Node) -> bool:
     """Return whether a value is a gradient that was cast from 16 bit so that it is added up in more, at every stage."""
-    role = value.role_of(node)
-    if role is None or role.kind != "gradient" or node.target is not torch.ops.aten._to_copy.default:
+    if not value.has_role(node, "gradient") or node.target is not torch.ops.aten._to_copy.default:
         return False
     source: Any = node.args[0]
     return value.tensor_type(source).dtype.itemsize < value.tensor_type(node).dtype.itemsize

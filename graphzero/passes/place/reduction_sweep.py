@@ -60,17 +60,12 @@ def _is_free(state: AxisPropagation, node: fx.Node) -> bool:
     A gradient over a data axis may not: it is reduced as the gradient, where the stage says, never in a smaller form
     before it.
     """
-    return state.pinned(node) is None and not (state.is_data and _is_gradient(node))
+    return state.pinned(node) is None and not (state.is_data and value.has_role(node, "gradient"))
 
 
 def _partial_picks(state: AxisPropagation, node: fx.Node) -> list[fx.Node]:
     """The partial ones of an op's several results."""
     return [user for user in node.users if user.target is operator.getitem and state.sbp(user).is_partial]
-
-
-def _is_gradient(node: fx.Node) -> bool:
-    role = value.role_of(node)
-    return role is not None and role.kind == "gradient"
 
 
 def _regions(partial: list[fx.Node], carried: set[fx.Node], state: AxisPropagation) -> Iterable[list[fx.Node]]:
@@ -129,7 +124,7 @@ def _add_reader(
     state: AxisPropagation, capacity: Any, node: fx.Node, reduced: Any, carrier: fx.Node | None, want: Sbp
 ) -> None:
     """Add one reader of ``node``: it reads the value whole, cut, or partial, if it carries it on as a partial sum."""
-    rather = 1 - 1e-7 * _is_gradient(node)  # between equals it is the gradient that is reduced
+    rather = 1 - 1e-7 * value.has_role(node, "gradient")  # between equals it is the gradient that is reduced
 
     def wire(sbp: Sbp) -> float:
         return rather * state.costs.box(state.sbp(node), sbp, state.nbytes(node), state.axis)

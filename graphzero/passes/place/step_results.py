@@ -33,6 +33,5 @@ class StepResults:
 
 def output_sbp(graph: StepGraph, node: fx.Node, axis: int, have: Sbp) -> Sbp:
     """The SBP in which build returns a value: this rank's share of the batch, or the whole."""
-    role = value.role_of(node)
     share = have.is_split and have.dim == 0 and graph.placement.names[axis] in graph.placement.batch_axes
-    return have if share and value.phase_of(node) != "update" and (role is None or role.kind != "gradient") else B
+    return have if share and value.phase_of(node) != "update" and not value.has_role(node, "gradient") else B

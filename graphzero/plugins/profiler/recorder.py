@@ -10,17 +10,18 @@ into and out of buffers), "launch" and "await" (beginning a collective, and wait
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graphzero.ir import ops, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.transfer import Transfer, awaited, transfer_of
 from graphzero.plan.seconds import op_name
 from graphzero.plan.timeline import COMPUTE, Event
+from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.accelerators import ACCELERATORS, synchronize
 from graphzero.runtime.world.world import World
 
@@ -62,7 +63,7 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
     return HostClock() if kind is None else DeviceClock(device, kind.module)
 
 
-class EventRecorder:
+class EventRecorder(Meter):
     """Given to an executor as its ``meter``; ``events`` has what it has seen, one list per local rank."""
 
     def __init__(self, graph: StepGraph, world: World) -> None:
@@ -91,18 +92,6 @@ class EventRecorder:
         self._node = ""
         self._met.append((len(self._marks), len(self._world.trace or ())))
         self._marks.append((ALL, node.name, self._clock.read_time()))
-
-    def add_result(self, x: Any, names: Sequence[Any]) -> None:
-        """Results do not matter here."""
-
-    def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
-        """Nor do storages."""
-
-    def __enter__(self) -> EventRecorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     # ---- what came of it
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from graphzero.plan.plan import mega
+from graphzero.plan.plan import format_seconds, mega
 from graphzero.plan.timeline import COMPUTE, Event
 from graphzero.plugins.profiler.compare import COPIES, exact, shares
 from graphzero.plugins.profiler.data import TraceData
@@ -15,12 +15,14 @@ def report(trace: TraceData, threshold: float) -> str:
     """The trace in a few lines."""
     first, ranks = trace.first, len(trace.ranks)
     lines = [
-        f"a step of {trace.name} on {ranks} rank{'s' * (ranks > 1)}: {_time(trace.traced)} traced, "
-        f"{_time(trace.untraced)} not traced ({trace.overhead:+.1%})"
+        f"a step of {trace.name} on {ranks} rank{'s' * (ranks > 1)}: {format_seconds(trace.traced)} traced, "
+        f"{format_seconds(trace.untraced)} not traced ({trace.overhead:+.1%})"
     ]
     if trace.clock_error:
-        lines.append(f"the ranks' clocks are brought together to {_time(trace.clock_error)}")
-    lines += [f"  {what:<24}{_time(seconds):>12}{seconds / first.seconds:>8.1%}" for what, seconds in _parts(trace)]
+        lines.append(f"the ranks' clocks are brought together to {format_seconds(trace.clock_error)}")
+    lines += [
+        f"  {what:<24}{format_seconds(seconds):>12}{seconds / first.seconds:>8.1%}" for what, seconds in _parts(trace)
+    ]
     return "\n".join([*lines, "", *_exact_lines(trace), *_share_lines(trace, threshold)])
 
 
@@ -63,7 +65,8 @@ def _share_lines(trace: TraceData, threshold: float) -> list[str]:
         return ["seconds are not compared: no device was named for which they are planned"]
     own = trace.first.own
     head = (
-        f"rank {trace.first.rank} takes {_time(own)}, planned for {trace.device}: {_time(planned.seconds)}; "
+        f"rank {trace.first.rank} takes {format_seconds(own)}, planned for {trace.device}: "
+        f"{format_seconds(planned.seconds)}; "
         f"measured is {own / planned.seconds:.2f} of planned"
     )
     rows = shares(planned, trace.first, threshold)
@@ -73,12 +76,7 @@ def _share_lines(trace: TraceData, threshold: float) -> list[str]:
     lines.append(f"  {'phase, op':<36}{'planned':>11}{'':>8}{'measured':>12}")
     for row in rows:
         parts = (row.planned, row.planned / planned.seconds), (row.measured, row.measured / own)
-        lines.append(f"  {row.what:<36}" + "".join(f"{_time(seconds):>11}{part:>8.1%}" for seconds, part in parts))
+        lines.append(
+            f"  {row.what:<36}" + "".join(f"{format_seconds(seconds):>11}{part:>8.1%}" for seconds, part in parts)
+        )
     return lines
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{seconds / 1e-6:.1f} us"

@@ -59,9 +59,7 @@ class Places:
         room = inplace.out_of(node) if node.target is not ops.launch else None
         if node.op == "placeholder":
             self.of[node] = self.new()
-            role = value.role_of(node)
-            stays = role is not None and role.kind in PERSISTENT
-            (self.persistent if stays else self.inputs)[node.name] = self.of[node]
+            (self.persistent if value.has_role(node, *PERSISTENT) else self.inputs)[node.name] = self.of[node]
         elif is_name(node.target) or node.target in ops.WRITING:
             self.of[node] = self.of[source]  # type: ignore[index]
         elif room is not None:

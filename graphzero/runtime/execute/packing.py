@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.transfer import Transfer
-from graphzero.ir.transfer_layout import TransferLayout, count_runs, shape_on
+from graphzero.ir.transfer_layout import TransferLayout, count_runs, local_shape
 from graphzero.runtime.transport.primitives import Handle, same_place
 from graphzero.runtime.world.world import World
 from graphzero.sbp.shards import chunk
@@ -41,7 +40,7 @@ class Exchange:
         self.joined: list[tuple[int, Shape]] = []  # per member: the dim along which these are joined, and the result
         peers = world.peers(local, moves.axis)
         for k, member in enumerate(moves.members):
-            shapes = [_shape(graph, member, rank) for rank in peers]
+            shapes = [local_shape(graph, member, rank) for rank in peers]
             getattr(self, f"_{moves.kind}")(k, shapes)
         self.padding = self._padding()
         self.sent, self.received = layout.sent(self.own), layout.received
@@ -196,10 +195,6 @@ def starter(moves: Transfer, graph: StepGraph, world: World) -> Callable[[Sequen
         return world.begin_runs(kind, [(outs, ins) for outs, ins in together], axis, *how)
 
     return begin
-
-
-def _shape(graph: StepGraph, node: fx.Node, rank: int) -> Shape:
-    return shape_on(graph, value.tensor_type(node), value.nd_of(node), rank)
 
 
 def _join(views: Sequence[Tensor], dim: int, shape: Shape) -> Tensor:

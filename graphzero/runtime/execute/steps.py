@@ -32,11 +32,15 @@ class Meter(Protocol):
     """Observer of a run: ``MemoryMeter`` counts the bytes of the first local rank, ``Timer`` its seconds,
     ``EventRecorder`` records when each op of every rank began and ended."""
 
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: Any) -> Any: ...
+    def __enter__(self) -> Any:
+        return None
+
+    def __exit__(self, *error: Any) -> Any:
+        return None
 
     def register(self, category: str, tensors: Iterable[Tensor], most: int | None = None) -> None:
         """These are there before the run; of each at most so many bytes are for it."""
+        return
 
     def watches(self, local: int) -> bool:
         """The lines that follow are those of a local rank; whether it is watched."""
@@ -46,6 +50,7 @@ class Meter(Protocol):
 
     def add_result(self, x: Any, names: Sequence[Any]) -> None:
         """``x`` is a result of the node."""
+        return
 
     def meet(self, node: fx.Node) -> None:
         """Called when all local ranks synchronize at ``node``."""
