@@ -15,7 +15,7 @@ def parse_csv(text: str, micro_batches: int | None = None, stages: int | None = 
     from 0, a row being a pp rank.  Whether the schedule is legal says ``check_schedule``.
     """
     lines = text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n").removesuffix("\n").split("\n")
-    return PipelineSchedule.from_rows([line.split(",") if line else [] for line in lines], micro_batches, stages, name)
+    return PipelineSchedule.from_rows([line.split(",") for line in lines], micro_batches, stages, name)
 
 
 def format_csv(schedule: PipelineSchedule) -> str:

@@ -26,8 +26,8 @@ class ScheduleCosts:
     """Seconds of actions and transfers, or any other unit of time.
 
     actions: by (stage, kind).  Of what is absent, F, I and W take 1, B what I and W take together, all others nothing.
-    transfers: by (stage, stage) from which to which; 0 where absent.  A transfer occupies neither rank, and several
-    over one edge do not wait for each other.
+    transfers: by (stage, stage) from which to which; 0 where absent, and between stages of one rank.  A transfer
+    occupies neither rank, and several over one edge do not wait for each other.
     """
 
     actions: Mapping[tuple[int, ActionKind], float] = field(default_factory=dict)
@@ -88,7 +88,9 @@ def simulate_schedule(schedule: PipelineSchedule, costs: ScheduleCosts | None = 
         action = schedule.rows[row][column]
         assert action is not None
         for part in action.parts or (action,):
-            arrivals = (present[value] + _transfer_seconds(costs, part.stage, value) for value in needed_values(part))
+            arrivals = (
+                present[value] + _transfer_seconds(schedule, costs, part.stage, value) for value in needed_values(part)
+            )
             start = max([free_from[row], *arrivals])
             free_from[row] = end = start + costs.action_seconds(part)
             present.update(dict.fromkeys(made_values(part), end))
@@ -96,7 +98,8 @@ def simulate_schedule(schedule: PipelineSchedule, costs: ScheduleCosts | None = 
     return PipelineTimeline(schedule, tuple(map(tuple, rows)))
 
 
-def _transfer_seconds(costs: ScheduleCosts, stage: int, value: Value) -> float:
+def _transfer_seconds(schedule: PipelineSchedule, costs: ScheduleCosts, stage: int, value: Value) -> float:
     """How long ``value`` travels to ``stage``, from when it is there and its receive is posted."""
     source = {RECEIVE_F: stage - 1, RECEIVE_B: stage + 1}.get(value[1], value[0])
-    return costs.transfers.get((source, stage), 0.0) if source != stage else 0.0
+    is_local = schedule.stage_ranks[source] == schedule.stage_ranks[stage]
+    return 0.0 if is_local else costs.transfers.get((source, stage), 0.0)

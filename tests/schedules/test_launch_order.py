@@ -19,6 +19,7 @@ from graphzero.schedules import (
     least_receive_slots_by_edge,
     lower_schedule,
     parse_csv,
+    remove_messages,
 )
 
 visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
@@ -49,7 +50,7 @@ def schedule_of(name: str, ranks: int) -> PipelineSchedule:
     if name in GENERATORS:
         return generate_schedule(name, ranks, 2 * ranks)
     rows = visualizer.get_schedule_ops(name, ranks, 2 * ranks)
-    return PipelineSchedule.from_rows([[str(one) for one in row if one and one.is_compute_op] for row in rows])
+    return remove_messages(PipelineSchedule.from_rows(rows))
 
 
 @pytest.mark.parametrize("name", SLOTS)
@@ -100,7 +101,7 @@ def test_rows_with_sends_and_receives_of_torch(name: str) -> None:
     for ranks in RANKS:
         for deferred in (False, True):
             rows = visualizer.get_schedule_ops(name, ranks, 2 * ranks, with_comms=True, defer_pp_recv=deferred)
-            schedule = PipelineSchedule.from_rows([[str(one) for one in row] for row in rows])
+            schedule = PipelineSchedule.from_rows(rows)
             assert (choose_communicators(schedule).grouping == "one") is not deferred
 
 
@@ -144,3 +145,8 @@ def test_rows_are_lowered_once() -> None:
 def test_a_launch_order_needs_sends_and_receives() -> None:
     with pytest.raises(ScheduleError, match="has no sends and receives: lower it first"):
         check_launch_order(generate_schedule("1f1b", 2, 2))
+
+
+def test_a_launch_order_is_that_of_complete_rows() -> None:
+    with pytest.raises(ScheduleError, match="row 1 has no cell '1RECV_F0'"):
+        check_launch_order(parse_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n"))

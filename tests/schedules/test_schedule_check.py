@@ -143,6 +143,14 @@ ILLEGAL = {
         "0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
         "row 0 has no cell '0SEND_F0'",
     ),
+    "a gradient is not sent": (
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0\n",
+        "row 1 has no cell '1SEND_B0'",
+    ),
+    "a send of a gradient stands before what it sends": (
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_B0,1B0\n",
+        "row 1, column 2: '1SEND_B0' needs '1B0' (row 1, column 3), which stands behind it",
+    ),
     "a send has no other rank": (
         "0F0,1F0,0SEND_F0,1B0,0B0\n",
         "row 0, column 2: '0SEND_F0' has no other rank to talk to: stage 1 is on this rank or does not exist",

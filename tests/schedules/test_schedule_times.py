@@ -83,6 +83,11 @@ def test_ranks_wait_for_transfers_and_for_slow_stages() -> None:
     assert timeline.bubble == pytest.approx((2 * 17 - 18) / 18)
 
 
+def test_nothing_travels_between_stages_of_one_rank() -> None:
+    costs = ScheduleCosts(transfers={(0, 1): 1.0, (1, 0): 1.0, (1, 2): 50.0, (2, 1): 50.0, (2, 3): 1.0, (3, 2): 1.0})
+    assert simulate_schedule(generate_schedule("zbv", 2, 1), costs).makespan == 4 + 2 + 5 + 2 + 1
+
+
 def test_sends_and_receives_in_the_rows_change_no_time() -> None:
     costs = ScheduleCosts({(2, ActionKind.FORWARD): 1.7}, {(stage, stage + 1): 0.3 for stage in range(7)})
     for name in GENERATORS:
