@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch_rows import texts, torch_rows
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules import GENERATORS, ActionKind, check_schedule, generate_schedule
-
-visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
 
 STAGES_PER_RANK = {"gpipe": (1,), "1f1b": (1,), "zb1p": (1,), "zbv": (2,)}
 
@@ -37,17 +36,16 @@ def test_a_schedule_is_legal_for_any_number_of_ranks_and_micro_batches(name: str
 )
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 6), (4, 8), (4, 10), (4, 12), (8, 16)])
 def test_rows_are_those_of_torch(theirs: str, ours: str, stages_per_rank: int, ranks: int, micro_batches: int) -> None:
-    rows = visualizer.get_schedule_ops(theirs, ranks, micro_batches, stages_per_rank)
-    expected = [[str(one) for one in row if one and one.is_compute_op] for row in rows]
+    rows = torch_rows(theirs, ranks, micro_batches, stages_per_rank)
+    expected = [texts(row) for row in rows]
     schedule = generate_schedule(ours, ranks, micro_batches, stages_per_rank)
     assert [[str(one) for one in row] for row in schedule.rows] == expected
 
 
 def test_looped_bfs_is_that_of_torch_but_for_the_order_of_micro_batches_in_backward() -> None:
-    rows = visualizer.get_schedule_ops("LoopedBFS", 4, 6, 2)
+    rows = torch_rows("LoopedBFS", 4, 6, 2)
     reversed_micro_batches = {f"{stage}B{at}": f"{stage}B{5 - at}" for stage in range(8) for at in range(6)}
-    texts = [[str(one) for one in row if one and one.is_compute_op] for row in rows]
-    expected = [[reversed_micro_batches.get(text, text) for text in row] for row in texts]
+    expected = [[reversed_micro_batches.get(text, text) for text in texts(row)] for row in rows]
     schedule = generate_schedule("looped_bfs", 4, 6, 2)
     assert [[str(one) for one in row] for row in schedule.rows] == expected
 

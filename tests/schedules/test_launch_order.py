@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch_rows import torch_rows
 
 from graphzero.errors import ScheduleError
 from graphzero.schedules import (
@@ -22,7 +23,6 @@ from graphzero.schedules import (
     remove_messages,
 )
 
-visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
 RANKS = (2, 4, 8)  # with twice as many micro-batches
 SLOTS = {
     "gpipe": (0, 0, 0),
@@ -49,7 +49,7 @@ LATE_COMMUNICATORS = {  # that suffice if receives are posted next to their use
 def schedule_of(name: str, ranks: int) -> PipelineSchedule:
     if name in GENERATORS:
         return generate_schedule(name, ranks, 2 * ranks)
-    rows = visualizer.get_schedule_ops(name, ranks, 2 * ranks)
+    rows = torch_rows(name, ranks, 2 * ranks)
     return remove_messages(PipelineSchedule.from_rows(rows))
 
 
@@ -100,7 +100,7 @@ def test_rows_with_sends_and_receives_of_torch(name: str) -> None:
     """Those with early receives finish with one communicator, those with late ones do not."""
     for ranks in RANKS:
         for deferred in (False, True):
-            rows = visualizer.get_schedule_ops(name, ranks, 2 * ranks, with_comms=True, defer_pp_recv=deferred)
+            rows = torch_rows(name, ranks, 2 * ranks, with_comms=True, defer_pp_recv=deferred)
             schedule = PipelineSchedule.from_rows(rows)
             assert (choose_communicators(schedule).grouping == "one") is not deferred
 
