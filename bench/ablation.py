@@ -1,8 +1,10 @@
 """Ablation of parts that a program also runs without: bytes or time with each and without it.
 
-    python bench/ablation.py
+    python bench/ablation.py                                # the parts below
+    python bench/ablation.py tiles --layers 2 --rounds 3    # logits of a GPT-2 in tiles of rows (set_row_tiles)
+    python bench/ablation.py muon --rounds 20               # torch's Muon with updates in stacks and without
 
-The figures stand in the docstrings of the modules.
+The figures stand in the docstrings of the modules, of the last two in bench/results/tiles.md and muon.md.
 
 * ``order``: the planned peak of two ranks, with backward as it is written and with what may wait made later.
 * ``join_updates``: the time of a step of many small parameters, stepped by one call and each by its own.
@@ -25,25 +27,28 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from _run import markdown, on_gloo, options_of
 from peak_memory import CLEAR, high_water, reset
 from systems import graph as graph_of
 from torch import Tensor, nn
-from workloads import WORKLOADS
+from workloads import GPT, WORKLOADS, Shape
 
 import graphzero as gz
-from graphzero.passes import JoinUpdates, Options, Pipeline, default_passes, pass_list
+from graphzero.ir.graph import StepGraph
+from graphzero.passes import JoinUpdates, Options, Pipeline, StackUpdates, default_passes, pass_list
+from graphzero.passes.place.forward_sweep import swept
 from graphzero.plan.plan import memory_of
-from graphzero.testing import fake_world
+from graphzero.plugins.stacked_updates.whole_chains import is_split, whole_chains
+from graphzero.sbp.types import B
+from graphzero.testing import fake_world, measure_step
 
 MODELS = ("A", "B", "conv")
 Key = TypeVar("Key")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = options_of(parser).rounds
+def show_parts(options: argparse.Namespace) -> None:
+    rounds = options.rounds or 12
     peaks = [row for name in MODELS for row in order(name)]
     print(markdown(["model", "stage", "MB as written", "MB with order", "ratio"], peaks), flush=True)
     steps = [join_updates(width, layers, 5 * rounds) for width, layers in ((16, 100), (64, 50), (256, 12))]
@@ -121,6 +126,180 @@ def timed(calls: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, floa
                 call()
                 seconds[key].append(time.perf_counter() - started)
     return {key: statistics.median(found) for key, found in seconds.items()}
+
+
+# ---- tiles of rows
+
+COUNTS = (1, 2, 4, 8)
+TILED_STAGE = 2
+TILES_HEAD = ["tiles", "peak, MB", "measured, MB", "largest held of the logits, MB", "time", "fastest, s"]
+
+
+class TiledGraph(gz.Graph):
+    def __init__(self, shape: Shape, placement: gz.Placement) -> None:
+        super().__init__(placement)
+        torch.manual_seed(0)
+        self.model = GPT(shape)
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
+        self.config.enable_zero(stage=TILED_STAGE)
+        self.config.set_arena(False)
+
+    def build(self, tokens: Tensor, following: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, following)
+        loss.backward()
+        return loss
+
+
+def show_tiles(options: argparse.Namespace) -> None:
+    width, context = options.width or 768, options.context
+    shape = Shape(options.vocabulary, width, options.layers or 2, width // 64, options.batch, context, True)
+    print(
+        f"{shape.layers} layers of width {shape.width}, {shape.vocabulary} classes, tied; two ranks at stage "
+        f"{TILED_STAGE}, AdamW, {shape.batch} sequences of {shape.context} tokens each\n"
+    )
+    held, seconds = peaks(shape), times(shape, options.rounds or 3)
+    logits = shape.batch * shape.context * shape.vocabulary * 4
+    rows = []
+    for count in COUNTS:
+        ratio = statistics.median(one / whole for one, whole in zip(seconds[count], seconds[1], strict=True))
+        megabytes = (f"{nbytes / 1e6:.1f}" for nbytes in (*held[count], logits // count))
+        rows.append([str(count), *megabytes, f"{ratio:.2f}", f"{min(seconds[count]):.2f}"])
+    print(markdown(TILES_HEAD, rows))
+
+
+def tokens(shape: Shape, ranks: int) -> tuple[Tensor, Tensor]:
+    found = torch.randint(0, shape.vocabulary, (ranks * shape.batch, shape.context + 1))
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def peaks(shape: Shape) -> dict[int, tuple[int, int]]:
+    """By number of tiles, the bytes of a rank's peak: the plan's, and those that the dispatcher sees."""
+    found = {}
+    with fake_world(2):
+        graph, batch = TiledGraph(shape, gz.placement("cpu", range(2))), tokens(shape, 1)
+        for count in COUNTS:
+            graph.config.set_row_tiles(count)
+            graph(*batch)
+            found[count] = graph.plan.memory.peak, measure_step(graph, *batch).peak
+    return found
+
+
+def times(shape: Shape, rounds: int) -> dict[int, list[float]]:
+    """By number of tiles, the processor's seconds of steps of both ranks."""
+    graph, batch = TiledGraph(shape, gz.placement("cpu", range(2), virtual=True)), tokens(shape, 2)
+    found: dict[int, list[float]] = {count: [] for count in COUNTS}
+    for taken in range(rounds + 1):
+        for count in COUNTS:
+            graph.config.set_row_tiles(count)
+            start = time.process_time()
+            graph(*batch)
+            if taken:  # the first one compiles
+                found[count].append(time.process_time() - start)
+    return found
+
+
+# ---- Muon's updates
+
+WAYS = ("stacked", "gathered", "in pieces")
+
+
+class MuonGraph(gz.Graph):
+    def __init__(self, shape: Shape, way: str, stage: int) -> None:
+        super().__init__(name=way.replace(" ", "_"))
+        torch.manual_seed(0)
+        self.model, self.way = GPT(shape), way
+        matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
+        self.add_optimizer(torch.optim.Muon(matrices, lr=0.01))
+        self.add_optimizer(torch.optim.AdamW(rest, lr=1e-3))
+        self.config.enable_zero(stage=stage)
+        if way == "gathered":
+            self.config.add_pass(gather_whole, after="zero")
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.model(x, y)
+        loss.backward()
+        return loss
+
+
+def gather_whole(graph: StepGraph) -> StepGraph:
+    """Each matrix of the update whole on every rank, once."""
+    axes = swept(graph, ())
+    for entry in [entry for chain in whole_chains(graph, axes) for entry in chain.entries]:
+        for axis in graph.placement.names if is_split(axes, entry) else ():
+            entry = graph.pin(entry, axis, B)
+    return graph
+
+
+def show_muon(options: argparse.Namespace) -> None:
+    layers, rounds = options.layers or 8, options.rounds or 8
+    shape = Shape(vocabulary=1024, width=options.width or 256, layers=layers, heads=4, batch=2, context=64)
+    found = on_gloo(options.ranks, measured, shape, options.stage, rounds)
+    of_matrices = sum(p.numel() for p in GPT(shape).blocks.parameters() if p.ndim == 2)
+    rows = []
+    for way in WAYS:
+        seconds, sent, update, elements, peak, planned = found[way]
+        rows.append(
+            [
+                way, f"{statistics.median(seconds) * 1e3:.0f}",
+                f"{statistics.median(s / t for s, t in zip(seconds, found[WAYS[0]][0], strict=True)):.2f}",
+                f"{sent / 1e6:.2f}", f"{planned / 1e6:.2f}", f"{update / 1e6:.2f}", f"{elements / of_matrices:.3f}",
+                f"{peak / 1e6:.1f}",
+            ]
+        )  # fmt: skip
+    head = ["updates", "ms a step", "of stacked", "MB sent", "planned", "for updates", "Psi", "planned peak, MB"]
+    print(f"{of_matrices / 1e6:.1f} M parameters in {4 * layers} matrices, stage {options.stage}, "
+          f"{options.ranks} gloo ranks, {rounds} rounds\n\n{markdown(head, rows)}")  # fmt: skip
+
+
+def measured(rank: int, shape: Shape, stage: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    x, y = (torch.randint(shape.vocabulary, (shape.batch, shape.context)) for _ in range(2))
+    graphs = {}
+    for way in WAYS:
+        apart = tuple(entry for entry in pass_list.pass_entries() if entry.kind is not StackUpdates or way == "stacked")
+        with patch.object(pass_list, "pass_entries", lambda apart=apart: apart):
+            graphs[way] = MuonGraph(shape, way, stage)
+            graphs[way](x, y)  # the first step is a program of its own
+            graphs[way](x, y)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            dist.barrier()
+            started = time.perf_counter()
+            graphs[way](x, y)
+            took = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            seconds[way].append(float(took))
+    return {way: (seconds[way], *_traffic(graph, x, y)) for way, graph in graphs.items()}
+
+
+def _traffic(graph: MuonGraph, *batch: Tensor) -> tuple[float, float, float, float, float]:
+    """Bytes sent, those for the update alone and its elements, the planned peak, planned bytes."""
+    sent = sum(one.nbytes for one in gz.testing.trace_step(graph, *batch))
+    own = [c for c in graph.plan.collectives if c.phase == "update" and c.what_for == "other"]
+    update = sum(c.bytes for c in own)
+    return sent, update, update / torch.bfloat16.itemsize, graph.plan.memory.peak, graph.plan.comm_bytes
+
+
+# ---- the command
+
+SUBJECTS = {"parts": show_parts, "tiles": show_tiles, "muon": show_muon}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subject", nargs="?", default="parts", choices=SUBJECTS)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--context", type=int, default=256, help="tiles")
+    parser.add_argument("--batch", type=int, default=2, help="tiles: sequences a rank")
+    parser.add_argument("--vocabulary", type=int, default=50257, help="tiles")
+    parser.add_argument("--ranks", type=int, default=4, help="muon")
+    parser.add_argument("--stage", type=int, default=2, help="muon")
+    options = options_of(parser)
+    SUBJECTS[options.subject](options)
 
 
 if __name__ == "__main__":
