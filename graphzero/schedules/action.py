@@ -18,7 +18,7 @@ class ActionKind(str, Enum):
     """The kinds of action, by their words in torch.distributed.pipelining.
 
     BACKWARD is BACKWARD_INPUT, the gradient of what the stage received, and BACKWARD_WEIGHT, those of its parameters,
-    in one (Zero Bubble Pipeline Parallelism, Qi et al., 2023, section 2, where they are called B and W).
+    in one (Zero Bubble Pipeline Parallelism, Qi et al., 2023, where they are called B and W).
     """
 
     FORWARD = "F"
@@ -47,7 +47,7 @@ SENDS = frozenset([ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD])
 RECEIVES = frozenset([ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD])
 SHARDING = frozenset([ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD])  # of one micro-batch, or of all
 
-NUMBER = "0|[1-9][0-9]*"
+NUMBER = "0|[1-9][0-9]{0,8}"
 WORDS = "|".join(sorted((kind.value for kind in ActionKind if kind is not ActionKind.OVERLAP), key=len, reverse=True))
 SINGLE = re.compile(rf"({NUMBER})({WORDS})({NUMBER})?")
 COMPOUND = re.compile(rf"\(([^()]*)\){ActionKind.OVERLAP.value}")

@@ -26,15 +26,19 @@ ACTIONS = "actions"
 GROUPINGS: dict[str, Callable[[PipelineSchedule, Action], Hashable]] = {
     "one": lambda schedule, message: (),
     "direction": lambda schedule, message: edge_of(message)[0] < edge_of(message)[1],
-    "pair of ranks": lambda schedule, message: tuple(schedule.stage_ranks[stage] for stage in edge_of(message)),
+    "pair": lambda schedule, message: frozenset(_ranks_of(schedule, message)),
+    "directed pair": lambda schedule, message: _ranks_of(schedule, message),
     "edge": lambda schedule, message: edge_of(message),
 }
-"""Which messages share a communicator, from fewest to most of them; pairs of ranks are directed."""
+"""Which messages share a communicator, from fewest communicators to most.
+
+A pair is one of ranks: what torch creates for unbatched sends and receives of an NCCL group that is initialized lazily.
+"""
 
 
 @dataclass(frozen=True)
 class CommunicatorChoice:
-    """A row of GROUPINGS with which a schedule finishes.
+    """The grouping of GROUPINGS with which a schedule finishes.
 
     communicators: how many there are.  most_on_rank: how many a rank is a member of at most.
     """
@@ -74,6 +78,10 @@ def _find_deadlock(schedule: PipelineSchedule, grouping: str) -> ScheduleError |
     return ScheduleError(f"{error}; {_DEADLOCKS[grouping]}", error.row, error.column)
 
 
+def _ranks_of(schedule: PipelineSchedule, message: Action) -> tuple[int, ...]:
+    return tuple(schedule.stage_ranks[stage] for stage in edge_of(message))
+
+
 def _count_communicators(schedule: PipelineSchedule, grouping: str) -> CommunicatorChoice:
     members = {
         (row, GROUPINGS[grouping](schedule, cell))
@@ -87,7 +95,8 @@ def _count_communicators(schedule: PipelineSchedule, grouping: str) -> Communica
 _DEADLOCKS = {
     "one": "sends and receives of a rank run in launch order, as on one NCCL communicator",
     "direction": "sends and receives of a rank run in launch order, with a communicator for each direction",
-    "pair of ranks": "sends and receives run in launch order, with a communicator for each directed pair of ranks",
+    "pair": "sends and receives run in launch order, with a communicator for each pair of ranks",
+    "directed pair": "sends and receives run in launch order, with a communicator for each pair of ranks and direction",
     "edge": "sends and receives of one stage boundary and direction run in launch order",
 }
 

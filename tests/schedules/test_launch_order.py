@@ -38,11 +38,11 @@ LATE_COMMUNICATORS = {  # that suffice if receives are posted next to their use
     "gpipe": ("one", "one", "one"),
     "1f1b": ("direction", "direction", "direction"),
     "zb1p": ("direction", "direction", "direction"),
-    "interleaved": ("pair of ranks", "pair of ranks", "pair of ranks"),
-    "looped_bfs": ("pair of ranks", "pair of ranks", "pair of ranks"),
-    "interleaved_zero_bubble": ("edge", "pair of ranks", "pair of ranks"),
+    "interleaved": ("directed pair", "directed pair", "directed pair"),
+    "looped_bfs": ("directed pair", "pair", "pair"),
+    "interleaved_zero_bubble": ("edge", "directed pair", "directed pair"),
     "zbv": ("edge", "edge", "edge"),
-    "DualPipeV": ("pair of ranks", "edge", "edge"),
+    "DualPipeV": ("directed pair", "edge", "edge"),
 }
 
 
@@ -79,11 +79,19 @@ def test_receives_posted_early_need_one_communicator_and_late_ones_more(name: st
         assert all(count_posted_receives(late, rank) <= 2 for rank in range(ranks))  # 2: of both parts of one cell
 
 
+def test_pairs_of_ranks_are_not_enough_where_both_ends_send_first() -> None:
+    late = lower_schedule(generate_schedule("1f1b", 2, 4), "late")
+    with pytest.raises(ScheduleError, match="with a communicator for each pair of ranks$"):
+        check_launch_order(late, "pair")
+    check_launch_order(late, "directed pair")
+    check_launch_order(lower_schedule(generate_schedule("gpipe", 2, 4), "late"), "pair")
+
+
 def test_communicators_are_counted() -> None:
     choice = choose_communicators(lower_schedule(schedule_of("zbv", 4), "late"))
     assert (choice.grouping, choice.communicators, choice.most_on_rank) == ("edge", 12, 8)
     choice = choose_communicators(lower_schedule(schedule_of("interleaved", 4), "late"))
-    assert (choice.grouping, choice.communicators, choice.most_on_rank) == ("pair of ranks", 8, 4)
+    assert (choice.grouping, choice.communicators, choice.most_on_rank) == ("directed pair", 8, 4)
     choice = choose_communicators(generate_schedule("gpipe", 1, 2))
     assert (choice.grouping, choice.communicators, choice.most_on_rank) == ("one", 0, 0)
 
