@@ -130,9 +130,9 @@ class Liveness:
                 read.add(inside.stop - 1)
         return {storage: sorted(positions) for storage, positions in readers_by_storage.items()}
 
-    def last_reader(self, storage: Storage, default: int = -1) -> int:
-        """The position of the last node that reads a storage, the output included; ``default`` for none."""
-        return max(self.readers[storage], default=default)
+    def last_reader(self, storage: Storage) -> int:
+        """The position of the last node that reads a storage, the output included; -1 for none."""
+        return max(self.readers[storage], default=-1)
 
     # ---- lives
 

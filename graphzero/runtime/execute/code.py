@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from graphzero.ir import value
 from graphzero.runtime.execute.environment import Places
-from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment, Step, Turn
+from graphzero.runtime.execute.steps import Barrier, Env, Line, Segment, Step, WholeStep
 from graphzero.runtime.world.world import World
 from graphzero.sbp.shards import LocalSize, LocalStart
 
@@ -80,7 +81,12 @@ class Code:
         """Repeat the steps from number ``since`` on ``times`` times; each repetition gets its number."""
         self.cut()
         once, place = self.steps[since:], self.places.of[node]
-        self.steps[since:] = [step for i in range(times) for step in (Turn(node, place, i), *once)]
+
+        def set_number(i: int, envs: list[Env]) -> None:
+            for e in envs:
+                e[place] = i
+
+        self.steps[since:] = [step for i in range(times) for step in (WholeStep(node, partial(set_number, i)), *once)]
 
     def segment(self, lines: list[Line]) -> Segment:
         return Segment(lines, self.names)

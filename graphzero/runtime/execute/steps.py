@@ -119,28 +119,8 @@ def _metered(line: Line) -> list[tuple[str, fx.Node]]:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The next micro-batch begins: its number goes where ops read it."""
-
-    node: fx.Node
-    place: int
-    number: int
-    local = None  # all of them
-
-    def node_of(self, traceback: TracebackType | None) -> fx.Node | None:
-        return self.node
-
-    def __call__(self, envs: list[Env]) -> None:
-        for e in envs:
-            e[self.place] = self.number
-
-    def metered(self, envs: list[Env], meter: Meter) -> None:
-        self(envs)
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """Something that all local ranks do together."""
+class WholeStep:
+    """An action on the environments of all local ranks, for which they do not wait for each other."""
 
     node: fx.Node
     action: Callable[[list[Env]], None]
@@ -153,8 +133,15 @@ class Barrier:
         self.action(envs)
 
     def metered(self, envs: list[Env], meter: Meter) -> None:
+        self.action(envs)
+
+
+class Barrier(WholeStep):
+    """An action of all local ranks together."""
+
+    def metered(self, envs: list[Env], meter: Meter) -> None:
         meter.meet(self.node)
         self.action(envs)
 
 
-Step = Segment | Turn | Barrier
+Step = Segment | WholeStep

@@ -17,16 +17,6 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class CompletedHandle:
-    """A collective that was over when it returned."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = CompletedHandle()
-
-
 class JoinedHandle:
     """Several collectives under way, begun in this order."""
 
@@ -36,6 +26,9 @@ class JoinedHandle:
     def wait(self) -> None:
         for handle in self.handles:
             handle.wait()
+
+
+DONE: Handle = JoinedHandle(())  # a collective that was over when it returned
 
 
 def place_of(x: Tensor) -> tuple[int, int, int]:
