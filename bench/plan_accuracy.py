@@ -50,7 +50,7 @@ from graphzero.plugins.tune.captured_step import captured_step
 from graphzero.plugins.tune.layout import Layout, axes_of
 from graphzero.plugins.tune.patterns import patterns
 from graphzero.plugins.tune.price import Price
-from graphzero.plugins.tune.search import Found, Search
+from graphzero.plugins.tune.search import Search, SearchResult
 from graphzero.sbp.placement import placement
 from graphzero.sbp.types import Sbp
 from graphzero.testing import fake_world
@@ -229,7 +229,7 @@ def about(device: Device, model: str, ranks: int) -> str:
     return f"{WORKLOADS[model].describe(ranks)}\n{device.name}: {rates}; links {links}\n"
 
 
-def ranked_layouts(name: str, ranks: int, device: Device) -> tuple[Found, Any]:
+def ranked_layouts(name: str, ranks: int, device: Device) -> tuple[SearchResult, Any]:
     """All layouts by the model, and the names of parameters."""
     workload = WORKLOADS[name]
     with fake_world(ranks), warnings.catch_warnings():

@@ -231,16 +231,16 @@ def _module_to_global(module: nn.Module, placement: Placement, sbp: Wanted | Map
 
 
 def _checked_nds(
-    module: nn.Module, held: Sequence[ModuleTensor], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
+    module: nn.Module, tensors: Sequence[ModuleTensor], placement: Placement, sbp: Wanted | Mapping[str, Wanted]
 ) -> list[Nd]:
     """SBPs for each of the module's tensors."""
     if isinstance(sbp, Mapping):
-        nds = _by_name(held, sbp, placement, module)
+        nds = _by_name(tensors, sbp, placement, module)
     else:
-        nds = [_nd(sbp, placement, module)] * len(held)
+        nds = [_nd(sbp, placement, module)] * len(tensors)
         check_kept(nds[0] if nds else (), f"a module, {type(module).__name__},")
-    check_trained_apart(held)
-    for entry, nd in zip(held, nds, strict=True):
+    check_trained_apart(tensors)
+    for entry, nd in zip(tensors, nds, strict=True):
         check_kept(nd, f"the module's {entry.path}")
         if entry.tensor.dim():
             _check_dims(entry.tensor.shape, nd, f"to_global of the module's {entry.path}")
@@ -285,9 +285,9 @@ def _by_name(
     ]
 
 
-def _facts(held: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
+def _facts(tensors: Sequence[ModuleTensor], nds: Sequence[Nd], placement: Placement) -> dict[str, str]:
     """Facts that must be equal on all ranks: SBPs of each tensor, whether it has values, and its target SBPs."""
     return {
         entry.path: f"{describe_distribution(entry.tensor, placement)} to {_text(nd)}"
-        for entry, nd in zip(held, nds, strict=True)
+        for entry, nd in zip(tensors, nds, strict=True)
     }

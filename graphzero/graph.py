@@ -368,21 +368,23 @@ class Graph:
             )
 
     def __copy__(self) -> Graph:
-        return self._copied(object.__new__(type(self)), copy.copy(self.config), lambda held: held)
+        return self._copied(object.__new__(type(self)), copy.copy(self.config), lambda attribute: attribute)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
         copied = memo[id(self)] = object.__new__(type(self))
-        return self._copied(copied, copy.deepcopy(self.config, memo), lambda held: copy.deepcopy(held, memo))
+        return self._copied(copied, copy.deepcopy(self.config, memo), lambda attribute: copy.deepcopy(attribute, memo))
 
-    def _copied(self, made: Graph, config: GraphConfig, copied: Callable[[Any], Any]) -> Graph:
-        """``made`` with settings of its own and ``copied`` attributes.  It compiles programs of its own."""
+    def _copied(self, target: Graph, config: GraphConfig, copied: Callable[[Any], Any]) -> Graph:
+        """``target`` with settings of its own and ``copied`` attributes.  It compiles programs of its own."""
         self._check_apart("copied")
-        made.name, made.placement, made.config = self.name, self.placement, config
-        made._begin()
-        made._source.take_settings(self._source, copied)
-        vars(made).update((name, copied(attribute)) for name, attribute in vars(self).items() if name not in vars(made))
-        made._source.take_state(self._source)
-        return made
+        target.name, target.placement, target.config = self.name, self.placement, config
+        target._begin()
+        target._source.take_settings(self._source, copied)
+        vars(target).update(
+            (name, copied(attribute)) for name, attribute in vars(self).items() if name not in vars(target)
+        )
+        target._source.take_state(self._source)
+        return target
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -393,9 +395,9 @@ class Graph:
     def __getattr__(self, name: str) -> Any:
         raise missing_attribute(type(self), name, "_steps" in vars(self))
 
-    def __setattr__(self, name: str, held: Any) -> None:
-        check_attribute(type(self), name, held, "_steps" in vars(self))
-        super().__setattr__(name, held)
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_attribute(type(self), name, value, "_steps" in vars(self))
+        super().__setattr__(name, value)
 
     def compiled_program(self, what: str) -> StepProgram:
         """For the rest of graphzero: the program used or compiled last. Raises ConfigError, which names ``what``, if
@@ -408,10 +410,10 @@ class Graph:
         return last
 
 
-def _parameter_lines(found: Mapping[str, ModuleTensor], nds: Mapping[str, Nd]) -> list[str]:
+def _parameter_lines(tensors: Mapping[str, ModuleTensor], nds: Mapping[str, Nd]) -> list[str]:
     """Path, type and SBP of every parameter, for ``repr``."""
     lines = []
-    for path, entry in found.items():
+    for path, entry in tensors.items():
         if entry.kind == "param":
             sbp = ", ".join(map(str, nds[path]))
             kind = " DTensor" if isinstance(entry.tensor, DTensor) else ""

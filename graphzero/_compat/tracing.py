@@ -106,14 +106,14 @@ def last_traced() -> Any:
 def is_traced_after(x: Tensor, node: Any) -> bool:
     """Return whether the graph that is being written makes ``x``, behind ``node``."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node)
     return producer is not None and (node is None or producer > node)
 
 
 def traced_call(x: Tensor) -> Any:
     """Key of the call that makes ``x`` in the graph being written, equal for equal calls; else a unique object."""
     mode: Any = proxy_tensor.get_proxy_mode()
-    producer: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda held: held.proxy.node)
+    producer: Any = mode and proxy_tensor.get_proxy_slot(x, mode.tracer, None, lambda slot: slot.proxy.node)
     return object() if producer is None else (producer.target, str(producer.args), str(producer.kwargs))
 
 
@@ -128,7 +128,7 @@ def functional_value(x: Tensor) -> Tensor:
 def traced_from(x: Tensor) -> set[int] | None:
     """The numbers of the inputs of the graph that is being written which ``x`` is computed from, None if it is not."""
     tracer = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
-    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda held: held.proxy.node)
+    producer: Any = proxy_tensor.get_proxy_slot(x, tracer, None, lambda slot: slot.proxy.node)
     if producer is None:
         return None
     seen, todo = {producer}, [producer]

@@ -55,11 +55,11 @@ def _check_rounded(step: Step, trained: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refusal(step: Step, told: str, what: str, params: Mapping[str, Tensor], hint: str) -> ConfigError:
+def _refusal(step: Step, arguments: str, what: str, params: Mapping[str, Tensor], hint: str) -> ConfigError:
     shown = [f"{path}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for path, p in params.items()]
     more = [f"... and {len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
     return ConfigError(
-        f"enable_amp({told}): {what}\n\n  at {place_of(step.build)}\n\n"
+        f"enable_amp({arguments}): {what}\n\n  at {place_of(step.build)}\n\n"
         + "".join(f"  {line}\n" for line in (*shown[:SHOWN], *more))
         + f"\n  {hint}"
     )

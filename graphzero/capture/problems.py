@@ -42,12 +42,12 @@ def problem_here(what: str, hint: str, build: CodeType | None = None, facts: Ite
     return record_problem(problem(what, hint, user_frames(limit=3, until=build), facts))
 
 
-def record_problem(made: CaptureError) -> CaptureError:
-    """``made``, which is a problem from now on, whoever catches it."""
+def record_problem(error: CaptureError) -> CaptureError:
+    """``error``, which is a problem from now on, whoever catches it."""
     met = _met.get()
-    if met is not None and made not in met:
-        met.append(made)
-    return made
+    if met is not None and error not in met:
+        met.append(error)
+    return error
 
 
 @_compat.contextmanager
@@ -61,11 +61,11 @@ def raising_recorded_problems() -> Iterator[None]:
         raise met[0]
 
 
-def withdraw_problem(made: CaptureError) -> None:
+def withdraw_problem(error: CaptureError) -> None:
     """Drop a recorded problem that has turned out to be none."""
     met = _met.get()
-    if met is not None and made in met:
-        met.remove(made)
+    if met is not None and error in met:
+        met.remove(error)
 
 
 def first_line(error: BaseException) -> str:

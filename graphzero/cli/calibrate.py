@@ -117,15 +117,15 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def on_any_axes(found: Sequence[MeasuredLink], device: Device, placement: Placement) -> dict[str, Link]:
+def on_any_axes(links: Sequence[MeasuredLink], device: Device, placement: Placement) -> dict[str, Link]:
     """The links by axis, and "inside" and "between" hosts, for axes that other placements have: those along which most
     ranks meet there, and "inside 2" for axes of fewer.
     """
-    ordered = sorted(found, key=lambda one: one.ranks)
+    ordered = sorted(links, key=lambda one: one.ranks)
     ways = {device.way(placement, one.axis): one for one in ordered}
     narrow = [(way, one) for one in ordered if one.ranks < ways[way := device.way(placement, one.axis)].ranks]
     sized = {f"{way} {one.ranks}": one.link for way, one in narrow}
-    return {one.axis: one.link for one in found} | sized | {way: one.link for way, one in ways.items()}
+    return {one.axis: one.link for one in links} | sized | {way: one.link for way, one in ways.items()}
 
 
 def in_groups(
@@ -183,10 +183,10 @@ def fit(samples: Sequence[Sample], axis: str = "the axis") -> Link:
     return Link(alpha, 1 / beta)
 
 
-def table(found: Sequence[MeasuredLink]) -> str:
+def table(links: Sequence[MeasuredLink]) -> str:
     """A table as text, one axis a line."""
     lines = [f"{'axis':<14}{'ranks':>6}{'latency':>14}{'bandwidth':>16}{'fit off by':>12}"]
-    for one in found:
+    for one in links:
         latency, bandwidth = f"{one.link.latency * 1e6:.1f} us", f"{one.link.bandwidth / 1e9:.3f} GB/s"
         lines.append(f"{one.axis:<14}{one.ranks:>6}{latency:>14}{bandwidth:>16}{one.error:>11.0%} ")
     return "\n".join(line.rstrip() for line in lines)

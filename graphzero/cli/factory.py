@@ -179,9 +179,9 @@ def _others(module: ModuleType, name: str) -> str:
     return f"; it has {', '.join(fitting)}" if fitting and name not in fitting else ""
 
 
-def _check_signature(what: str, found: Callable[..., Any]) -> None:
+def _check_signature(what: str, function: Callable[..., Any]) -> None:
     try:
-        inspect.signature(found).bind(placement=None, stage=0)
+        inspect.signature(function).bind(placement=None, stage=0)
     except TypeError as error:
         name = what.rpartition(":")[2]
         raise ConfigError(
@@ -202,10 +202,10 @@ def _check_arguments(what: str, graph: Graph, arguments: tuple[Any, ...]) -> Non
         ) from None
 
 
-def _described(made: object) -> str:
-    if isinstance(made, tuple):
-        return f"a tuple of {', '.join(type(x).__name__ for x in made) or 'nothing'}"
-    return "a graph without arguments" if isinstance(made, Graph) else type(made).__name__
+def _described(result: object) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {', '.join(type(x).__name__ for x in result) or 'nothing'}"
+    return "a graph without arguments" if isinstance(result, Graph) else type(result).__name__
 
 
 @contextmanager

@@ -151,12 +151,12 @@ class _Check:
         dims = self.padded[int(number)]
         return transformed.restore_output(whole, dims, whole.shape, False) if dims else whole
 
-    def _gaps(self, eager: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    def _gaps(self, eager: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, float]:
         before = {f"new {path}": x for path, x in {**self.start.params, **self.start.buffers}.items()}
         old = {**before, **eager, **before}  # what the program does not write stays as it was
-        gaps = {name: difference(x, found[name] if name in found else before[name]) for name, x in eager.items()
-                if name in found or name in before}  # fmt: skip
-        return gaps | {name: difference(old[name], x) for name, x in found.items() if name in before.keys() - eager}
+        gaps = {name: difference(x, values[name] if name in values else before[name]) for name, x in eager.items()
+                if name in values or name in before}  # fmt: skip
+        return gaps | {name: difference(old[name], x) for name, x in values.items() if name in before.keys() - eager}
 
     def _compared(self, name: str, after: StageRun) -> Stage:
         wanted = self.captured.results

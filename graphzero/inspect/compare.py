@@ -24,29 +24,29 @@ def tolerance(graph: StepGraph, is_wide: bool) -> float:
     return math.sqrt(max(torch.finfo(dtype).eps for dtype in known or [torch.float64]))
 
 
-def difference(wanted: Any, found: Any) -> float:
+def difference(wanted: Any, actual: Any) -> float:
     """The largest difference of two elements, relative to the largest element wanted; inf where they cannot compare."""
-    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
-        return 0.0 if _number(wanted) == _number(found) else math.inf
-    return _gap(wanted, found) / _scale(wanted)
+    if not isinstance(wanted, Tensor) or not isinstance(actual, Tensor):
+        return 0.0 if _number(wanted) == _number(actual) else math.inf
+    return _gap(wanted, actual) / _scale(wanted)
 
 
-def held_difference(wanted: RankValues, found: RankValues) -> float:
+def held_difference(wanted: RankValues, actual: RankValues) -> float:
     """The same for values that ranks hold: the whole, and each rank's part against its part of the wanted value."""
     whole = wanted.whole()
-    if not isinstance(whole, Tensor) or not found.nd or found.is_partial:
-        return difference(whole, found.whole())
-    parts = [(piece(whole, found.nd, found.hierarchy, at), own) for at, own in enumerate(found.ranks)]
-    return worst(_gap(part, own) for part, own in [(whole, found.whole()), *parts]) / _scale(whole)
+    if not isinstance(whole, Tensor) or not actual.nd or actual.is_partial:
+        return difference(whole, actual.whole())
+    parts = [(piece(whole, actual.nd, actual.hierarchy, at), own) for at, own in enumerate(actual.ranks)]
+    return worst(_gap(part, own) for part, own in [(whole, actual.whole()), *parts]) / _scale(whole)
 
 
-def _gap(wanted: Tensor, found: Tensor) -> float:
-    if wanted.shape != found.shape:
+def _gap(wanted: Tensor, actual: Tensor) -> float:
+    if wanted.shape != actual.shape:
         return math.inf
     if not wanted.numel():
         return 0.0
-    kind = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
-    a, b = wanted.detach().to("cpu", kind), found.detach().to("cpu", kind)
+    kind = torch.complex128 if wanted.is_complex() or actual.is_complex() else torch.float64
+    a, b = wanted.detach().to("cpu", kind), actual.detach().to("cpu", kind)
     same = (a == b) | (a.isnan() & b.isnan())
     gap = torch.where(same, torch.zeros_like(a), a - b).abs().max().item()
     return math.inf if math.isnan(gap) else gap
@@ -65,5 +65,5 @@ def is_finite(x: Any) -> bool:
     return not isinstance(x, Tensor) or not x.dtype.is_floating_point or bool(x.isfinite().all())
 
 
-def worst(found: Iterable[float]) -> float:
-    return max(found, default=0.0)
+def worst(gaps: Iterable[float]) -> float:
+    return max(gaps, default=0.0)

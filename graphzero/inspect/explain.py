@@ -178,10 +178,10 @@ def _boxes(axis: AxisPropagation, node: fx.Node, sbp: Sbp) -> list[tuple[str, Sb
     return boxes
 
 
-def _later(axis: AxisPropagation, node: fx.Node, first: Signature, made: Signature) -> str:
+def _later(axis: AxisPropagation, node: fx.Node, first: Signature, final: Signature) -> str:
     if not any(sbp.is_partial for sbp in first.outputs):
         return "all of its readers cut it, so no rank computes what it would throw away"
-    if any(sbp.is_split for sbp in made.outputs):
+    if any(sbp.is_split for sbp in final.outputs):
         return "all of its readers cut it, and it takes fewer bytes to make the pieces than to add them up"
     said = "partial sums are completed where that moves the fewest bytes in all, and that is above this value"
     if value.is_multi(node):
@@ -212,7 +212,7 @@ def _completion(axis: AxisPropagation, node: fx.Node) -> float:
     return boxing.cost(P, B, value.tensor_type(node).nbytes, axis.ranks)
 
 
-def _lost(axis: AxisPropagation, node: fx.Node, made: Signature) -> Iterator[str]:
+def _lost(axis: AxisPropagation, node: fx.Node, final: Signature) -> Iterator[str]:
     """Why an operand's split could not go on through the op, where it is gathered for it, or cut otherwise."""
     operands = value.tensor_operands(node)
     have = [axis.sbp(operand) for operand in operands]
@@ -226,7 +226,7 @@ def _lost(axis: AxisPropagation, node: fx.Node, made: Signature) -> Iterator[str
     )
     shapes = [value.tensor_type(operand).shape for operand in operands]
     shapes += [meta.shape for meta in calls.result_metas(node) if meta is not None]
-    for i, (operand, stands, want) in enumerate(zip(operands, have, made.inputs, strict=True)):
+    for i, (operand, stands, want) in enumerate(zip(operands, have, final.inputs, strict=True)):
         if not stands.is_split or want is stands or any(s.inputs[i] is stands for s in allowed):
             continue
         uneven = [

@@ -101,7 +101,7 @@ def run_program(program: StepGraph, inputs: Mapping[str, Any]) -> dict[str, Rank
     return {name: _rank_values(node, parts, place.hierarchy) for name, (node, parts) in results_of.items()}
 
 
-def _rank_values(node: Any, held: Any, hierarchy: tuple[int, ...]) -> RankValues:
+def _rank_values(node: Any, rank_values: Any, hierarchy: tuple[int, ...]) -> RankValues:
     if not isinstance(node, fx.Node):
         return RankValues([node], (), hierarchy)
-    return RankValues(held, value.nd_of(node) if value.is_tensor(node) else (), hierarchy)
+    return RankValues(rank_values, value.nd_of(node) if value.is_tensor(node) else (), hierarchy)

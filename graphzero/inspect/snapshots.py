@@ -45,15 +45,15 @@ def _text(graph: StepGraph) -> list[str]:
     return print_graph(graph, align=False).splitlines()
 
 
-def find(found: Sequence[ProgramSnapshot], name: str) -> int:
+def find(snapshots: Sequence[ProgramSnapshot], name: str) -> int:
     """The number of the snapshot behind a pass.
 
     name: of the pass, "captured", or a number: 3 is the third pass.  Of several by one name it is the first.
     Raises ConfigError, with the names, where there is none.
     """
-    if name.isascii() and name.isdigit() and int(name) < len(found):
+    if name.isascii() and name.isdigit() and int(name) < len(snapshots):
         return int(name)
-    names = [one.name for one in found]
+    names = [one.name for one in snapshots]
     if name in names:
         return names.index(name)
     near = difflib.get_close_matches(name, names, n=3)
@@ -123,14 +123,14 @@ def _shown_lines(one: ProgramSnapshot, which: SnapshotFilter) -> list[str]:
     return print_graph(one.graph, align=False, keep=which).splitlines()
 
 
-def made_and_changed(found: Sequence[ProgramSnapshot]) -> dict[str, tuple[int, int]]:
+def made_and_changed(snapshots: Sequence[ProgramSnapshot]) -> dict[str, tuple[int, int]]:
     """Value of the last program -> the snapshots that it is first in, and that its line is as it is since.
 
     A name that went away and came back counts from when it came back.
     """
     known: dict[str, tuple[int, int]] = {}
     before: dict[str, str] = {}
-    for number, one in enumerate(found):
+    for number, one in enumerate(snapshots):
         lines = {name: line for line in one.lines if (name := defined(line))}
         known = {
             name: (number, number)

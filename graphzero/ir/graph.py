@@ -26,7 +26,7 @@ from graphzero.ops import AS_GLOBAL, AS_LOCAL, PIN, SAME
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
 
-HELD = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
+PERSISTENT = ("param", "buffer", "state")  # kinds of placeholders that stay from step to step
 Analysis = TypeVar("Analysis")
 LEVELS = ("captured", "propagated", "boxed", "lowered", "local")
 
@@ -262,7 +262,7 @@ class StepGraph:
             )
         if not isinstance(type_, TensorType):
             raise SbpError(f"cannot pin '{node.name}' to {sbp} on axis {axis}: it is {type_}, not a tensor")
-        if sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in HELD:
+        if sbp.is_partial and node.op == "placeholder" and role is not None and role.kind in PERSISTENT:
             raise SbpError(
                 f"cannot pin the {role.kind} '{node.name}' : {type_} to {sbp} on axis {axis}: values that a step "
                 "keeps cannot be partial sums; pin it to B, or to a split"

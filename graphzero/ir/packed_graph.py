@@ -33,7 +33,7 @@ Facts = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SharedRows:
     """Rows and objects that the graphs of a history share."""
 
     nodes: array[int] = field(default_factory=lambda: array("I"))  # which one each row is of
@@ -59,7 +59,7 @@ class PackedHistory:
         self._begin()
 
     def _begin(self) -> None:
-        self._kept, numbers = _Kept(), dict[int, int]()
+        self._kept, numbers = _SharedRows(), dict[int, int]()
         self._numbers = numbers  # of nodes, by id, all of which are in the next
         self._rows: dict[fx.Node, _Row] = {}  # the last of each node
         self._heads, self._bodies = _NodePickler(numbers, self._kept.objects), _NodePickler(numbers, self._kept.objects)
@@ -78,7 +78,7 @@ class PackedHistory:
         if self._may_change:
             self._begin()
             new = list(facts)
-        self._write(new, facts)
+        self._write_nodes(new, facts)
         order = self._order(facts)
         self._last = _Last(about, order, PackedGraph(graph, self._kept, order))
         return self._last.packed
@@ -90,7 +90,7 @@ class PackedHistory:
     def _order(self, nodes: Mapping[fx.Node, Facts]) -> array[int]:
         return array("I", [self._rows[node].number for node in nodes])
 
-    def _write(self, nodes: list[fx.Node], facts: Mapping[fx.Node, Facts]) -> None:
+    def _write_nodes(self, nodes: list[fx.Node], facts: Mapping[fx.Node, Facts]) -> None:
         shared, rows, numbers = self._kept, self._rows, self._numbers
         for node in nodes:
             numbers.setdefault(id(node), len(rows))
@@ -117,10 +117,10 @@ class PackedGraph:
 
     __slots__ = ("_is_read", "_kept", "_level", "_name", "_order", "_pieces", "_placement")
 
-    def __init__(self, graph: StepGraph, kept: _Kept, order: array[int]) -> None:
+    def __init__(self, graph: StepGraph, pieces: _SharedRows, order: array[int]) -> None:
         self._name, self._placement, self._level = graph.name, graph.placement, graph.level
         self._is_read = graph.is_read
-        self._kept, self._pieces = kept, len(kept.pieces)
+        self._kept, self._pieces = pieces, len(pieces.pieces)
         self._order = zlib.compress(order.tobytes(), FAST)
 
     @classmethod
@@ -131,11 +131,11 @@ class PackedGraph:
         """The graph, made anew each time: the caller may change it."""
         graph, nodes, order = fx.Graph(), dict[int, fx.Node](), array("I")
         order.frombytes(zlib.decompress(self._order))
-        heads = self._read(0, nodes)
+        heads = self._read_rows(0, nodes)
         for row in order:
             op, target, name, type_ = heads[row]
             nodes[self._kept.nodes[row]] = _compat.add_node(graph, op, target, (), {}, name, type_)
-        bodies = self._read(1, nodes)
+        bodies = self._read_rows(1, nodes)
         for row, node in zip(order, graph.nodes, strict=True):
             args, kwargs, node.meta = bodies[row]
             _compat.set_arguments(node, args, kwargs)
@@ -143,7 +143,7 @@ class PackedGraph:
         step_graph.is_read = self._is_read
         return step_graph
 
-    def _read(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
+    def _read_rows(self, part: int, nodes: Mapping[int, fx.Node]) -> list[Any]:
         """The bytes of all rows written so far, also of those that are not in this graph."""
         pieces = [zlib.decompress(piece[part]) for piece in self._kept.pieces[: self._pieces]]
         reader = _NodeUnpickler(io.BytesIO(b"".join(pieces)), nodes, self._kept.objects)
@@ -156,10 +156,10 @@ class _NodePickler(pickle.Pickler):
     That is asked once for each object: the pickler knows by itself what is plain, and what it has met before.
     """
 
-    def __init__(self, numbers: dict[int, int], kept: list[Any]) -> None:
+    def __init__(self, numbers: dict[int, int], objects: list[Any]) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.numbers, self.kept = numbers, kept
+        self.numbers, self.kept = numbers, objects
 
     def written(self, rows: list[Any]) -> bytes:
         self.file.seek(0)
@@ -188,9 +188,9 @@ def _numbered(number: int) -> Any:
 class _NodeUnpickler(pickle.Unpickler):
     """nodes: by their numbers; of one that is not in the graph there is None, and no row in it that reads that."""
 
-    def __init__(self, file: io.BytesIO, nodes: Mapping[int, fx.Node], kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, nodes: Mapping[int, fx.Node], objects: list[Any]) -> None:
         super().__init__(file)
-        self.nodes, self.kept = nodes, kept
+        self.nodes, self.kept = nodes, objects
 
     def find_class(self, module: str, name: str) -> Any:
         assert (module, name) == (__name__, _numbered.__name__), f"{module}.{name} is not kept"

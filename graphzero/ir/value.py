@@ -268,11 +268,11 @@ def flat_nodes(args: Any) -> list[fx.Node]:
     return nodes
 
 
-def _collect(args: Iterable[Any], found: list[fx.Node]) -> None:
+def _collect(args: Iterable[Any], nodes: list[fx.Node]) -> None:
     for arg in args:
         if isinstance(arg, fx.Node):
-            found.append(arg)
+            nodes.append(arg)
         elif isinstance(arg, (tuple, list)):
-            _collect(arg, found)
+            _collect(arg, nodes)
         elif isinstance(arg, dict):
-            _collect(arg.values(), found)
+            _collect(arg.values(), nodes)

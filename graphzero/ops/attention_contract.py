@@ -70,6 +70,6 @@ def laid_out(x: Tensor, dim: int) -> Tensor:
     return x[..., :dim].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def gradients(found: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (laid_out(gradient, x.shape[-1]) for gradient, x in zip(found, (q, k, v), strict=True))
+def gradients(padded: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (laid_out(gradient, x.shape[-1]) for gradient, x in zip(padded, (q, k, v), strict=True))
     return dq, dk, dv

@@ -58,15 +58,15 @@ def _blocks(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
             yield (slice(begin, min(begin + rows, shape[0])), *rest)
 
 
-def round_into(made: Tensor, x: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> None:
-    """``stochastic_round`` of a block, into ``made``."""
+def round_into(out: Tensor, x: Tensor, key: Tensor, op: int, start: list[int], total: list[int]) -> None:
+    """``stochastic_round`` of a block, into ``out``."""
     bits = x.view(torch.int32)
     size = bits & _SIZE
     random = sixteen_bits(x, key, op + _OPS, start, total)
     random &= (size - _LARGEST) >> 31  # from there on the next one up is infinite; a shift is a mask without a branch
     random += bits
     random |= ((_INF - size) >> 31) & _NAN  # one whose bits are all cut off
-    made.view(torch.int16).copy_(random.view(-1).view(torch.int16)[int(_LITTLE) :: 2].view(x.shape))
+    out.view(torch.int16).copy_(random.view(-1).view(torch.int16)[int(_LITTLE) :: 2].view(x.shape))
 
 
 def beginning(start: Sequence[int], part: tuple[slice, ...]) -> list[int]:

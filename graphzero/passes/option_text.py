@@ -66,13 +66,13 @@ def read_options(reader: LineReader, kind: type, what: str) -> Any:
     return build_options(reader, begin, kind, values, what)
 
 
-def build_options(reader: LineReader, begin: int, kind: type, found: Mapping[str, Any], what: str) -> Any:
+def build_options(reader: LineReader, begin: int, kind: type, options: Mapping[str, Any], what: str) -> Any:
     """The object, or the error for options that are missing or do not fit."""
-    missing = [option.name for option in _fields(kind) if _default(option) is MISSING and option.name not in found]
+    missing = [option.name for option in _fields(kind) if _default(option) is MISSING and option.name not in options]
     if missing:
         raise refused(reader, begin, f"{what} needs {', '.join(missing)}")
     try:
-        return kind(**found)
+        return kind(**options)
     except GraphZeroError as error:
         raise refused(reader, begin, str(error)) from None
 
@@ -197,7 +197,7 @@ def _nd() -> Form:
     )
 
 
-def _by_role(held: Form) -> Form:
+def _by_role(form: Form) -> Form:
     role = form_of(Role)
 
     def read(reader: LineReader) -> dict[Role, Any]:
@@ -211,11 +211,11 @@ def _by_role(held: Form) -> Form:
                 raise refused(
                     reader, at, f"{role_text(key)} occurs twice" if key in values else "expected `role=value`"
                 )
-            values[key] = held.read(reader)
+            values[key] = form.read(reader)
         return values
 
-    hint = f"{{role=value ...}}: {role.hint}, {held.hint}"
-    return Form(hint, read, lambda x: f"{{{' '.join(f'{role_text(key)}={held.write(y)}' for key, y in x.items())}}}")
+    hint = f"{{role=value ...}}: {role.hint}, {form.hint}"
+    return Form(hint, read, lambda x: f"{{{' '.join(f'{role_text(key)}={form.write(y)}' for key, y in x.items())}}}")
 
 
 def _record(kind: type) -> Form:

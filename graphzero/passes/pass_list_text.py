@@ -77,9 +77,9 @@ def _next(reader: LineReader, level: str, own: Mapping[str, Callable[..., Any]])
     return [_options(reader, kind, name)], level_behind(entry)
 
 
-def _own_pass(reader: LineReader, made: Callable[..., Any], name: str) -> Pass:
+def _own_pass(reader: LineReader, pass_: Callable[..., Any], name: str) -> Pass:
     try:
-        return _options(reader, made, name) if isinstance(made, type) else made
+        return _options(reader, pass_, name) if isinstance(pass_, type) else pass_
     except TypeError as error:  # of a field without a text form
         raise reader.fail(f"{name}: {error}") from None
 

@@ -163,21 +163,21 @@ def _sizes(
     return size_of
 
 
-def _divide(found: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) -> None:
+def _divide(sizes: dict[str, int], merged: list[tuple[tuple[str, ...], int]]) -> None:
     """Sizes of letters that stand in merged dims alone: what others leave, or with ``_`` what all such dims share."""
     while True:
         news = {}
         for labels, size in merged:
-            unknown = [label for label in labels if label not in found]
-            known = prod(found[label] for label in labels if label in found)
+            unknown = [label for label in labels if label not in sizes]
+            known = prod(sizes[label] for label in labels if label in sizes)
             if len(unknown) == 1 and unknown[0] != "_" and known and size % known == 0:
                 news[unknown[0]] = size // known
-        shared = [label for labels, _ in merged for label in labels[:1] if label not in found and label != "_"]
+        shared = [label for labels, _ in merged for label in labels[:1] if label not in sizes and label != "_"]
         if not news and shared:
             news[shared[0]] = gcd(*(size for labels, size in merged if labels[0] == shared[0]))
         if not news:
             return
-        found.update(news)
+        sizes.update(news)
 
 
 def _disagree(

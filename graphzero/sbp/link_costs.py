@@ -122,6 +122,6 @@ def _box(src: Sbp, dst: Sbp, ranks: int) -> tuple[int, float]:
     return sum(messages(step.kind, ranks) for step in steps), sum(wire_bytes(step.kind, 1, ranks) for step in steps)
 
 
-def _check(name: str, found: object, unit: str) -> None:
-    if not is_finite(found) or found < 0:
-        raise ConfigError(f"Link({name}={found!r}): give {unit}, a finite number")
+def _check(name: str, number: object, unit: str) -> None:
+    if not is_finite(number) or number < 0:
+        raise ConfigError(f"Link({name}={number!r}): give {unit}, a finite number")

@@ -82,11 +82,11 @@ def check_rule(op: Op, *samples: Sequence[Any], ranks: Sequence[int] = (2, 3, 4)
 
 
 def _metas(
-    args: Sequence[Any], kwargs: Mapping[str, Any], made: list[Tensor | None]
+    args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor | None]
 ) -> tuple[tuple[Any, Any], list[TensorMeta | None]]:
     """Arguments and outputs with a TensorMeta for each tensor."""
     of_args, of_kwargs = tree_map(lambda x: meta_of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs)))
-    return (of_args, of_kwargs), [meta_of(x) if x is not None else None for x in made]
+    return (of_args, of_kwargs), [meta_of(x) if x is not None else None for x in results]
 
 
 def meta_of(x: Tensor) -> TensorMeta:

@@ -31,20 +31,20 @@ _WRAPPERS = (
 )
 
 
-def check_attribute(graph: type, name: str, held: Any, constructed: bool) -> None:
+def check_attribute(graph: type, name: str, value: Any, constructed: bool) -> None:
     """Refuse objects that cannot be attributes of a Graph."""
-    if isinstance(held, nn.Module) and not constructed:
+    if isinstance(value, nn.Module) and not constructed:
         raise ConfigError(f"self.{name} = ...: call super().__init__() first in {graph.__name__}.__init__")
     if constructed and name in (*RESERVED, *_INNER):
         raise ConfigError(f"self.{name} is the Graph's own ({', '.join(RESERVED)}); give yours another name")
-    wrapper = next((base.__name__ for base in type(held).__mro__ if base.__name__ in _WRAPPERS), None)
-    if isinstance(held, nn.Module) and wrapper is not None:
+    wrapper = next((base.__name__ for base in type(value).__mro__ if base.__name__ in _WRAPPERS), None)
+    if isinstance(value, nn.Module) and wrapper is not None:
         raise ConfigError(f"self.{name} is {_unwrapped(wrapper)}")
-    inside = list(held.values()) if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, nn.Module) for item in inside):
         raise ConfigError(
-            f"self.{name} is a {type(held).__name__} of modules, which has no parameters of its own; use nn.ModuleList "
-            "or nn.ModuleDict"
+            f"self.{name} is a {type(value).__name__} of modules, which has no parameters of its own; use "
+            "nn.ModuleList or nn.ModuleDict"
         )
 
 
@@ -153,14 +153,14 @@ def check_scheduler(scheduler: Any, optim: torch.optim.Optimizer) -> None:
         )
 
 
-def check_average(averaged: object, of: object, held: Mapping[str, Any], others: Sequence[AveragedModel]) -> None:
-    """held: attributes of the Graph."""
+def check_average(averaged: object, of: object, averages: Mapping[str, Any], others: Sequence[AveragedModel]) -> None:
+    """averages: attributes of the Graph."""
     kind = type(averaged).__name__
     if not isinstance(averaged, AveragedModel):
         raise ConfigError(f"add_average({kind}, ...): give a torch.optim.swa_utils.AveragedModel")
     if any(averaged is other for other in others):
         raise ConfigError(f"add_average({kind}, ...): it is there already, and would follow its model twice in a step")
-    inside = {id(child) for module in held.values() if isinstance(module, nn.Module) for child in module.modules()}
+    inside = {id(child) for module in averages.values() if isinstance(module, nn.Module) for child in module.modules()}
     for name, module in (("the average", averaged), ("the module of which it is one", of)):
         if id(module) not in inside:
             raise ConfigError(

@@ -34,13 +34,13 @@ class BuildOutput:
     is_literal: bool = False
     padded: frozenset[Along] = frozenset()
 
-    def to_user(self, held: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
-        """The value for the user, see ``Graph.__call__``.  held: one entry per local rank, or the literal."""
+    def to_user(self, value: Any, world: World, as_global: bool, transformed: TransformedInputs | None) -> Any:
+        """The value for the user, see ``Graph.__call__``.  value: one entry per local rank, or the literal."""
         if self.is_literal:
-            return held
+            return value
         if self.shape is None:
-            return held[0]
-        tensor = self._tensor(held, self.shape, world, as_global)
+            return value[0]
+        tensor = self._tensor(value, self.shape, world, as_global)
         if not self.padded or transformed is None:
             return tensor
         is_local = not world.placement.virtual and tensor.shape != torch.Size(self.shape)

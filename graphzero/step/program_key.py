@@ -66,23 +66,23 @@ class ProgramKeyBuilder:
         self._facts: tuple[Any, ...] = ()
         self._last: ProgramKey | None = None
 
-    def read_counters(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
+    def read_counters(self, state: State, tensors: Mapping[str, ModuleTensor]) -> None:
         """Look at the step counters of optimizers, which somebody may have changed."""
-        self._counters = state.counter_layout(tree.paths_by_id(found))
+        self._counters = state.counter_layout(tree.paths_by_id(tensors))
 
     def build_key(
         self,
         inputs: Inputs,
         state: State,
-        found: Mapping[str, ModuleTensor],
+        tensors: Mapping[str, ModuleTensor],
         settings: Settings,
         groups: tuple[Any, ...],
     ) -> ProgramKey:
         """See ``ProgramKey``; the same object for the same call again.  groups: constants of parameter groups.
 
         Raises ConfigError for an optimizer's parameter that no module of the Graph has."""
-        self._look(state, found)
-        chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.given_nds(found), _modes()
+        self._look(state, tensors)
+        chosen, nds, modes = [_selects(leaf) for leaf in inputs.leaves], state.given_nds(tensors), _modes()
         placed, fixed = [leaf.nd for leaf in inputs.leaves], self._parts
         facts = inputs.spec, chosen, placed, modes, groups, self._counters, fixed, nds, settings.fingerprint
         if self._last is None or facts != self._facts:
@@ -96,35 +96,37 @@ class ProgramKeyBuilder:
             self._facts = facts
         return self._last
 
-    def _look(self, state: State, found: Mapping[str, ModuleTensor]) -> None:
+    def _look(self, state: State, module_tensors: Mapping[str, ModuleTensor]) -> None:
         """At modules and at what optimizers hold."""
         groups = [[group["params"] for group in o.param_groups] for o in state.optimizers]
         sizes = [list(map(len, each)) for each in groups]
         params = list(chain.from_iterable(chain.from_iterable(groups)))
-        if self._of is found and sizes == self._held[0] and all(map(is_, params, self._held[1])):
+        if self._of is module_tensors and sizes == self._held[0] and all(map(is_, params, self._held[1])):
             return
-        names = tree.paths_by_id(found)
+        names = tree.paths_by_id(module_tensors)
         for i, optimizer in enumerate(state.optimizers):
-            self._check_current(optimizer, i, names, found)
+            self._check_current(optimizer, i, names, module_tensors)
         self._known = {key: known for key, known in self._known.items() if known.is_alive}
-        self._known.update({id(entry.tensor): TensorRef(entry.tensor) for entry in found.values()})
+        self._known.update({id(entry.tensor): TensorRef(entry.tensor) for entry in module_tensors.values()})
         self._paths = {key: path for key, path in self._paths.items() if key in self._known} | names
-        tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in found.items())
+        tensors = tuple((p, e.tensor.shape, e.tensor.dtype, e.tensor.requires_grad) for p, e in module_tensors.items())
         modules = tuple((weakref.ref(m), *tree.module_mode(m)) for _, m in walk(state.modules))
-        modules += tuple((p, tree.hook_ids(e.tensor)) for p, e in found.items())
+        modules += tuple((p, tree.hook_ids(e.tensor)) for p, e in module_tensors.items())
         parts: list[tuple[str, Any]] = [("modules", _Hashed(modules)), ("parameters", _Hashed(tensors))]
         parts += [(f"optimizer {i}", _Hashed(_layout(o, names, i))) for i, o in enumerate(state.optimizers)]
-        self._of, self._held, self._parts = found, (sizes, params), tuple(parts)
+        self._of, self._held, self._parts = module_tensors, (sizes, params), tuple(parts)
 
     def _check_current(
-        self, optimizer: Optimizer, index: int, names: Mapping[int, str], found: Mapping[str, ModuleTensor]
+        self, optimizer: Optimizer, index: int, names: Mapping[int, str], tensors: Mapping[str, ModuleTensor]
     ) -> None:
         """Refuse an optimizer that holds a parameter which a module had once, and has no more."""
         for param in [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
             former = self._known.get(id(param))
             if former is not None and former.is_of(param):
                 path = self._paths[id(param)]
-                now = f"holds {tensor_text(found[path].tensor)} there now" if path in found else "has none there now"
+                now = (
+                    f"holds {tensor_text(tensors[path].tensor)} there now" if path in tensors else "has none there now"
+                )
                 raise ConfigError(
                     f"optimizer {index} ({type(optimizer).__name__}) still holds the former {path}, "
                     f"{tensor_text(param)}; its module {now}, so the optimizer would step a tensor that is not used. "

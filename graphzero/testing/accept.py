@@ -24,15 +24,15 @@ def enabled() -> bool:
     return _on
 
 
-def rewrite(found: str) -> None:
-    """Remember to put ``found`` in the place of the second argument of the ``assert_graph`` call under way."""
+def rewrite(actual: str) -> None:
+    """Remember to put ``actual`` in the place of the second argument of the ``assert_graph`` call under way."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("graphzero."):
         frame = frame.f_back
     if frame is None:
         raise GraphZeroError("--accept: found no test that called assert_graph")
     path = pathlib.Path(frame.f_code.co_filename)
-    _edits.setdefault(path, []).append((_literal(path, frame), found))
+    _edits.setdefault(path, []).append((_literal(path, frame), actual))
 
 
 def _literal(path: pathlib.Path, frame: FrameType) -> ast.expr:

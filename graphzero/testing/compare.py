@@ -99,10 +99,10 @@ def _run(graph: StepGraph, inputs: dict[str, Any]) -> dict[str, tuple[Any, str]]
     }
 
 
-def _whole(name: str, held: RankValues) -> Any:
+def _whole(name: str, values: RankValues) -> Any:
     """The value that the ranks hold between them; what several ranks hold must be equal."""
-    whole = held.whole()
-    for position, own in enumerate(held.ranks if held.nd else ()):
-        if not torch.allclose(piece(whole, held.nd, held.hierarchy, position), own, rtol=0, atol=0, equal_nan=True):
+    whole = values.whole()
+    for position, own in enumerate(values.ranks if values.nd else ()):
+        if not torch.allclose(piece(whole, values.nd, values.hierarchy, position), own, rtol=0, atol=0, equal_nan=True):
             raise AssertionError(f"{name}: rank {position} holds other values than the ranks that hold the same part")
     return whole

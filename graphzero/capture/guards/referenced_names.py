@@ -103,16 +103,16 @@ class ReferencedNames:
                 if implied or name in self._asked:
                     self._todo += functions
 
-    def _look_into(self, held: Any) -> None:
+    def _look_into(self, target: Any) -> None:
         """Follow a function; a class or an object may be called, and so may be what a partial or a container holds."""
-        if isinstance(held, _CONTAINERS):
-            if id(held) not in self._seen and len(held) <= _MANY:
-                self._seen.add(id(held))
-                self._todo += held.values() if isinstance(held, dict) else held
+        if isinstance(target, _CONTAINERS):
+            if id(target) not in self._seen and len(target) <= _MANY:
+                self._seen.add(id(target))
+                self._todo += target.values() if isinstance(target, dict) else target
             return
-        functions = [*_functions(held)]
+        functions = [*_functions(target)]
         if not functions:
-            self._know(held if isinstance(held, type) else type(held), is_made=isinstance(held, type))
+            self._know(target if isinstance(target, type) else type(target), is_made=isinstance(target, type))
         for function in functions:
             if id(function) not in self._seen:
                 self._seen.add(id(function))
@@ -168,18 +168,18 @@ class ReferencedNames:
         return value
 
 
-def _functions(held: Any) -> Iterator[FunctionType]:
-    """The Python functions that a call of ``held`` runs, as far as that is plain."""
-    if isinstance(held, FunctionType):
-        yield held
-    elif isinstance(held, METHODS):
-        yield from _functions(held.__func__)
-    elif isinstance(held, functools.partial):
-        yield from _functions(held.func)
-    elif isinstance(held, property):
-        for one in (held.fget, held.fset):
+def _functions(target: Any) -> Iterator[FunctionType]:
+    """The Python functions that a call of ``target`` runs, as far as that is plain."""
+    if isinstance(target, FunctionType):
+        yield target
+    elif isinstance(target, METHODS):
+        yield from _functions(target.__func__)
+    elif isinstance(target, functools.partial):
+        yield from _functions(target.func)
+    elif isinstance(target, property):
+        for one in (target.fget, target.fset):
             yield from _functions(one)
-    elif isinstance(held, functools.cached_property):
-        yield from _functions(held.func)
-    elif isinstance(held, _CACHED):
-        yield from _functions(held.__wrapped__)
+    elif isinstance(target, functools.cached_property):
+        yield from _functions(target.func)
+    elif isinstance(target, _CACHED):
+        yield from _functions(target.__wrapped__)

@@ -71,9 +71,9 @@ def _size(tensors: list[Any]) -> int:
 def _filled(message: str, variables: Mapping[str, Any]) -> str:
     """Message of a check, with the words and integers that it refers to as ``{param}``."""
 
-    def word(found: re.Match[str]) -> str:
-        value = variables.get(found[1])
-        return str(value) if type(value) in (str, int, bool) else found[0]
+    def word(match: re.Match[str]) -> str:
+        value = variables.get(match[1])
+        return str(value) if type(value) in (str, int, bool) else match[0]
 
     return re.sub(r"\{(\w+)\}", word, message)
 
@@ -201,13 +201,13 @@ class ValueReads:
             self.texts[user_frame()] = None
         return f"tensor(..., size={tuple(x.shape)}, dtype={x.dtype})"
 
-    def know(self, made: Any, func: Any, args: Any, kwargs: Any) -> None:
+    def know(self, tensor: Any, func: Any, args: Any, kwargs: Any) -> None:
         """``func`` has made a tensor of numbers: keep them."""
-        if isinstance(made, _compat.FakeTensor) and made.numel() <= CONSTANT:
+        if isinstance(tensor, _compat.FakeTensor) and tensor.numel() <= CONSTANT:
             flat = pytree.arg_tree_leaves(*args, **kwargs)
             if not any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in flat):
                 with _compat.no_modes():
-                    _compat.keep_constant(made, func(*args, **{**kwargs, "device": "cpu"}))
+                    _compat.keep_constant(tensor, func(*args, **{**kwargs, "device": "cpu"}))
 
     def bounded(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func`` of its arguments; of known values nothing is computed that is too large to be known itself."""

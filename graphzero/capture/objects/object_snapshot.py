@@ -55,8 +55,8 @@ class ObjectSnapshot:
             self.write_content(self.content)
 
 
-def restore_all(kept: Iterable[ObjectSnapshot]) -> None:
-    for contents in kept:
+def restore_all(snapshots: Iterable[ObjectSnapshot]) -> None:
+    for contents in snapshots:
         contents.restore()
 
 
@@ -226,22 +226,22 @@ _KINDS: list[tuple[type, type[ObjectSnapshot]]] = [
 ]
 
 
-def snapshots_of(thing: Any, owner: tuple[Any, str]) -> Iterator[ObjectSnapshot]:
+def snapshots_of(target: Any, owner: tuple[Any, str]) -> Iterator[ObjectSnapshot]:
     """Snapshots of one object: of what it holds as a container, in its ``__dict__``, and in its slots."""
-    kind = type(thing)
+    kind = type(target)
     for base, how in _KINDS:
         if issubclass(kind, base):
-            yield how(thing, owner)
-    attributes = _attributes(thing)
+            yield how(target, owner)
+    attributes = _attributes(target)
     if attributes is not None:
-        yield DictSnapshot(attributes, (thing, ""))
+        yield DictSnapshot(attributes, (target, ""))
     if slots_of(kind):
-        yield SlotsSnapshot(thing, (thing, ""))
+        yield SlotsSnapshot(target, (target, ""))
 
 
-def _attributes(thing: Any) -> dict[str, Any] | None:
+def _attributes(target: Any) -> dict[str, Any] | None:
     try:
-        attributes = object.__getattribute__(thing, "__dict__")
+        attributes = object.__getattribute__(target, "__dict__")
     except AttributeError:
         return None
     return attributes if type(attributes) is dict else None

@@ -133,9 +133,11 @@ def restoring_side_effects(
         _warn_of_draws(streams)
 
 
-def _warn_of_writes(kept: list[ObjectSnapshot], line: Callable[[Any, str], str]) -> None:
+def _warn_of_writes(snapshots: list[ObjectSnapshot], line: Callable[[Any, str], str]) -> None:
     """A value that build keeps in an attribute or a container is lost: build runs once, to be written down."""
-    written = list(dict.fromkeys(name for contents in kept if contents.differs() for name in _written(contents, line)))
+    written = list(
+        dict.fromkeys(name for contents in snapshots if contents.differs() for name in _written(contents, line))
+    )
     if written:
         shown = ", ".join(written[:4]) + (" ..." if len(written) > 4 else "")
         warnings.warn(
@@ -145,12 +147,12 @@ def _warn_of_writes(kept: list[ObjectSnapshot], line: Callable[[Any, str], str])
         )
 
 
-def _warn_of_modes(kept: list[ObjectSnapshot]) -> None:
+def _warn_of_modes(snapshots: list[ObjectSnapshot]) -> None:
     """Warn of modes that a step changes: each step begins in the modes of its call, in plain PyTorch in those of the
     step before."""
     left = [
         type(contents.owner[0]).__name__
-        for contents in kept
+        for contents in snapshots
         if isinstance(contents, DictSnapshot) and isinstance(contents.owner[0], nn.Module) and not contents.owner[1]
         for key, *_ in contents.changed()
         if key == "training"

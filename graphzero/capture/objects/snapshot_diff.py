@@ -16,24 +16,30 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_TORCH = frozenset({"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"})  # of any optimizer
 
 
-def describe_changes(kept: ObjectSnapshot) -> Iterator[str]:
+def describe_changes(snapshot: ObjectSnapshot) -> Iterator[str]:
     """The attributes, entries and variables that are not what they were."""
-    owner, name = kept.owner
+    owner, name = snapshot.owner
     what = f"{_named(owner)}.{name}" if owner is not None else "a variable of a function around it"
-    there = kept.read_content(kept.holder)
-    if isinstance(kept, DictSnapshot):
-        before, now = dict(kept.items()), dict(kept.holder)
+    there = snapshot.read_content(snapshot.holder)
+    if isinstance(snapshot, DictSnapshot):
+        before, now = dict(snapshot.items()), dict(snapshot.holder)
         for key in {**before, **now}:
             if key in _OF_TORCH or (key not in before and _is_cached(owner, name, key)):
                 continue
             if _is_other(before.get(key, MISSING), now.get(key, MISSING)):
                 yield f"{what}[{key!r}]" if name else f"{_named(owner)}.{key}"
-    elif isinstance(kept, (SlotsSnapshot, GlobalsSnapshot)):
-        names = kept.names if isinstance(kept, GlobalsSnapshot) else [x.__name__ for x in slots_of(type(kept.holder))]
-        of = "the global " if isinstance(kept, GlobalsSnapshot) else f"{_named(owner)}."
-        yield from (f"{of}{name}" for name, a, b in zip(names, kept.content, there, strict=True) if _is_other(a, b))
-    elif len(there) != len(kept.content) or any(map(_is_other, kept.content, there)):
-        yield f"an attribute of the class {kept.holder.__qualname__}" if isinstance(kept, ClassSnapshot) else what
+    elif isinstance(snapshot, (SlotsSnapshot, GlobalsSnapshot)):
+        names = (
+            snapshot.names
+            if isinstance(snapshot, GlobalsSnapshot)
+            else [x.__name__ for x in slots_of(type(snapshot.holder))]
+        )
+        of = "the global " if isinstance(snapshot, GlobalsSnapshot) else f"{_named(owner)}."
+        yield from (f"{of}{name}" for name, a, b in zip(names, snapshot.content, there, strict=True) if _is_other(a, b))
+    elif len(there) != len(snapshot.content) or any(map(_is_other, snapshot.content, there)):
+        yield (
+            f"an attribute of the class {snapshot.holder.__qualname__}" if isinstance(snapshot, ClassSnapshot) else what
+        )
 
 
 def _is_cached(owner: Any, name: str, key: Any) -> bool:

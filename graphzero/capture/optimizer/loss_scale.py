@@ -55,8 +55,8 @@ class LossScale(nn.Module):
 class LossScaleUpdate:
     """Update of the loss scale. held: the three buffers by name, as they enter the step."""
 
-    def __init__(self, emit: Emit, scaling: Scaling, held: dict[str, fx.Node]) -> None:
-        self.emit, self.scaling, self.held = emit, scaling, held
+    def __init__(self, emit: Emit, scaling: Scaling, buffers: dict[str, fx.Node]) -> None:
+        self.emit, self.scaling, self.held = emit, scaling, buffers
 
     def inverse(self) -> fx.Node:
         """Factor by which gradients are multiplied, as in GradScaler."""

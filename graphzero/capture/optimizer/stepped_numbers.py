@@ -137,9 +137,9 @@ def _is_same(old: Any, new: Any) -> bool:
     return False
 
 
-def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable[Any]) -> Any:
+def number_of_states(optimizer: torch.optim.Optimizer, key: str, results: Iterable[Any]) -> Any:
     """Result of a traced step for a Python number in the states of one group's parameters, equal in each."""
-    first, *others = found
+    first, *others = results
     texts = {str(x.node.expr) if isinstance(x, (torch.SymInt, torch.SymFloat)) else str(x) for x in (first, *others)}
     if len(texts) > 1 or not (is_number(first) or isinstance(first, (torch.SymInt, torch.SymFloat))):
         raise problem(
@@ -151,17 +151,17 @@ def number_of_states(optimizer: torch.optim.Optimizer, key: str, found: Iterable
 
 
 def carry_of(
-    optimizer: torch.optim.Optimizer, index: int, group: int, key: str, made: Any, inputs: Mapping[fx.Node, Any]
+    optimizer: torch.optim.Optimizer, index: int, group: int, key: str, result: Any, inputs: Mapping[fx.Node, Any]
 ) -> Carry:  # fmt: skip
     """The computation that a traced step applies to a number.
 
-    made: its node, or the number itself.  inputs: what the placeholders of the trace stand for.
+    result: its node, or the number itself.  inputs: what the placeholders of the trace stand for.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     roles: list[Role] = []
-    for node in made.graph.nodes if isinstance(made, fx.Node) else ():
-        if node not in _ancestors(made):
+    for node in result.graph.nodes if isinstance(result, fx.Node) else ():
+        if node not in _ancestors(result):
             continue
         if node.op == "placeholder" and inputs[node][0] == "hyper":
             copies[node] = graph.placeholder(f"number_{len(roles)}")
@@ -170,7 +170,7 @@ def carry_of(
             raise _from_values(optimizer, key)
         else:
             copies[node] = graph.node_copy(node, lambda x: copies[x])
-    graph.output(copies[made] if isinstance(made, fx.Node) else made)
+    graph.output(copies[result] if isinstance(result, fx.Node) else result)
     return Carry(index, group, key, tuple(roles), fx.GraphModule(nn.Module(), graph).forward)
 
 

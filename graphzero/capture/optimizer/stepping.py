@@ -93,10 +93,10 @@ class OptimizerTracer:
                 return snapshots
             roots = [self.optimizer, *self.inner]  # what their classes name counts too
 
-    def _holds_params(self, kept: ObjectSnapshot) -> bool:
+    def _holds_params(self, snapshot: ObjectSnapshot) -> bool:
         """Return whether an attribute holds parameters or their ids, though it is not a group or the state of the
         optimizer."""
-        return id(kept.holder) not in self._own and any(map(self._is_owned, kept.content))
+        return id(snapshot.holder) not in self._own and any(map(self._is_owned, snapshot.content))
 
     def _is_owned(self, x: Any) -> bool:
         if isinstance(x, (tuple, frozenset)):
@@ -163,14 +163,16 @@ class OptimizerTracer:
                 self._check_changes(started)
                 self._check_state(state)
 
-    def _put(self, kept: ObjectSnapshot, put: Mapping[int, Any]) -> ObjectSnapshot:
+    def _put(self, snapshot: ObjectSnapshot, put: Mapping[int, Any]) -> ObjectSnapshot:
         """Write stand-ins in the place of what they stand for; returns what is there then."""
-        content = kept.content if id(kept.holder) in self._own else [_replaced(x, put) for x in kept.content]
-        if all(map(is_, content, kept.content)):
-            return kept
-        kept.write_content(content)
-        started = copy.copy(kept)
-        started.content = kept.read_content(kept.holder)
+        content = (
+            snapshot.content if id(snapshot.holder) in self._own else [_replaced(x, put) for x in snapshot.content]
+        )
+        if all(map(is_, content, snapshot.content)):
+            return snapshot
+        snapshot.write_content(content)
+        started = copy.copy(snapshot)
+        started.content = snapshot.read_content(snapshot.holder)
         return started
 
     def _check_held(self, groups: list[dict[str, Any]], state: Any) -> None:

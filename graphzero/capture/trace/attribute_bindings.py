@@ -170,12 +170,14 @@ class AttributeBindings:
 
     # ---- plain attributes and containers
 
-    def refuse_state(self, kept: Iterable[ObjectSnapshot], free: CapturedConstants, guards: AttributeGuards) -> None:
+    def refuse_state(
+        self, snapshots: Iterable[ObjectSnapshot], free: CapturedConstants, guards: AttributeGuards
+    ) -> None:
         """Refuse what build keeps for later steps outside of buffers: a tensor in the place of one that it has read.
 
-        kept: all that build reaches, as it was before.
+        snapshots: all that build reaches, as it was before.
         """
-        for contents in kept:
+        for contents in snapshots:
             if isinstance(contents, (TensorSnapshot, GlobalsSnapshot)) or not contents.differs():
                 continue
             owner, name = contents.owner

@@ -87,9 +87,9 @@ class BuildTrace:
     """One tracing of a step's build."""
 
     def __init__(
-        self, step: Step, root: nn.Module, inputs: Inputs, asked: CompilingAnswers, fixed: dict[str, float]
+        self, step: Step, root: nn.Module, inputs: Inputs, answers: CompilingAnswers, fixed: dict[str, float]
     ) -> None:
-        self.step, self.root, self.inputs, self.asked, self.fixed = step, root, inputs, asked, fixed
+        self.step, self.root, self.inputs, self.asked, self.fixed = step, root, inputs, answers, fixed
         self.env = _compat.shape_env()
         self.mode = _compat.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.params = dict(root.named_parameters())

@@ -68,11 +68,11 @@ class CapturedConstants:
     """
 
     def __init__(
-        self, mode: _compat.FakeTensorMode, held: Mapping[str, Tensor], build: CodeType | None,
+        self, mode: _compat.FakeTensorMode, tensors: Mapping[str, Tensor], build: CodeType | None,
         words: ConstantMessages = _OF_BUILD,
     ) -> None:  # fmt: skip
         self.mode, self.build, self.words = mode, build, words
-        self.held = Regions(held)
+        self.held = Regions(tensors)
         self.flags: dict[int, TensorSnapshot] = {}
         self._known: dict[int, Tensor] = {}
         self._storages: dict[int, Tensor] = {}  # of their fakes, which views of them share

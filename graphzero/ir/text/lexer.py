@@ -55,9 +55,9 @@ def read_sbp(word: str, fail: Callable[[str], Exception]) -> Sbp:
         raise fail(str(error)) from None
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
-    return chr(int(code, 16)) if code else _PLAIN[found[4]]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
+    return chr(int(code, 16)) if code else _PLAIN[match[4]]
 
 
 class LineReader:

@@ -84,33 +84,33 @@ def _check_bucket(graph: StepGraph, node: fx.Node, where: str) -> None:
 
 
 def _check_move(
-    graph: StepGraph, node: fx.Node, where: str, have: Nd, made: Nd, move: Any, args: tuple[Any, ...]
+    graph: StepGraph, node: fx.Node, where: str, have: Nd, result: Nd, move: Any, args: tuple[Any, ...]
 ) -> None:
     """A lowered box makes on its axis what its name says, where axes inside allow it, and changes no other axis.
 
     What other axes cut may go by another name behind it: ``(S(0), S(0))`` is gathered to ``(B, S(0, 2))`` on 2 x 2.
     """
     if move is not ops.relabel:
-        have, made = _by_one_name(have, made, graph.placement.axis(_axis(move, args)), graph.placement.hierarchy)
-    for i, (src, dst) in enumerate(zip(have, made, strict=True)):
+        have, result = _by_one_name(have, result, graph.placement.axis(_axis(move, args)), graph.placement.hierarchy)
+    for i, (src, dst) in enumerate(zip(have, result, strict=True)):
         on_axis = move is not ops.relabel and graph.placement.names[i] == _axis(move, args)
         possible = is_possible(have, i, src, dst, graph.placement.hierarchy)
-        ends = [_plain(nd, i, graph, move) for nd in (have, made)]
+        ends = [_plain(nd, i, graph, move) for nd in (have, result)]
         good = possible and _moves(move, args, *ends) if on_axis else src is dst
         if move is ops.relabel:
             good = good or graph.placement.hierarchy[i] == 1 or (src is B and dst.is_partial and dst is not P)
-            good = good or alike(have, made, graph.placement.hierarchy)
+            good = good or alike(have, result, graph.placement.hierarchy)
         if not good:
-            problem = f"'{node.name}' takes {nd_text(have)} to {nd_text(made)}, which {move.__name__} does not"
+            problem = f"'{node.name}' takes {nd_text(have)} to {nd_text(result)}, which {move.__name__} does not"
             raise violation(node, where, problem, "Make boxes, and let `lower_boxing` choose what they become")
 
 
-def _by_one_name(have: Nd, made: Nd, axis: int, hierarchy: tuple[int, ...]) -> tuple[Nd, Nd]:
+def _by_one_name(have: Nd, result: Nd, axis: int, hierarchy: tuple[int, ...]) -> tuple[Nd, Nd]:
     """Both, with one name for what the axes other than ``axis`` cut, if they cut the same."""
-    begin, end = ((*other[:axis], own[axis], *other[axis + 1 :]) for own, other in ((have, made), (made, have)))
+    begin, end = ((*other[:axis], own[axis], *other[axis + 1 :]) for own, other in ((have, result), (result, have)))
     if alike(have, begin, hierarchy):
-        return begin, made
-    return (have, end) if alike(made, end, hierarchy) else (have, made)
+        return begin, result
+    return (have, end) if alike(result, end, hierarchy) else (have, result)
 
 
 def _plain(nd: Nd, axis: int, graph: StepGraph, move: Any) -> Sbp:

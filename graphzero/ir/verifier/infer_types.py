@@ -71,17 +71,17 @@ def _too_many(op: torch._ops.OpOverload, given: list[Any], count: int) -> str:
     return f"may have {longest} results" if longest > MOST_RESULTS and count * MOST_RESULTS < longest else ""
 
 
-def _types(op: torch._ops.OpOverload, made: Any, count: int, held: int) -> Any:
-    results = tuple(made) if isinstance(made, (list, tuple)) else (made,)
+def _types(op: torch._ops.OpOverload, result: Any, count: int, nbytes: int) -> Any:
+    results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
     if len(results) != count:
         return f"is declared with {count} results, but {op_name(op)} makes {len(results)}"
     for x in _tensors(results):
         if x.layout is not torch.strided:
             return f"makes a tensor of layout {x.layout}"
-        if x.untyped_storage().nbytes() > held + 2 * x.numel() * x.element_size() + 64:
+        if x.untyped_storage().nbytes() > nbytes + 2 * x.numel() * x.element_size() + 64:
             return f"holds {x.untyped_storage().nbytes()} bytes for {x.numel()} numbers"
     types = tuple(TensorType(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in results)
-    return types if isinstance(made, (list, tuple)) else types[0]
+    return types if isinstance(result, (list, tuple)) else types[0]
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

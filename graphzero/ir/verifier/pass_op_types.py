@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import ops, value
-from graphzero.ir.graph import HELD, StepGraph
+from graphzero.ir.graph import PERSISTENT, StepGraph
 from graphzero.ir.transfer import NO_SLOT_YET
 from graphzero.ir.value import ScalarType, TensorType
 from graphzero.sbp.collectives import COLLECTIVES
@@ -137,7 +137,7 @@ def _assign(graph: StepGraph, args: list[Any], kwargs: dict[str, Any]) -> Any:
     need(graph.level in ("lowered", "local"), f"writes at level {graph.level}")
     need(len(args) == 2 and not kwargs, "takes 2 arguments")
     old, new = _tensor(args[0]), _tensor(args[1])
-    good = args[0].op == "placeholder" and value.has_role(args[0], *HELD)
+    good = args[0].op == "placeholder" and value.has_role(args[0], *PERSISTENT)
     need(good, f"writes into '{args[0].name}', which is not a parameter, buffer or state")
     need(old == new, f"writes {new} into {old}")
     return old

@@ -195,10 +195,10 @@ def _is_cast_for(x: fx.Node, node: fx.Node) -> bool:
 
 
 def _round_inside(
-    graph: StepGraph, node: fx.Node, held: list[fx.Node], results: list[fx.Node], instead: dict[fx.Node, fx.Node]
+    graph: StepGraph, node: fx.Node, states: list[fx.Node], results: list[fx.Node], instead: dict[fx.Node, fx.Node]
 ) -> None:
     _, key, _, start, total = results[0].args
-    lists = [[x.args[0] if x in held else x for x in group] for group in node.args[:6]]  # type: ignore[union-attr]
+    lists = [[x.args[0] if x in states else x for x in group] for group in node.args[:6]]  # type: ignore[union-attr]
     rounding = {"numbers": [x.args[2] for x in results], "start": start, "total": total}
     types, nds = tuple(map(value.type_of, results)), tuple(map(value.nd_of, results))
     with graph.graph.inserting_before(node):
@@ -223,51 +223,51 @@ def _erase_with_operands(graph: StepGraph, node: fx.Node) -> None:
             _erase_with_operands(graph, operand)
 
 
-def _may_fuse(node: fx.Node, found: dict[str, Any], position: dict[fx.Node, int]) -> bool:
+def _may_fuse(node: fx.Node, matched: dict[str, Any], position: dict[fx.Node, int]) -> bool:
     """Return whether all are tensors of one form that the kernel takes, and each result is needed only after the last
     is made."""
-    tensors = [found[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
-    if any(not value.is_tensor(x) for x in (*tensors, found["step"])):
+    tensors = [matched[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+    if any(not value.is_tensor(x) for x in (*tensors, matched["step"])):
         return False
-    forms = {(value.type_of(x), value.sbp_of(x)) for x in (*tensors, node, found["new_avg"], found["new_sq"])}
-    is_plain = value.tensor_type(found["step"]).shape == () and value.tensor_type(node).shape != ()
+    forms = {(value.type_of(x), value.sbp_of(x)) for x in (*tensors, node, matched["new_avg"], matched["new_sq"])}
+    is_plain = value.tensor_type(matched["step"]).shape == () and value.tensor_type(node).shape != ()
     if len(forms) > 1 or value.tensor_type(node).dtype not in FUSED or not is_plain:
         return False
-    chain = set(_chain_nodes(found))
-    others = [user for name in ("new_avg", "new_sq") for user in found[name].users if user not in chain]
+    chain = set(_chain_nodes(matched))
+    others = [user for name in ("new_avg", "new_sq") for user in matched[name].users if user not in chain]
     return all(position.get(user, -1) > position[node] for user in others)
 
 
-def _chain_nodes(found: dict[str, Any]) -> list[fx.Node]:
+def _chain_nodes(matched: dict[str, Any]) -> list[fx.Node]:
     """The nodes of the matched chain, in order."""
-    return [found[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
+    return [matched[node.name] for node in parse_pattern(CHAIN).nodes if node.op == "call_function"]
 
 
-def _fuse(graph: StepGraph, node: fx.Node, found: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+def _fuse(graph: StepGraph, node: fx.Node, matched: dict[str, Any], instead: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Write the kernel's call; returns what it takes the place of, in order.  ``instead`` gets what to hand out."""
-    param, decay = found["param"], 0.0
-    before: dict[str, Any] = {"lr": found["lr"]}
+    param, decay = matched["param"], 0.0
+    before: dict[str, Any] = {"lr": matched["lr"]}
     if matches_pattern(parse_pattern(DECAY).outputs[0], param, before) and set(param.users) == {node}:
         param, decay = before["param"], before["weight_decay"]
-    numbers = (found["lr"], found["beta1"], found["beta2"], found["eps"], decay)
+    numbers = (matched["lr"], matched["beta1"], matched["beta2"], matched["eps"], decay)
     args: tuple[Any, ...] = (
         [param],
-        [found["grad"]],
-        [found["exp_avg"]],
-        [found["exp_avg_sq"]],
+        [matched["grad"]],
+        [matched["exp_avg"]],
+        [matched["exp_avg_sq"]],
         [],
-        [found["step"]],
+        [matched["step"]],
         *numbers,
     )
     type_, nd = value.tensor_type(node), value.nd_of(node)
-    chain = _chain_nodes(found)
+    chain = _chain_nodes(matched)
     with graph.graph.inserting_before(node):
         fused = graph.call(ADAM, args, (type_,) * 3, sbp=(nd,) * 3, like=node, name="adam")
-        for i, old in enumerate((node, found["new_avg"], found["new_sq"])):
+        for i, old in enumerate((node, matched["new_avg"], matched["new_sq"])):
             result = graph.call(operator.getitem, (fused, i), type_, sbp=nd, like=old)
             old.replace_all_uses_with(result, delete_user_cb=lambda user: user.op != "output" and user not in chain)
             instead[old] = result
-    return [*_before(found["param"], param), *chain]
+    return [*_before(matched["param"], param), *chain]
 
 
 def _before(decayed: fx.Node, param: fx.Node) -> list[fx.Node]:

@@ -127,13 +127,13 @@ def _spread(node: fx.Node) -> Spread | None:
     return Spread(SLICE, dim, size, {(begin, end): piece}) if step == 1 and begin < end else None
 
 
-def _sum(node: fx.Node, found: dict[fx.Node, Spread]) -> Spread | None:
+def _sum(node: fx.Node, spreads: dict[fx.Node, Spread]) -> Spread | None:
     """The sum of two spread values that nobody else reads."""
     read = node.all_input_nodes
-    if node.kwargs or len(read) != 2 or any(x not in found or set(x.users) != {node} for x in read):
+    if node.kwargs or len(read) != 2 or any(x not in spreads or set(x.users) != {node} for x in read):
         return None
     alike = len({(value.type_of(x), value.sbp_of(x)) for x in (*read, node)}) == 1
-    return found[read[0]].plus(found[read[1]], node) if alike else None
+    return spreads[read[0]].plus(spreads[read[1]], node) if alike else None
 
 
 def _join(graph: StepGraph, node: fx.Node, spread: Spread) -> None:

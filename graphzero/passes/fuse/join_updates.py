@@ -203,7 +203,7 @@ class _Order:
         self.made: dict[fx.Node, int] = {node: i for i, node in enumerate(nodes)}
         self.nodes = nodes
         for i, node in enumerate(nodes):
-            for root in self._read(node):
+            for root in self._storages_read(node):
                 self.readers[root].append(i)
             for root in written_by(node, roots):
                 self.writers[root].append(i)
@@ -214,11 +214,11 @@ class _Order:
         neighbours = {self.made[operand] for operand in node.all_input_nodes if operand in self.made}
         for root in written_by(node, self.roots):
             neighbours.update(self.readers[root], self.writers[root])
-        for root in self._read(node):
+        for root in self._storages_read(node):
             neighbours.update(self.writers[root])
         return neighbours - {i} - {self.made[user] for user in node.users if user in self.made}
 
-    def _read(self, node: fx.Node) -> set[Storage]:
+    def _storages_read(self, node: fx.Node) -> set[Storage]:
         if _is_pick(node):
             return set()
         return {root for operand in node.all_input_nodes for root in self.roots.get(operand, ()) if root is not None}

@@ -17,21 +17,23 @@ def parse_pattern(text: str) -> StepGraph:
     return parse(text)
 
 
-def matches_pattern(pattern: Any, given: Any, found: dict[str, Any]) -> bool:
-    """Return whether ``given`` is computed as ``pattern`` is; ``found`` gets what stands for each of its values."""
+def matches_pattern(pattern: Any, given: Any, matched: dict[str, Any]) -> bool:
+    """Return whether ``given`` is computed as ``pattern`` is; ``matched`` gets what stands for each of its values."""
     if not isinstance(pattern, fx.Node):
         if isinstance(pattern, (list, tuple)) and isinstance(given, (list, tuple)):
-            return len(pattern) == len(given) and all(map(matches_pattern, pattern, given, [found] * len(given)))
+            return len(pattern) == len(given) and all(map(matches_pattern, pattern, given, [matched] * len(given)))
         return type(pattern) is type(given) and pattern == given
-    if pattern.name in found:
-        return bool(found[pattern.name] is given or (not isinstance(given, fx.Node) and found[pattern.name] == given))
-    found[pattern.name] = given
+    if pattern.name in matched:
+        return bool(
+            matched[pattern.name] is given or (not isinstance(given, fx.Node) and matched[pattern.name] == given)
+        )
+    matched[pattern.name] = given
     if pattern.op == "placeholder":
         return True
     if not isinstance(given, fx.Node) or given.target is not pattern.target:
         return False
     same = len(given.args) == len(pattern.args) and given.kwargs.keys() == pattern.kwargs.keys()
-    return same and all(matches_pattern(p, g, found) for p, g in _pairs(pattern, given))
+    return same and all(matches_pattern(p, g, matched) for p, g in _pairs(pattern, given))
 
 
 def _pairs(pattern: fx.Node, given: fx.Node) -> Iterator[tuple[Any, Any]]:

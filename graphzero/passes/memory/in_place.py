@@ -128,15 +128,15 @@ class _Storages:
         storage = self.roots[new][0]
         return len(self.replaced[new]) == 1 and storage is not None and self.last[storage] < len(self.position) - 1
 
-    def _may_take(self, made: fx.Node, room: fx.Node, own: Storage) -> bool:
-        """Return whether the storage of ``room`` is free for ``made``, a result that would have a storage of its
+    def _may_take(self, result: fx.Node, room: fx.Node, own: Storage) -> bool:
+        """Return whether the storage of ``room`` is free for ``result``, a result that would have a storage of its
         ``own``."""
         storage = self.storage_of(room)
-        if storage is None or self.last[storage] > self.position[own[0]] or not inplace.same_form(made, room):
+        if storage is None or self.last[storage] > self.position[own[0]] or not inplace.same_form(result, room):
             return False
         if storage[0].op == "placeholder":
             assign = self.assigns.get(storage[0])
-            is_new = storage[0] in self.replaced[made] and self._is_kept(made)
+            is_new = storage[0] in self.replaced[result] and self._is_kept(result)
             if assign is None or not (is_new or self.last[own] < self.position[assign]):
                 return False
             if is_new and not reaches(room, storage[0]):
@@ -170,14 +170,14 @@ class _Storages:
             return False
         return has_kernel(node, room, self.orders, self.device)
 
-    def _move(self, own: Storage, made: fx.Node, room: fx.Node) -> None:
-        """``made`` lives in the storage of ``room`` from now on."""
+    def _move(self, own: Storage, result: fx.Node, room: fx.Node) -> None:
+        """``result`` lives in the storage of ``room`` from now on."""
         storage = self.storage_of(room)
         assert storage is not None
         self.moved[own] = storage
         self.last[storage] = self.last[own]
-        if storage[0] in self.replaced[made]:
-            self._drop(storage[0], made)
+        if storage[0] in self.replaced[result]:
+            self._drop(storage[0], result)
 
     def receive(self, moves: Transfer) -> None:
         """A gather without a slot may arrive in the storage of the parameter whose new value it brings."""

@@ -82,11 +82,11 @@ class Recompute(BuiltinPass):
     def __call__(self, graph: StepGraph) -> StepGraph:
         merge_gathers(graph)
         forward = ForwardOps(graph)
-        dropped = self._of(graph, forward) | forward.gathers
+        dropped = self._ops_of(graph, forward) | forward.gathers
         _read_again(graph, forward, dropped)
         return graph
 
-    def _of(self, graph: StepGraph, forward: ForwardOps) -> set[fx.Node]:
+    def _ops_of(self, graph: StepGraph, forward: ForwardOps) -> set[fx.Node]:
         """The ops that make what is named."""
         named = {node.name: node for node in forward.maker}
         ops = set[fx.Node]()

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 SUM = 2  # of an nll_loss's reductions
 INF = float("inf")
-Found = Mapping[fx.Node, tuple[Sbp | None, ...]]
+SbpsOfNodes = Mapping[fx.Node, tuple[Sbp | None, ...]]
 
 
 class DefinitionWriter:
@@ -192,7 +192,7 @@ class Expand(BuiltinPass):
         return graph
 
 
-def _splits(node: fx.Node, axes: Sequence[Found]) -> tuple[Sbp | None, ...]:
+def _splits(node: fx.Node, axes: Sequence[SbpsOfNodes]) -> tuple[Sbp | None, ...]:
     """The split that each axis makes of the rows of an op that has a definition."""
     return tuple(_split(node, sbps) for sbps in axes) if node.target in TABLE else ()
 
@@ -201,17 +201,17 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def _split(node: fx.Node, found: Found) -> Sbp | None:
+def _split(node: fx.Node, sbps_of: SbpsOfNodes) -> Sbp | None:
     """The split that an axis makes of the rows of an operand."""
     count = TABLE[node.target].operands
     operands, dims = _arguments(node)[:count], _arguments(node)[count]
     ndim = max(len(value.tensor_type(operands[0]).shape), 1)
     rows = {dim % ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    sbps = (found[operand][0] for operand in operands)
+    sbps = (sbps_of[operand][0] for operand in operands)
     return next((sbp for sbp in sbps if sbp is not None and sbp.is_split and sbp.dim in rows), None)
 
 
-def _expand(graph: StepGraph, node: fx.Node, axes: Sequence[Found], splits: tuple[Sbp | None, ...]) -> None:
+def _expand(graph: StepGraph, node: fx.Node, axes: Sequence[SbpsOfNodes], splits: tuple[Sbp | None, ...]) -> None:
     """The node itself becomes the last op of its definition, so that it keeps its name, its role and its readers."""
     entry = TABLE[node.target]
     for operand in dict.fromkeys(_arguments(node)[: entry.operands]):

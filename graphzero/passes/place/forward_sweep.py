@@ -239,9 +239,9 @@ class AxisPropagation:
     def write_sbps(self) -> None:
         """Give every node its SBP on this axis."""
         for node, sbps in self.found.items():
-            self._write(node, sbps)
+            self._write_sbps(node, sbps)
 
-    def _write(self, node: fx.Node, sbps: tuple[Sbp | None, ...]) -> None:
+    def _write_sbps(self, node: fx.Node, sbps: tuple[Sbp | None, ...]) -> None:
         count = len(self.graph.placement.names)
         old = value.sbp_of(node)
         if value.is_multi(node):

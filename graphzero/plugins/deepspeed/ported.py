@@ -84,11 +84,11 @@ def ported(document: Document, batch: Batch) -> DeepSpeed:
     return deepspeed
 
 
-def _try(made: DeepSpeed, optimizer: Section, scheduler: Section) -> None:
+def _try(deepspeed: DeepSpeed, optimizer: Section, scheduler: Section) -> None:
     """Make both once, for parameters of no use.  Raises what torch raises for wrong values."""
     lists = [values for values in scheduler[1].values() if isinstance(values, list)] if scheduler else []
     groups = [{"params": [torch.zeros(())]} for _ in range(max(map(len, lists), default=1))]
-    made.make_scheduler(made.make_optimizer(groups) if optimizer else torch.optim.SGD(groups))
+    deepspeed.make_scheduler(deepspeed.make_optimizer(groups) if optimizer else torch.optim.SGD(groups))
 
 
 def _optimizer(document: Document) -> Section:

@@ -119,50 +119,50 @@ def _device_type(options: argparse.Namespace) -> str:
 # ---- text
 
 
-def lines(options: argparse.Namespace, found: list[ProgramSnapshot], which: SnapshotFilter) -> Iterator[str]:
+def lines(options: argparse.Namespace, snapshots: list[ProgramSnapshot], which: SnapshotFilter) -> Iterator[str]:
     """Printed lines of the command."""
     chosen = find(
-        found, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
+        snapshots, options.before or options.after or (options.diff if options.diff != EVERY else None) or CAPTURED
     )
     if (options.before or options.diff not in (None, EVERY)) and chosen == 0:
         raise ConfigError(f"nothing stands before {CAPTURED!r}; `--after {CAPTURED}` is the program as it was captured")
     if options.list:
-        yield from _passes(found)
+        yield from _passes(snapshots)
     elif options.diff:
-        pairs = list(zip(found, found[1:], strict=False))
+        pairs = list(zip(snapshots, snapshots[1:], strict=False))
         pairs = pairs if options.diff == EVERY else pairs[chosen - 1 : chosen]
         which.check(one.graph for pair in pairs for one in pair)
         for before, after in pairs:
             yield from _coloured(diff(before, after, which), options.color)
     else:
-        number = chosen - 1 if options.before else chosen if options.after else len(found) - 1
-        which.check([found[number].graph])
-        yield from _program(found, number, which)
+        number = chosen - 1 if options.before else chosen if options.after else len(snapshots) - 1
+        which.check([snapshots[number].graph])
+        yield from _program(snapshots, number, which)
 
 
-def _program(found: list[ProgramSnapshot], number: int, which: SnapshotFilter) -> Iterator[str]:
-    graph = found[number].graph
+def _program(snapshots: list[ProgramSnapshot], number: int, which: SnapshotFilter) -> Iterator[str]:
+    graph = snapshots[number].graph
     yield from listing(graph, which).splitlines()
     one = [node for node in graph.nodes if node.op != "output" and which(node)] if which.name else []
     if len(one) == 1:
-        yield from _about(found[: number + 1], one[0])
+        yield from _about(snapshots[: number + 1], one[0])
 
 
-def _about(found: list[ProgramSnapshot], node: Any) -> Iterator[str]:
-    maker, changed = made_and_changed(found)[node.name]
+def _about(snapshots: list[ProgramSnapshot], node: Any) -> Iterator[str]:
+    maker, changed = made_and_changed(snapshots)[node.name]
     yield ""
     yield f"  source    {value.source_of(node) or '-'}"
     yield f"  module    {value.module_of(node) or '-'}"
-    since = f", as it is since {found[changed].name}" if changed != maker else ""
-    yield f"  made by   {found[maker].name if maker else 'the capture'}{since}"
+    since = f", as it is since {snapshots[changed].name}" if changed != maker else ""
+    yield f"  made by   {snapshots[maker].name if maker else 'the capture'}{since}"
     for title, nodes in (("reads", node.all_input_nodes), ("read by", list(node.users))):
         for other in nodes:
             yield f"  {title:<9} {print_line(other)}"
 
 
-def _passes(found: list[ProgramSnapshot]) -> Iterator[str]:
+def _passes(snapshots: list[ProgramSnapshot]) -> Iterator[str]:
     yield f"{'':>4} {'pass':<20}{'seconds':>9}{'lines out':>11}{'in':>7}   level behind it"
-    for number, (before, after) in enumerate(zip(found, found[1:], strict=False), 1):
+    for number, (before, after) in enumerate(zip(snapshots, snapshots[1:], strict=False), 1):
         assert after.record is not None
         changed = [line[0] for line in diff(before, after, SnapshotFilter()) if line[:3] not in ("---", "+++")]
         out, in_ = changed.count("-"), changed.count("+")

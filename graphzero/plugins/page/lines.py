@@ -29,14 +29,14 @@ class Pool:
         return number
 
 
-def passes_data(found: Sequence[ProgramSnapshot], pool: Pool) -> dict[str, Any]:
+def passes_data(snapshots: Sequence[ProgramSnapshot], pool: Pool) -> dict[str, Any]:
     """The captured text, and per pass what it does to the text before it.
 
     captured: numbers of lines.  passes: name, options, seconds, level behind it, and edits ``[at, removed, lines]``,
     where ``at`` counts the lines before the pass; edits do not overlap and are in order.
     """
     passes = []
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in zip(snapshots, snapshots[1:], strict=False):
         assert after.record is not None
         options = after.record.text.removeprefix(after.name)
         short = options if len(options) <= MOST_OPTIONS else f"{options[:MOST_OPTIONS]} ..."
@@ -49,7 +49,7 @@ def passes_data(found: Sequence[ProgramSnapshot], pool: Pool) -> dict[str, Any]:
                 "edits": _edits(before.lines, after.lines, pool),
             }
         )
-    return {"captured": [pool(line) for line in found[0].lines], "passes": passes}
+    return {"captured": [pool(line) for line in snapshots[0].lines], "passes": passes}
 
 
 def _edits(before: list[str], after: list[str], pool: Pool) -> list[list[Any]]:
@@ -59,7 +59,7 @@ def _edits(before: list[str], after: list[str], pool: Pool) -> list[list[Any]]:
     return [[i, j - i, [pool(x) for x in after[k:n]]] for tag, i, j, k, n in codes if tag != "equal"]
 
 
-def values_data(found: Sequence[ProgramSnapshot], graph: StepGraph, pool: Pool) -> list[list[Any]]:
+def values_data(snapshots: Sequence[ProgramSnapshot], graph: StepGraph, pool: Pool) -> list[list[Any]]:
     """Data of each value of the final program, in order, and of its end.
 
     ``[name, phase, SBP, type, source, module, made, changed, operands]``: texts by number of the pool; made and changed
@@ -67,7 +67,7 @@ def values_data(found: Sequence[ProgramSnapshot], graph: StepGraph, pool: Pool) 
     """
     nodes = list(graph.nodes)
     numbers = {node: i for i, node in enumerate(nodes)}
-    since = made_and_changed(found)
+    since = made_and_changed(snapshots)
     return [_value(node, numbers, since.get(node.name, (0, 0)), pool) for node in nodes]
 
 

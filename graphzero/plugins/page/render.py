@@ -32,7 +32,7 @@ def render(plans: Sequence[dict[str, Any]], pool: Pool) -> str:
         "scripts": "\n".join(f"<script>\n{_read(file)}</script>" for file in SCRIPTS),
         "data": embedded({"format": 1, "pool": pool.texts, "plans": list(plans)}),
     }
-    return _PLACE.sub(lambda found: parts[found[1]], _read("page.html"))
+    return _PLACE.sub(lambda match: parts[match[1]], _read("page.html"))
 
 
 def embedded(data: Any) -> str:

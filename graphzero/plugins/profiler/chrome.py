@@ -46,13 +46,13 @@ def _about(trace: TraceData) -> Json:
     }
 
 
-def _rank(found: RankTrace, since: float, launches: Mapping[str, str]) -> Iterator[Json]:
-    process = found.rank
+def _rank(trace: RankTrace, since: float, launches: Mapping[str, str]) -> Iterator[Json]:
+    process = trace.rank
     yield from _process(process, f"rank {process}")
     yield _named("thread", process, _STEP, "call")
-    yield _slice("call", "call", found.begin - since, found.end - found.begin, process, _STEP, {})
-    yield from _streams(found.events, process, since)
-    yield from _arrows(found.events, launches, process, since)
+    yield _slice("call", "call", trace.begin - since, trace.end - trace.begin, process, _STEP, {})
+    yield from _streams(trace.events, process, since)
+    yield from _arrows(trace.events, launches, process, since)
 
 
 def _streams(events: Sequence[Event], process: int, since: float) -> Iterator[Json]:

@@ -199,6 +199,6 @@ def _median_step(seconds: Sequence[float]) -> int:
     return sorted(range(len(seconds)), key=seconds.__getitem__)[(len(seconds) - 1) // 2]
 
 
-def _aligned(found: Sequence[Sequence[RankTrace]], clocks: Offsets) -> list[RankTrace]:
-    """found: of each process, its ranks."""
-    return [one.shifted(ahead) for local, ahead in zip(found, clocks.ahead, strict=True) for one in local]
+def _aligned(traces: Sequence[Sequence[RankTrace]], clocks: Offsets) -> list[RankTrace]:
+    """traces: of each process, its ranks."""
+    return [one.shifted(ahead) for local, ahead in zip(traces, clocks.ahead, strict=True) for one in local]

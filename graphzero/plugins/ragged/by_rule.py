@@ -146,7 +146,7 @@ def create(work: PaddedOp) -> None:
     """Dims that the op makes by itself, one as the other: an ``expand``, a ``full``."""
     for result, shape in enumerate(value.shapes(work.node)):
         for dim in range(len(shape)):
-            have = {along.name for along in work.made[result] if along.dim == dim}
+            have = {along.name for along in work.result_dims[result] if along.dim == dim}
             for name in work.sizes.dims(work.node, result, dim):
                 straight = work.sizes.straight(work.node, result, dim, name) if name in work.ragged else None
                 if name not in have and straight is not None and _creates(work, result, straight):

@@ -83,12 +83,12 @@ class _ExactRewrite:
             if node.op == "placeholder":
                 self.found[node] = self._given(node)
             elif node.op == "call_function":
-                self.found[node] = self._made(node)
+                self.found[node] = self._result_dims(node)
         self._check_ends()
-        outputs = tuple(self._of(x) if isinstance(x, fx.Node) else frozenset() for x in self.graph.outputs)
+        outputs = tuple(self._dims_of(x) if isinstance(x, fx.Node) else frozenset() for x in self.graph.outputs)
         return Exact(self.graph, outputs, {name: least for name, least in self.least.items() if least > 1})
 
-    def _of(self, node: fx.Node) -> Dims:
+    def _dims_of(self, node: fx.Node) -> Dims:
         alongs = self.found[node]
         return alongs[0] if alongs else frozenset()
 
@@ -100,12 +100,12 @@ class _ExactRewrite:
 
     # ---- one op
 
-    def _made(self, node: fx.Node) -> tuple[Dims, ...]:
+    def _result_dims(self, node: fx.Node) -> tuple[Dims, ...]:
         target: Any = node.target
         if target is operator.getitem:
             return (self.found[value.operand(node)][node.args[1]],)  # type: ignore[index]
         operands = value.own_operands(node)
-        given = [self._of(x) for x in operands]
+        given = [self._dims_of(x) for x in operands]
         flat = any(x in self.flat for x in operands)
         if not any(given) and not flat and not self.sizes.is_ragged(node) and not self.sizes.numbers(node):
             return tuple(frozenset[Along]() for _ in value.shapes(node))
@@ -129,7 +129,7 @@ class _ExactRewrite:
         self._write_fills(work)
         write_numbers(work)
         self._count(node)
-        return tuple(frozenset(alongs) for alongs in work.made)
+        return tuple(frozenset(alongs) for alongs in work.result_dims)
 
     def _is_flat(self, work: PaddedOp) -> bool:
         """Return whether the op makes one number everywhere, in dims that hang on sizes in any way."""
@@ -165,7 +165,7 @@ class _ExactRewrite:
         for result, shape in enumerate(value.shapes(work.node)):
             for dim in range(len(shape)):
                 wanted = set(self.sizes.dims(work.node, result, dim))
-                have = {along.name for along in work.made[result] if along.dim == dim}
+                have = {along.name for along in work.result_dims[result] if along.dim == dim}
                 if wanted != have:
                     name = sorted(wanted ^ have)[0]
                     what = f"makes {list(shape)}, whose dim {dim} depends on its size in a way that is not known"

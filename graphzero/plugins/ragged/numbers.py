@@ -58,12 +58,12 @@ def _put(work: PaddedOp, place: Place, formula: Formula) -> bool:
     return True
 
 
-def _dtype(x: torch.dtype, made: torch.dtype, formula: Formula) -> torch.dtype:
-    """Dtype of the number: as exact as a Python number is beside ``x``, for a result of dtype ``made``."""
+def _dtype(x: torch.dtype, result: torch.dtype, formula: Formula) -> torch.dtype:
+    """Dtype of the number: as exact as a Python number is beside ``x``, for a result of dtype ``result``."""
     if x.is_floating_point:
         return _exact(x)
     is_whole = formula.power == 1 and isinstance(formula.factor, int) and isinstance(formula.plus, int)
-    return x if is_whole and not made.is_floating_point and x is not torch.bool else _exact(made)
+    return x if is_whole and not result.is_floating_point and x is not torch.bool else _exact(result)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -81,11 +81,11 @@ def _dtype_made(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def _cast(work: PaddedOp, made: torch.dtype, type_: TensorType) -> None:
+def _cast(work: PaddedOp, result: torch.dtype, type_: TensorType) -> None:
     """The op becomes the cast of what it makes."""
     node, graph = work.node, work.masks.graph
     with graph.graph.inserting_before(node):
-        wide = graph.call(node.target, node.args, TensorType(made, type_.shape), like=node, kwargs=dict(node.kwargs))
+        wide = graph.call(node.target, node.args, TensorType(result, type_.shape), like=node, kwargs=dict(node.kwargs))
     node.target, node.args, node.kwargs = aten._to_copy.default, (wide,), {"dtype": type_.dtype}
 
 

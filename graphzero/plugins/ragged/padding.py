@@ -104,7 +104,7 @@ class Padded:
         known = [along for along in padded if along.name in self.lengths]
         for along in sorted(known, key=lambda a: (a.dim, -a.sections)):
             length = self.lengths[along.name]
-            keep = self._kept(length, along.more, is_local)
+            keep = self._given_places(length, along.more, is_local)
             if length.is_split:  # what lies within it may have been cut already, as sections of other dims
                 sections, inner = along.sections, x.shape[along.dim] // (along.sections * len(keep))
             else:
@@ -116,7 +116,7 @@ class Padded:
             x = parts.reshape(*x.shape[: along.dim], left, *x.shape[along.dim + 1 :])
         return x
 
-    def _kept(self, length: Length, more: int, is_local: bool) -> Tensor:
+    def _given_places(self, length: Length, more: int, is_local: bool) -> Tensor:
         """Given places of a dim."""
         padded = length.mask.raw
         if is_local or not length.is_split or self.placement.virtual:
@@ -127,7 +127,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RaggedDim:
     """A ragged dim of one input: its name, the input's, which dim it is, its true size, and how it lies."""
 
     name: str
@@ -153,7 +153,7 @@ class Padding:
         """
         wanted = dict(self.settings.inputs)
         flat: list[Any] = []
-        sizes_by_name: dict[str, list[_Found]] = {}
+        sizes_by_name: dict[str, list[_RaggedDim]] = {}
         failure: Exception | None = None
         try:
             flat, spec, names = self.reader.flatten(args, kwargs)
@@ -198,13 +198,17 @@ class Padding:
             )
         return dims
 
-    def _look(self, name: str, x: Tensor, dims: Mapping[int, str], nd: Nd, found: dict[str, list[_Found]]) -> None:
+    def _look(
+        self, name: str, x: Tensor, dims: Mapping[int, str], nd: Nd, ragged_dims: dict[str, list[_RaggedDim]]
+    ) -> None:
         _check_fill(name, x, self.shapes)
         for dim, ragged in dims.items():
             split = tuple(S(0) if sbp.is_split and sbp.dim == dim else B for sbp in nd)
-            found.setdefault(ragged, []).append(_Found(ragged, name, f"dim {dim} of {name}", x.shape[dim], split))
+            ragged_dims.setdefault(ragged, []).append(
+                _RaggedDim(ragged, name, f"dim {dim} of {name}", x.shape[dim], split)
+            )
 
-    def _check_alike(self, some: Sequence[_Found]) -> None:
+    def _check_alike(self, some: Sequence[_RaggedDim]) -> None:
         first = some[0]
         for one in some[1:]:
             if one.size != first.size:
@@ -220,12 +224,12 @@ class Padding:
 
     def _check_fills(
         self,
-        found: Mapping[str, Sequence[_Found]],
+        ragged_dims: Mapping[str, Sequence[_RaggedDim]],
         everyone: Sequence[Mapping[str, int]],
         lengths: Mapping[str, Length],
     ) -> None:
         """Check fills: where one rank's batch is longer than another's, the other's filling is data."""
-        for name, some in found.items():
+        for name, some in ragged_dims.items():
             if lengths[name].is_split or len({each.get(name) for each in everyone}) == 1:
                 continue
             for one in some:
@@ -236,7 +240,7 @@ class Padding:
                         ", such as -100 for targets that a loss ignores, 0 for a mask"
                     )
 
-    def _length(self, some: Sequence[_Found], sizes: Sequence[int]) -> Length:
+    def _length(self, some: Sequence[_RaggedDim], sizes: Sequence[int]) -> Length:
         first, most, bucket = some[0], max(sizes), self.shapes.bucket(some[0].name)
         nd = next((one.nd for one in some if any(sbp.is_split for sbp in one.nd)), first.nd)
         room = bucket.padded_size(most)

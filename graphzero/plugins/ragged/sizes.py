@@ -105,8 +105,8 @@ class Sizes:
         sizes = [value.shapes(n)[result][dim] for n in self._same[node]]
         return self._names(sizes)
 
-    def _names(self, found: Sequence[Any]) -> list[str]:
-        differs = [not _equal(found[0], other) for other in found[1:]]
+    def _names(self, values: Sequence[Any]) -> list[str]:
+        differs = [not _equal(values[0], other) for other in values[1:]]
         names = [name for name, other in zip(self.names, differs, strict=False) if other]
         return names or ["all of them together"] * any(differs)
 
@@ -114,9 +114,9 @@ class Sizes:
         """A value of the step in each of its captures."""
         return self._same[node]
 
-    def names_of(self, found: Sequence[Any]) -> list[str]:
+    def names_of(self, values: Sequence[Any]) -> list[str]:
         """The ragged dims on which a number hangs that was so in each capture."""
-        return self._names(found)
+        return self._names(values)
 
     def is_ragged(self, node: fx.Node) -> bool:
         """Return whether the shape of any of its results differs."""
@@ -150,19 +150,19 @@ class Sizes:
             arguments[name] = [n.kwargs[name] for n in same]
         return {place: some for place, some in arguments.items() if not all(map(_plain_equal(some[0]), some[1:]))}
 
-    def formula(self, found: Sequence[Any]) -> Formula | None:
+    def formula(self, values: Sequence[Any]) -> Formula | None:
         """A number that was so in each capture, as a function of sizes; None if it is none that is known."""
-        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x for x in found):
+        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x for x in values):
             return None
-        names = self._names(found)
+        names = self._names(values)
         if not set(names) <= set(self.names):
             return None
-        powers = POWERS if all(x > 0 for x in found) else POWERS[:2]
+        powers = POWERS if all(x > 0 for x in values) else POWERS[:2]
         for power, some in itertools.product(powers, itertools.product(MORE, repeat=len(names))):
             sizes = tuple((name, more) for name, mores in zip(names, some, strict=True) for more in mores)
             line = _line(
                 [math.prod(at[name] + more for name, more in sizes) for at in self.at],
-                [x ** (1 / power) for x in found],
+                [x ** (1 / power) for x in values],
             )
             if line is not None:
                 return Formula(sizes, *line, power)

@@ -23,11 +23,11 @@ Dims = frozenset[Along]
 class PaddedOp:
     """One op of a padded program.
 
-    operands: its tensors, in the order of its arguments.  given: along what each of them is padded; left: of that, what
-    nobody has spoken for yet.  made: along what each result is.  fills: what operands hold where they are padded, by
-    their number.  numbers: arguments that hang on sizes, and nobody has spoken for.
-    cut: (operand, dim, ragged dim) of what a rule of splits has spoken for.  least: ragged dim -> the fewest places
-    that the op reads.
+    operands: its tensors, in the order of its arguments.  given: the padded dims of each operand; left: those that no
+    rule has explained yet.  result_dims: the padded dims of each result.  fills: operand number -> values that the
+    operand has where it is padded.  numbers: arguments that depend on sizes, and that no rule has explained yet.
+    cut: (operand, dim, ragged dim) explained by a rule of splits.  least: ragged dim -> the fewest places that the op
+    reads.
     """
 
     node: fx.Node
@@ -38,14 +38,14 @@ class PaddedOp:
     counts: Mapping[fx.Node, str]
     least: dict[str, int]
     left: set[tuple[int, Along]] = field(init=False)
-    made: list[set[Along]] = field(init=False)
+    result_dims: list[set[Along]] = field(init=False)
     fills: dict[int, dict[Along, float]] = field(init=False, default_factory=dict)
     numbers: dict[Place, list[Any]] = field(init=False)
     cut: set[tuple[int, int, str]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.left = {(i, dim) for i, dims in enumerate(self.given) for dim in dims}
-        self.made = [set() for _ in value.shapes(self.node)]
+        self.result_dims = [set() for _ in value.shapes(self.node)]
         self.numbers = self.sizes.numbers(self.node)
 
     @property
@@ -97,11 +97,11 @@ class PaddedOp:
 
     def mark_result(self, result: int, along: Along) -> None:
         """Say along what a result is padded."""
-        if not self.sizes.fits(self.node, result, along) or along in self.made[result]:
+        if not self.sizes.fits(self.node, result, along) or along in self.result_dims[result]:
             raise self.refusal(
                 along.name, f"makes dim {along.dim} of {_shape(self.node, result)} of it in a way that is not known"
             )
-        self.made[result].add(along)
+        self.result_dims[result].add(along)
 
     def refusal(self, name: str, what: str, hint: str = "") -> CaptureError:
         """The error that names the op and the user's line."""

@@ -121,7 +121,7 @@ class _Stack:
         self.graph, self.axes, self.chains = graph, axes, chains
         ranks = prod(axis.ranks for axis in axes)
         self.count = -(-len(chains) // ranks) * ranks
-        self.made: dict[fx.Node, fx.Node] = {}  # value of the first chain -> the stack of it and its like
+        self.stacked: dict[fx.Node, fx.Node] = {}  # value of the first chain -> the stack of it and its like
         self.stacks: set[fx.Node] = set()  # those of which it is a stack, and not what all chains share
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -141,8 +141,8 @@ class _Stack:
             for alike in zip(*(chain.entries for chain in self.chains), strict=True):
                 self._enter(alike)
             for node in first.nodes:
-                self._write(node)
-            pinned = [self._pinned(self.made[result], self._wanted(result)) for result in first.results]
+                self._write_op(node)
+            pinned = [self._pinned(self.stacked[result], self._wanted(result)) for result in first.results]
         self._hand_back(pinned, late)
         return pinned[-1]
 
@@ -178,7 +178,7 @@ class _Stack:
         type_ = stacked_type(value.type_of(alike[0]), self.count)
         stack = self.graph.call(aten.stack.default, (some, 0), type_, like=self.chains[0].nodes[0], name="stack")
         self.stacks.add(alike[0])
-        self.made[alike[0]] = self._pinned(stack, self._shares())
+        self.stacked[alike[0]] = self._pinned(stack, self._shares())
 
     def _shares(self) -> list[Sbp]:
         """How a stack is cut between its values.
@@ -188,28 +188,28 @@ class _Stack:
         """
         return [S(0, prod(axis.ranks for axis in self.axes[i + 1 :])) for i in range(len(self.axes))]
 
-    def _write(self, node: fx.Node) -> None:
+    def _write_op(self, node: fx.Node) -> None:
         """The op at a node of the first chain, for stacks of what it reads."""
         op, type_ = StackedOp(node.target, node.args, node.kwargs), value.type_of(node)
         if not self.stacks.isdisjoint(node.all_input_nodes):
             op, type_ = stacked_op(node, self.stacks, self.count) or op, stacked_type(type_, self.count)
             self.stacks.add(node)
-        args, kwargs = self._read((op.args, dict(op.kwargs)))
+        args, kwargs = self._stacked_arguments((op.args, dict(op.kwargs)))
         name = op.target._opname if isinstance(op.target, torch._ops.OpOverload) else None
-        self.made[node] = self.graph.call(op.target, args, type_, kwargs=kwargs, like=node, name=name)
+        self.stacked[node] = self.graph.call(op.target, args, type_, kwargs=kwargs, like=node, name=name)
 
-    def _read(self, args: Any) -> Any:
+    def _stacked_arguments(self, args: Any) -> Any:
         """Arguments with what has been made in the place of values of the first chain."""
         if isinstance(args, Lifted):
             return self._lifted(args)
         if isinstance(args, fx.Node):
-            return self.made.get(args, args)
+            return self.stacked.get(args, args)
         if isinstance(args, dict):
-            return {name: self._read(arg) for name, arg in args.items()}
-        return type(args)(map(self._read, args)) if isinstance(args, (list, tuple)) else args
+            return {name: self._stacked_arguments(arg) for name, arg in args.items()}
+        return type(args)(map(self._stacked_arguments, args)) if isinstance(args, (list, tuple)) else args
 
     def _lifted(self, operand: Lifted) -> fx.Node:
-        node = self.made[operand.node]
+        node = self.stacked[operand.node]
         for _ in range(operand.ones):
             dtype, (count, *shape) = value.tensor_type(node).dtype, value.tensor_type(node).shape
             type_ = TensorType(dtype, (count, 1, *shape))

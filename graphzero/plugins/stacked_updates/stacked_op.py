@@ -63,7 +63,7 @@ class _Use:
 
         return fx.map_arg(args, lift)
 
-    def made(self, target: Any, args: Any, ndim: int | None = None) -> StackedOp:
+    def stacked_call(self, target: Any, args: Any, ndim: int | None = None) -> StackedOp:
         return StackedOp(target, tuple(self.lifted(args, ndim)), self.lifted(dict(self.node.kwargs), ndim))
 
     def with_arguments(self, new: Mapping[str, Any]) -> StackedOp:
@@ -109,18 +109,18 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _elementwise(use: _Use) -> StackedOp:
-    return use.made(use.node.target, use.node.args, _ndim(use.node))
+    return use.stacked_call(use.node.target, use.node.args, _ndim(use.node))
 
 
 def _product(use: _Use) -> StackedOp | None:
-    return use.made(aten.bmm.default, use.node.args) if use.all_stacked() else None
+    return use.stacked_call(aten.bmm.default, use.node.args) if use.all_stacked() else None
 
 
 def _added_product(use: _Use) -> StackedOp | None:
     term, *factors = use.node.args
     if not use.all_stacked(factors):
         return None
-    return use.made(aten.baddbmm.default, [*use.lifted([term], 2), *factors])
+    return use.stacked_call(aten.baddbmm.default, [*use.lifted([term], 2), *factors])
 
 
 def _turned(use: _Use) -> StackedOp | None:
@@ -145,7 +145,7 @@ def _expanded(use: _Use) -> StackedOp:
 
 def _as_it_is(use: _Use) -> StackedOp | None:
     """An op that takes leading dims for a stack of its own accord."""
-    return use.made(use.node.target, use.node.args) if use.all_stacked() else None
+    return use.stacked_call(use.node.target, use.node.args) if use.all_stacked() else None
 
 
 def _dims(*names: str, of_result: bool = False) -> Rule:

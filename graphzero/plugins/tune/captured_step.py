@@ -28,7 +28,7 @@ from graphzero.sbp.types import B, Nd, S, Sbp
 from graphzero.step.compile_step import prepare_for_passes
 from graphzero.step.pass_settings import program_of
 
-HELD = ("param", "state")  # kinds of roles that are split as a weight is
+SPLIT_KINDS = ("param", "state")  # kinds of roles that are split as a weight is
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CapturedStep:
         graph = self.graph.with_axes(placement, origins)
         placed = {role: tuple(B if i is None else nd[i] for i in origins) for role, nd in self.placed.items()}
         for role, nd in placed.items():
-            if role.kind in HELD and role.of in splits:
+            if role.kind in SPLIT_KINDS and role.of in splits:
                 placed[role] = (*nd[:-1], splits[role.of])
         return graph, placed
 

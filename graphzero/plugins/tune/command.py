@@ -16,7 +16,7 @@ from graphzero.plan.device import Device
 from graphzero.plugins.tune.captured_step import CapturedStep, captured_step, with_rows
 from graphzero.plugins.tune.layout import TENSOR, axes_of, hybrid_axes
 from graphzero.plugins.tune.report import does_not_fit, report
-from graphzero.plugins.tune.search import Axes, Found, Search
+from graphzero.plugins.tune.search import Axes, Search, SearchResult
 from graphzero.runtime.world.device_memory import SHARE
 from graphzero.sbp.placement import Placement, placement
 from graphzero.testing import fake_world
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     print(report(results, step, device, options.factory, options.top))
 
 
-def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, CapturedStep]:
+def search_layouts(options: argparse.Namespace, device: Device) -> tuple[SearchResult, CapturedStep]:
     """The priced layouts of the FACTORY's step on ``device``, and the step.
 
     Raises ConfigError for a wrong question.
@@ -88,7 +88,7 @@ def search_layouts(options: argparse.Namespace, device: Device) -> tuple[Found, 
         step = _captured(options, ranks, said, device.type)
         grids = [_axes(said, step)] if said is not None else _grids(options, step, device)
         report_progress = (lambda _: None) if options.quiet else _progress
-        search = Search(step, device, room, top=options.top, seconds=options.seconds, told=report_progress)
+        search = Search(step, device, room, top=options.top, seconds=options.seconds, report=report_progress)
         results = search.rank_layouts(grids, [] if said is not None else _uneven(options, step, device))
     for message in dict.fromkeys(str(one.message) for one in warned):
         report_progress(f"warning: {message}")

@@ -12,7 +12,7 @@ from graphzero.plugins.tune.layout import Layout
 from graphzero.plugins.tune.patterns import pattern_of, patterns
 from graphzero.plugins.tune.price import Price
 from graphzero.plugins.tune.proposal import Kind
-from graphzero.plugins.tune.search import Found
+from graphzero.plugins.tune.search import SearchResult
 from graphzero.sbp.types import Sbp
 
 ALIKE = 1e-3  # of a step: less is no difference
@@ -20,17 +20,17 @@ SAID = 0.15  # of a difference: less is not worth a word
 WHAT = {"parameters": "parameters", "gradients": "gradients", "other": "activations and small sums"}
 
 
-def report(found: Found, step: CapturedStep, device: Device, what: str, top: int) -> str:
+def report(result: SearchResult, step: CapturedStep, device: Device, what: str, top: int) -> str:
     """The whole report. At least one layout fits."""
-    shown = found.fitting[:top]
+    shown = result.fitting[:top]
     ranks = step.placement.size
     lines = [
-        f"{what} on {ranks} x {device.name}, {step.rows} rows a step, at most {mega(found.room)} a rank",
+        f"{what} on {ranks} x {device.name}, {step.rows} rows a step, at most {mega(result.room)} a rank",
         "",
-        *_splits(found, step),
+        *_splits(result, step),
         *_table(shown),
         "",
-        *_left_out(found),
+        *_left_out(result),
         "",
         f"to paste, for 1: {shown[0].layout}",
         "",
@@ -101,11 +101,11 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
-def _splits(found: Found, step: CapturedStep) -> list[str]:
-    if not found.proposals:
+def _splits(result: SearchResult, step: CapturedStep) -> list[str]:
+    if not result.proposals:
         return []
     lines = []
-    first = next(iter(found.proposals.values()))
+    first = next(iter(result.proposals.values()))
     if first.kinds:
         lines.append("weights that may be split, found in the program:")
     for kind in first.kinds:
@@ -131,13 +131,13 @@ def _signed(nbytes: float) -> str:
     return f"{mega(abs(nbytes))} {'more' if nbytes >= 0 else 'less'}"
 
 
-def _left_out(found: Found) -> list[str]:
-    lines = [f"{found.priced} layouts were priced, {len(found.fitting)} of them fit"]
+def _left_out(result: SearchResult) -> list[str]:
+    lines = [f"{result.priced} layouts were priced, {len(result.fitting)} of them fit"]
     lines.append("  left out: pipeline stages, which are not built")
-    for reason, count in found.left_out.items():
-        at_least = f": at best {_ms(found.least[reason])}" if reason in found.least else ""
+    for reason, count in result.left_out.items():
+        at_least = f": at best {_ms(result.least[reason])}" if reason in result.least else ""
         lines.append(f"  left out: {count} {reason}{at_least}")
-    lines += [f"  left out: {what}: {reason}" for what, reason in found.refused.items()]
+    lines += [f"  left out: {what}: {reason}" for what, reason in result.refused.items()]
     return lines
 
 
@@ -175,21 +175,21 @@ def _placement(layout: Layout, device_type: str) -> str:
 # ---- where nothing fits
 
 
-def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
+def does_not_fit(result: SearchResult, step: CapturedStep, device: Device) -> str:
     """Report that nothing fits, by how much, and what would fit."""
     machine = f"{step.placement.size} x {device.name}"
-    if found.states is None:
-        reasons = [f"  {what}: {reason}" for what, reason in found.refused.items()]
+    if result.states is None:
+        reasons = [f"  {what}: {reason}" for what, reason in result.refused.items()]
         return "\n".join([f"nothing is left on {machine} for {step.rows} rows a step", *reasons])
-    states, layout = found.states
-    if states > found.room:
-        times = -(-states // found.room)
+    states, layout = result.states
+    if states > result.room:
+        times = -(-states // result.room)
         return (
-            f"nothing fits {mega(found.room)} a rank on {machine}: parameters and optimizer states alone are "
-            f"{mega(states)} a rank at the least, in {layout}, {mega(states - found.room)} too much\n"
+            f"nothing fits {mega(result.room)} a rank on {machine}: parameters and optimizer states alone are "
+            f"{mega(states)} a rank at the least, in {layout}, {mega(states - result.room)} too much\n"
             f"  What would do: at least {times:.0f} times as many ranks, to split them further; or a larger device"
         )
-    least = found.too_large[0]
+    least = result.too_large[0]
     at_peak = sorted(least.plan.memory.at_peak.items(), key=lambda item: -item[1])
     categories = ", ".join(f"{name} {mega(nbytes)}" for name, nbytes in at_peak if nbytes * 50 > least.peak)
     rows = step.rows // least.layout.data_ranks // least.layout.micro_batches
@@ -200,10 +200,10 @@ def does_not_fit(found: Found, step: CapturedStep, device: Device) -> str:
         advice.append("more ranks")
     if step.settings.amp.dtype is None:
         advice.append("16-bit activations (config.enable_amp())")
-    over = mega(least.peak - found.room)
+    over = mega(least.peak - result.room)
     return (
-        f"nothing fits {mega(found.room)} a rank on {machine}; the nearest of "
-        f"{found.priced} layouts, {least.layout}, peaks at {mega(least.peak)}, {over} too much\n"
+        f"nothing fits {mega(result.room)} a rank on {machine}; the nearest of "
+        f"{result.priced} layouts, {least.layout}, peaks at {mega(least.peak)}, {over} too much\n"
         f"  its peak is at {least.plan.memory.peak_at}: {categories}\n"
         f"  What would do: {'; '.join(advice)}"
     )

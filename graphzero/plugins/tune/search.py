@@ -34,7 +34,7 @@ REFUSED = "cannot be had"
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Result of a search.
 
     fitting: the layouts that fit, fastest first.  too_large: those that do not, the smallest first.
@@ -71,32 +71,32 @@ class Search:
     """Prices layouts of a step on a device.  grids: axes of placements.
 
     top: how many are wanted.  seconds: of the processor, in which the search begins to price others.
-    told: is told of each price.
+    report: called for each price.
     """
 
     def __init__(
         self, step: CapturedStep, device: Device, room: int, *, top: int = 10, seconds: float = 120.0,
-        told: Callable[[str], None] = lambda _: None,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.step, self.device, self.top = step, device, top
         self.ends = time.process_time() + seconds
-        self.told = told
-        self.found = Found(room)
+        self.report = report
+        self.result = SearchResult(room)
         self._waiting: list[tuple[float, int, int, int, Layout]] = []  # in the order in which they are priced
         self._added = 0
         self._slower: set[Axes] = set()  # grids on which more micro-batches took longer
         self._bounds: dict[Axes, Bound] = {}
         self._priced: dict[Layout, Price] = {}
 
-    def rank_layouts(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> Found:
+    def rank_layouts(self, grids: Sequence[Axes], uneven: Sequence[int] = ()) -> SearchResult:
         """Price what is worth it.  uneven: numbers of data ranks that do not divide the rows of a step."""
         for data in uneven:
-            self.found.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
+            self.result.refused[f"{data} data ranks"] = _uneven(self.step.rows, data)
         for axes in grids:
             if (plain := self._plainest(axes)) is not None:
                 self._bounds[axes] = Bound(plain, self.device)
                 states = [(self._bounds[axes].states(layout), layout) for layout in layouts(axes)]
-                self.found.states = min([*states, *filter(None, [self.found.states])], key=lambda one: one[0])
+                self.result.states = min([*states, *filter(None, [self.result.states])], key=lambda one: one[0])
                 self._note(plain)
                 for layout in layouts(axes)[1:]:
                     self._add(layout)
@@ -106,34 +106,34 @@ class Search:
                 self._price(layout)
             else:
                 self._leave_out(layout, over)
-        self.found.fitting.sort(key=lambda one: (one.seconds, one.peak))
-        self.found.too_large.sort(key=lambda one: one.peak)
-        return self.found
+        self.result.fitting.sort(key=lambda one: (one.seconds, one.peak))
+        self.result.too_large.sort(key=lambda one: one.peak)
+        return self.result
 
     def _over(self, layout: Layout) -> str | None:
         """Why a layout is not priced; None where it is."""
-        fastest = sorted(one.seconds for one in self.found.fitting)[: self.top]
+        fastest = sorted(one.seconds for one in self.result.fitting)[: self.top]
         if len(fastest) == self.top and self._bounds[layout.axes].seconds(layout) > fastest[-1]:
             return BEHIND
-        return TIME if self.found.priced >= len(self._bounds) and time.process_time() > self.ends else None
+        return TIME if self.result.priced >= len(self._bounds) and time.process_time() > self.ends else None
 
     def _leave_out(self, layout: Layout, why: str) -> None:
         """Count it, and go on with more micro-batches, which may have a lower bound."""
         least = self._bounds[layout.axes].seconds(layout)
-        self.found.left_out[why] += 1
-        self.found.least[why] = min(self.found.least.get(why, least), least)
+        self.result.left_out[why] += 1
+        self.result.least[why] = min(self.result.least.get(why, least), least)
         more = replace(layout, micro_batches=2 * layout.micro_batches)
         if why == BEHIND and more.micro_batches in counts(self.step.rows // layout.data_ranks):
             self._add(more)
 
     def _plainest(self, axes: Axes) -> Price | None:
         """The plainest layout of a grid with the splits that are proposed for it; None where there are none."""
-        layout, results = Layout(axes), self.found
+        layout, results = Layout(axes), self.result
         if not layout.tensor_axis or self.step.weights_axes:
-            self.told(f"{layout}")
+            self.report(f"{layout}")
             return price(self.step, layout, {}, self.device)
         first = next(iter(results.proposals.values()), None)
-        self.told(f"splits for {layout}")
+        self.report(f"splits for {layout}")
         if first is None:
             proposal = propose(self.step, layout, self.device)
         else:
@@ -146,8 +146,8 @@ class Search:
 
     def _add(self, layout: Layout) -> None:
         bound = self._bounds[layout.axes]
-        if bound.states(layout) > self.found.room:
-            self.found.left_out[STATES] += 1
+        if bound.states(layout) > self.result.room:
+            self.result.left_out[STATES] += 1
             return
         self._added += 1
         order = bound.guess(layout), layout.micro_batches, layout.stage, self._added
@@ -158,37 +158,37 @@ class Search:
         try:
             self._note(price(self.step, layout, plain.splits, self.device))
         except ConfigError as error:
-            self.found.left_out[REFUSED] += 1
-            self.found.refused[str(layout)] = str(error).splitlines()[0]
+            self.result.left_out[REFUSED] += 1
+            self.result.refused[str(layout)] = str(error).splitlines()[0]
 
-    def _note(self, made: Price) -> None:
+    def _note(self, price: Price) -> None:
         """Note the consequences of a price for its layout, and for others."""
-        layout = made.layout
-        fits = made.peak <= self.found.room
-        (self.found.fitting if fits else self.found.too_large).append(made)
-        self.told(f"{layout}: {made.seconds * 1e3:.2f} ms, {made.peak / 1e9:.2f} GB{'' if fits else ', too large'}")
-        self._priced[layout] = made
+        layout = price.layout
+        fits = price.peak <= self.result.room
+        (self.result.fitting if fits else self.result.too_large).append(price)
+        self.report(f"{layout}: {price.seconds * 1e3:.2f} ms, {price.peak / 1e9:.2f} GB{'' if fits else ', too large'}")
+        self._priced[layout] = price
         if not (layout.recompute or layout.early):
-            self._in_more_parts(layout, made)
+            self._in_more_parts(layout, price)
             if not fits:
-                self._at_less_memory(layout, made)
+                self._at_less_memory(layout, price)
 
-    def _in_more_parts(self, layout: Layout, made: Price) -> None:
+    def _in_more_parts(self, layout: Layout, price: Price) -> None:
         """Go on with more micro-batches, unless these are slower than fewer that fit."""
         share = self.step.rows // layout.data_ranks
         more = [replace(layout, micro_batches=k) for k in counts(share) if k > layout.micro_batches]
         before = self._priced.get(replace(layout, micro_batches=layout.micro_batches // 2))
-        if before is not None and before.peak <= self.found.room and before.seconds <= made.seconds:
+        if before is not None and before.peak <= self.result.room and before.seconds <= price.seconds:
             self._slower.add(layout.axes)
-        if more and made.peak <= self.found.room and layout.axes in self._slower:
-            self.found.left_out[SLOWER] += len(more)
+        if more and price.peak <= self.result.room and layout.axes in self._slower:
+            self.result.left_out[SLOWER] += len(more)
         elif more:
             self._add(more[0])
 
-    def _at_less_memory(self, layout: Layout, made: Price) -> None:
+    def _at_less_memory(self, layout: Layout, price: Price) -> None:
         """Go on with what saves memory, as far as it may be enough."""
-        at_peak = made.plan.memory.at_peak
+        at_peak = price.plan.memory.at_peak
         for other in layout.smaller():
             spared = at_peak["gradients"] * other.early + at_peak["activations"] * other.recompute
-            if made.peak - spared <= self.found.room:
+            if price.peak - spared <= self.result.room:
                 self._add(other)

@@ -83,8 +83,8 @@ class Transfers:
         self.code.add(f"e[{self.places.of[launch]}] = {begins}({member}, e[{place}])", launch)
         self.code.empty(place, launch)
 
-    def _make_room(self, launch: fx.Node, made: int, exchanges: list[Exchange]) -> None:
-        """Fill place ``made`` with the storage in which a collective without a slot arrives."""
+    def _make_room(self, launch: fx.Node, count: int, exchanges: list[Exchange]) -> None:
+        """Fill place ``count`` with the storage in which a collective without a slot arrives."""
         home = self._home_of_arrival(launch)
         if home is not None:
             self.writes.save(launch, home.name)
@@ -94,7 +94,7 @@ class Transfers:
             given = f"e[{self.places.of[home]}]"
         else:
             rooms, given = self.code.per_rank([exchange.result_storage for exchange in exchanges]), ""
-        self.code.add(f"e[{made}] = {rooms}({given})", launch, ((made, ((launch.name, 0),)),))
+        self.code.add(f"e[{count}] = {rooms}({given})", launch, ((count, ((launch.name, 0),)),))
 
     def _home_of_arrival(self, launch: fx.Node) -> fx.Node | None:
         """The state that the result of a launch becomes as it arrives."""

@@ -78,9 +78,9 @@ class Exchange:
         self.cuts.append(cut)
         self.packed += self._placed(k, pieces)
 
-    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int, made: Shape) -> None:
+    def _take(self, k: int, pieces: list[tuple[int, Shape]], dim: int, shape: Shape) -> None:
         self.taken.append(self._placed(k, pieces))
-        self.joined.append((dim + len(pieces[0][1]) - len(made), made))
+        self.joined.append((dim + len(pieces[0][1]) - len(shape), shape))
 
     def _placed(self, k: int, pieces: list[tuple[int, Shape]]) -> list[tuple[int, Shape]]:
         return [(line * self.layout.total + self.offsets[k], shape) for line, shape in pieces]
@@ -127,8 +127,8 @@ class Direct:
     Attributes: runs: what is received and what is sent, for each run of elements in which a piece lies in the whole.
     """
 
-    def __init__(self, exchange: Exchange, x: Tensor, made: Tensor | None):
-        if made is None:
+    def __init__(self, exchange: Exchange, x: Tensor, storage: Tensor | None):
+        if storage is None:
             x = x.contiguous()
             self.runs = [(x.view(-1), x.view(-1))]
             self.result = x
@@ -136,10 +136,10 @@ class Direct:
         layout, (_, shape) = exchange.layout, exchange.joined[0]
         (dim,), (sections,) = layout.moves.dims, layout.sections
         count = count_runs(x.shape, dim, sections) or 1
-        lines = made.view(count, -1)
+        lines = storage.view(count, -1)
         if layout.moves.collective.gathers:
             for begin, end in exchange.padding:
-                made[begin:end].zero_()
+                storage[begin:end].zero_()
             own = lines.view(count, layout.ranks, -1)[:, exchange.own]
             self.runs = list(zip(lines, own, strict=True))
             if own.data_ptr() != x.data_ptr():
@@ -147,7 +147,7 @@ class Direct:
                 own[:, : x.numel() // count].view(apart).copy_(x.view(apart))
         else:
             self.runs = list(zip(lines, x.reshape(count, -1), strict=True))
-        self.result = made[: prod(shape)].view(shape)
+        self.result = storage[: prod(shape)].view(shape)
 
     def unpack(self) -> list[Tensor]:
         """The result, when it has arrived."""

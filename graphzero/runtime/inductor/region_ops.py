@@ -55,16 +55,16 @@ def join(graph: StepGraph) -> StepGraph:
     return joined
 
 
-def _add(made: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
+def _add(graph: StepGraph, region: Region, of: dict[fx.Node, fx.Node]) -> None:
     """Add one op, the nodes that select its results, and their aliases."""
     main = max(region.nodes, key=work)
     types, nds = zip(*((value.tensor_type(x), value.nd_of(x)) for x in region.results), strict=True)
     inputs = tuple(of[x] for x in region.inputs)
-    call = made.call(RegionOp(region), inputs, types, sbp=nds, like=main, name="region")
+    call = graph.call(RegionOp(region), inputs, types, sbp=nds, like=main, name="region")
     for i, result in enumerate(region.results):
-        of[result] = made.graph.create_node("call_function", getitem, (call, i), name=result.name)
+        of[result] = graph.graph.create_node("call_function", getitem, (call, i), name=result.name)
         of[result].meta = dict(result.meta)
     members = set(region.nodes)
     for node in region.nodes:
         if is_name(node.target) and any(user not in members for user in node.users):
-            of[node] = made.graph.node_copy(node, of.__getitem__)
+            of[node] = graph.graph.node_copy(node, of.__getitem__)

@@ -151,7 +151,7 @@ class Replayed(Executor):
         reader = self._constants[name]
         return f"{name} has changed" + (f", which {_shown(reader)} takes as a constant" if reader is not None else "")
 
-    def _run(self, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
+    def _run_ops(self, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
         """Op by op, what is fed read from memory."""
         given = {p: Fed.at_place(x, p, self._cells) if p in self._fed else x for p, x in numbers.items()}
         feeding = Feeding() if self._fed else None
@@ -170,7 +170,7 @@ class Replayed(Executor):
         static = {
             name: _buffers(values) if isinstance(values[0], Tensor) else values for name, values in inputs.items()
         }
-        return self.recorder.warm_up(lambda: self._run(static, numbers))
+        return self.recorder.warm_up(lambda: self._run_ops(static, numbers))
 
     def _record(self, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Recording | None:
         buffers = {name: _buffers(recorded) for name, recorded in inputs.items() if isinstance(recorded[0], Tensor)}
@@ -178,7 +178,7 @@ class Replayed(Executor):
         self._cells.is_frozen = True
         try:
             with checks.later():
-                replay, results = self.recorder.record(lambda: self._run(static, numbers))
+                replay, results = self.recorder.record(lambda: self._run_ops(static, numbers))
         except Exception as error:  # noqa: BLE001 - whatever an op does that cannot be recorded
             self._refuse(f"recording it failed: {_reason(error)}")
         finally:
@@ -189,19 +189,19 @@ class Replayed(Executor):
         recorded = {place: numbers[place] for place in self._names if place not in self._fed}
         return Recording(replay, results, recorded, buffers, self._addresses())
 
-    def _replay(self, found: Recording, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
+    def _replay(self, recording: Recording, inputs: Mapping[str, Sequence[Any]], numbers: Mapping[int, Any]) -> Results:
         pairs = {}
-        for name, buffers in found.buffers.items():
+        for name, buffers in recording.buffers.items():
             pairs.update({id(own): (own, x) for own, x in zip(buffers, inputs[name], strict=True)})
         if pairs:
             torch._foreach_copy_([own for own, _ in pairs.values()], [x for _, x in pairs.values()])
         self._cells.fill(numbers)
         self.stopped = len(self.program.steps)  # where it fails, nobody knows how far it came
-        found.replay()
-        found.replays += 1
+        recording.replay()
+        recording.replays += 1
         if self.checking:
-            checks.raise_of_replay(self.graph, found.results.aux)
-        return self._handed_out(found.results, numbers)
+            checks.raise_of_replay(self.graph, recording.results.aux)
+        return self._handed_out(recording.results, numbers)
 
     def _handed_out(self, results: Results, numbers: Mapping[int, Any]) -> Results:
         """Copies: what the caller holds does not change with the next replay."""
@@ -238,11 +238,11 @@ class Replayed(Executor):
         warnings.warn(f"{self.graph.name} runs without a CUDA graph, op by op: {why}", stacklevel=2)
 
 
-def _buffers(held: Sequence[Tensor]) -> list[Tensor]:
+def _buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of an input, one for all ranks if they are given one tensor."""
-    if all(x is held[0] for x in held):
-        return [held[0].clone(memory_format=torch.contiguous_format)] * len(held)
-    return [x.clone(memory_format=torch.contiguous_format) for x in held]
+    if all(x is tensors[0] for x in tensors):
+        return [tensors[0].clone(memory_format=torch.contiguous_format)] * len(tensors)
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _waits(node: fx.Node) -> bool:

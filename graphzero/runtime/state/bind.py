@@ -93,7 +93,7 @@ class _Binder:
             moved.was_plain if moved is not None and given_nd != current_nd else not isinstance(entry.tensor, DTensor)
         )
         layout = lay_out(entry.tensor, value.nd_of(node), self.world, entry.path, plain=was_plain)
-        old, is_same = entry.tensor, layout.kept is entry.tensor
+        old, is_same = entry.tensor, layout.tensor is entry.tensor
 
         def note_moved() -> None:
             if is_same or entry.tensor is not old:
@@ -101,7 +101,7 @@ class _Binder:
 
         with _compat.undoing(note_moved):  # also where an interrupt comes when the tensor has been replaced
             if not is_same:
-                state.first_values.note(tree.replace_tensor(entry, layout.kept, self.optimizers), entry.path)
+                state.first_values.note(tree.replace_tensor(entry, layout.tensor, self.optimizers), entry.path)
         return self._ranks(node, layout)
 
     def _state(self, node: fx.Node, spec: Spec) -> list[Tensor]:
@@ -109,8 +109,8 @@ class _Binder:
         param = self.entries[spec.param].tensor
         if spec.created:
             layout = lay_out(filled(spec.shape, spec.dtype, 0.0, nd, self.world), nd, self.world, what, plain=True)
-            self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, layout.kept))
-            self.state.first_values.note(layout.kept, what)
+            self.bound.created.append((self.optimizers[spec.optimizer], param, spec.key, layout.tensor))
+            self.state.first_values.note(layout.tensor, what)
             return self._ranks(node, layout)
         state = self.optimizers[spec.optimizer].state[param]
         tensor = state.get(spec.key)
@@ -121,8 +121,8 @@ class _Binder:
         if spec.key in state and not isinstance(tensor, DTensor):
             self.state.first_values.take(tensor, what)
         layout = lay_out(tensor, nd, self.world, what, plain=True)
-        state[spec.key] = layout.kept
-        self.state.first_values.note(layout.kept, what)
+        state[spec.key] = layout.tensor
+        self.state.first_values.note(layout.tensor, what)
         self.bound.add(spec, param, state)
         return self._ranks(node, layout)
 

@@ -25,12 +25,12 @@ from graphzero.sbp.types import Nd
 
 @dataclass
 class TensorLayout:
-    """The tensor that the user holds from now on, ``kept``, and one tensor per local rank, ``ranks``.
+    """The tensor that the user holds from now on, ``tensor``, and one tensor per local rank, ``ranks``.
 
     copies: (view of the whole tensor, piece) where a rank's tensor is not a view of what the user holds.
     """
 
-    kept: Tensor
+    tensor: Tensor
     ranks: list[Tensor]
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

@@ -175,17 +175,17 @@ def _updated(graph: StepGraph) -> list[fx.Node]:
     return [node for node in graph.placeholders("param", "buffer") if node.name in graph.updates]
 
 
-def _check_state(held: Any, spec: Spec, counts: bool) -> None:
-    if isinstance(held, Tensor):
-        check_real(held, name_of(spec))
-    elif not counts or not isinstance(held, (int, float)):
+def _check_state(state: Any, spec: Spec, counts: bool) -> None:
+    if isinstance(state, Tensor):
+        check_real(state, name_of(spec))
+    elif not counts or not isinstance(state, (int, float)):
         raise ConfigError(
-            f"{name_of(spec)} is a {type(held).__name__}, the program's is a tensor of shape {list(spec.shape)}; load "
+            f"{name_of(spec)} is a {type(state).__name__}, the program's is a tensor of shape {list(spec.shape)}; load "
             "a checkpoint, or drop the state to begin anew: del optimizer.state[p]"
         )
-    if isinstance(held, Tensor) and (held.numel() != 1 if counts else tuple(held.shape) != spec.shape):
+    if isinstance(state, Tensor) and (state.numel() != 1 if counts else tuple(state.shape) != spec.shape):
         raise ConfigError(
-            f"{name_of(spec)} has shape {list(held.shape)}, the program's is {list(spec.shape)}; where a parameter "
+            f"{name_of(spec)} has shape {list(state.shape)}, the program's is {list(spec.shape)}; where a parameter "
             "was reshaped, its old state no longer fits: del optimizer.state[p], or make the optimizer anew"
         )
 
