@@ -108,7 +108,7 @@ def test_random_streams_and_that_the_user_is_told():
         return self.model(x) * random.random() + float(np.random.rand()) + torch.rand(4)
 
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    with pytest.warns(UserWarning, match=r"module random, once(.|\n)*") as told:
+    with pytest.warns(UserWarning, match=r"module random, only once(.|\n)*") as told:
         Program(Owner(build, model=nn.Linear(8, 4)), [], (torch.randn(6, 8),))
     assert any("module numpy.random" in str(one.message) for one in told)
     assert random.getstate() == before[0]
