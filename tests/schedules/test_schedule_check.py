@@ -47,6 +47,7 @@ def test_a_random_legal_schedule_passes_every_check(seed: int) -> None:
         check_schedule(lowered)
         assert remove_messages(lowered) == schedule
     check_launch_order(lower_schedule(schedule))  # posted early, one communicator is enough
+    check_launch_order(lower_schedule(schedule.forward_only()))
     try:
         check_launch_order(lower_schedule(schedule, "late"), "edge")
     except ScheduleError:
