@@ -194,7 +194,7 @@ def _insert_entry(entries: list[PassEntry], plugin: Extension) -> bool:
     at = followed[-1] + 1
     while at < len(entries) and entries[at].after == entry.after:
         at += 1
-    level = entries[min(at, len(entries) - 1)].level
+    level = _level_behind(entries, at - 1)
     if entry.level != level:
         raise plugin.refusal(f"runs on {entry.level!r} graphs, and behind {entry.after} they are {level!r}")
     entries.insert(at, entry)
@@ -288,5 +288,8 @@ def first_on(level: str) -> str:
 
 def level_behind(entry: PassEntry) -> str:
     """The level of what the pass returns: the last one of a level takes a graph on to the next."""
-    entries = pass_entries()
-    return entries[min(entries.index(entry) + 1, len(entries) - 1)].level
+    return _level_behind(pass_entries(), pass_entries().index(entry))
+
+
+def _level_behind(entries: Sequence[PassEntry], i: int) -> str:
+    return entries[min(i + 1, len(entries) - 1)].level

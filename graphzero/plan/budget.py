@@ -1,14 +1,19 @@
-"""A memory budget, and what is said where no program fits it."""
+"""A memory budget, limits for a search, and what is said where no program fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from graphzero.errors import ConfigError
 from graphzero.passes import Options
+from graphzero.plan.memory_estimate import EstimatedMemory
 from graphzero.plan.plan import mega
 from graphzero.plan.variants import Candidate
+
+ANY = 1 << 60  # bytes, where there is no limit
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,51 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{mega(self.nbytes)} per rank{self.origin}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes: of all that is held up to the end of backward, and of what forward leaves for it."""
+
+    total: int = ANY
+    activations: int = ANY
+
+    @property
+    def least(self) -> int:
+        """The smaller one."""
+        return min(self.total, self.activations)
+
+    @property
+    def none(self) -> Limits:
+        """No bytes at all, of what is limited."""
+        return self.less(self.total, self.activations)
+
+    def over(self, total: int, activations: int) -> int:
+        """How many bytes too many these are, 0 or less for none."""
+        return max(total - self.total, activations - self.activations)
+
+    def excess(self, memory: EstimatedMemory) -> tuple[int, int]:
+        """How many bytes too many, 0 or less for none, and all that lies above over time."""
+        beyond = memory.total - self.total, memory.activations - self.activations
+        return max(int(nbytes.max()) for nbytes in beyond), sum(int(np.maximum(nbytes, 0).sum()) for nbytes in beyond)
+
+    def worst(self, memory: EstimatedMemory) -> tuple[bool, int]:
+        """Whether the limit that is missed most is that of all that is held, and the position."""
+        is_total = memory.total.max() - self.total >= memory.activations.max() - self.activations
+        return is_total, int((memory.total if is_total else memory.activations).argmax())
+
+    def less(self, total: int, activations: int) -> Limits:
+        """Lower by these."""
+        pairs = (self.total, total), (self.activations, activations)
+        return Limits(*(limit if limit == ANY else limit - nbytes for limit, nbytes in pairs))
+
+    def is_within(self, other: Limits) -> bool:
+        """Whether these are nowhere above ``other``."""
+        return self.total <= other.total and self.activations <= other.activations
+
+    def halfway(self, other: Limits) -> Limits:
+        """Those between these and ``other``."""
+        return Limits((self.total + other.total) // 2, (self.activations + other.activations) // 2)
 
 
 def does_not_fit(budget: Budget, tried: Sequence[Candidate], options: Options) -> ConfigError:

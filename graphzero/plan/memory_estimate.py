@@ -2,7 +2,7 @@
 
 The estimate says where the copies that ``Recompute`` makes would stand, how long each storage then lives, and the bytes
 of it, in some milliseconds a try.  It counts by ``StorageSpans``, which leaves out what later passes add (buckets,
-slots, transfers under way), so the plan of the program itself has the last word: see ``recomputation``.
+slots, transfers under way), so the plan of the program itself has the last word: see ``memory_fit``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class EstimatedMemory:
     first_late_read: Positions
     recomputed: Ops
 
-    def limited_bytes(self, name: str) -> Bytes:
-        """By the name of a limit."""
-        return self.total if name == "total" else self.activations
+    @property
+    def most(self) -> tuple[int, int]:
+        """The most bytes of all, and of activations, at any moment."""
+        return int(self.total.max()), int(self.activations.max())
 
 
 class MemoryEstimate:
@@ -112,6 +113,10 @@ class MemoryEstimate:
     def without_recompute(self) -> EstimatedMemory:
         """With no value computed again."""
         return self.recomputing(frozenset())
+
+    def names_of(self, ops: Iterable[int]) -> tuple[str, ...]:
+        """The names of those that may be computed again, in order."""
+        return tuple(self.names[i] for i in sorted(ops) if i in self.names)
 
     def cost(self, recomputed: Iterable[int]) -> float:
         """Seconds of ops that run again."""

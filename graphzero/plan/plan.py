@@ -192,7 +192,9 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
     """
     examine(graph)
     parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not _is_average(node))
-    entries = _in_turn(graph, list(_collectives(graph, links)))
+    at = liveness(graph)
+    by_node = dict(zip(at.layouts, _collectives(graph, links), strict=True))
+    entries = [by_node[node] for i in at.turns if (node := at.nodes[i]) in by_node]
     return Plan(
         name=graph.name,
         placement=_place(graph),
@@ -219,16 +221,6 @@ def _place(graph: StepGraph) -> str:
 
 
 Entry = tuple[Collective, float]  # with its padding in bytes
-
-
-def _in_turn(graph: StepGraph, entries: list[Entry]) -> list[Entry]:
-    """One for each call, of one for each transfer: what is repeated is called again by each micro-batch."""
-    times = [value.repeats_of(node) for node in liveness(graph).layouts]
-    inside = [i for i, count in enumerate(times) if count]
-    if not inside:
-        return entries
-    first, behind = inside[0], inside[-1] + 1
-    return [*entries[:first], *entries[first:behind] * times[first], *entries[behind:]]
 
 
 def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Pass
 from graphzero.passes.schedule.optimizer_in_backward import describe_early
 from graphzero.plan.accumulators import with_accumulators
-from graphzero.plan.budget import Budget, does_not_fit
-from graphzero.plan.gathers import Gathers
+from graphzero.plan.budget import ANY, Budget, Limits, does_not_fit
 from graphzero.plan.gradient_order import in_best_order
+from graphzero.plan.memory_fit import MemoryFit, activations_error
 from graphzero.plan.plan import mega
-from graphzero.plan.recomputation import Recomputation, activations_error
 from graphzero.plan.tiles import described, fitting_tiles
 from graphzero.plan.variants import Candidate, Variants
 
@@ -59,7 +59,8 @@ def choose(
             variants, taken, budget, tried[-1], lambda told: _at_stage(variants, told, budget, activations)
         )
     if budget is not None and tried[-1].peak > budget.nbytes:
-        tried[-1] = _smaller(variants, taken, budget, activations, tried[-1])
+        smaller = _at_stage(variants, taken, budget, activations, fits=True)
+        tried[-1] = min(tried[-1], smaller, key=lambda one: one.peak)
     chosen = tried[-1]
     if budget is not None and chosen.peak > budget.nbytes:
         raise does_not_fit(budget, tried, options)
@@ -75,34 +76,26 @@ def choose(
     return chosen
 
 
-def _at_stage(variants: Variants, options: Options, budget: Budget | None, activations: int | str | None) -> Candidate:
-    """The best program of a stage that fits, or the one of least memory."""
-    options = _gathered_once(options)
-    plain = _best(variants, options, budget)
-    if activations is None or (isinstance(activations, int) and plain.plan.memory.activations <= activations):
-        return plain
-    again = Recomputation(variants, options, plain)
-    if not again.is_training:
-        return plain
-    smaller = again.within(None, activations) if isinstance(activations, int) else again.checkpoint()
-    program = again.described(_best(variants, smaller, budget))
-    if isinstance(activations, int) and program.plan.memory.activations > activations:
-        raise activations_error(activations, program, plain)
-    return program
-
-
-def _smaller(
-    variants: Variants, options: Options, budget: Budget, activations: int | str | None, found: Candidate
+def _at_stage(
+    variants: Variants, options: Options, budget: Budget | None, activations: int | str | None, fits: bool = False
 ) -> Candidate:
-    """The program that computes again what it takes to fit the budget; ``found`` if nothing helps."""
+    """The best program of a stage that fits, or the one of least memory.
+
+    fits: whether values of forward are computed again until it fits the budget, and not only for ``activations``.
+    """
     options = _gathered_once(options)
-    plain = _best(variants, options, None)
-    again = Recomputation(variants, options, plain)
-    if not again.is_training:
-        return found
-    bytes_of = activations if isinstance(activations, int) else None
-    program = again.described(_best(variants, again.within(budget.nbytes, bytes_of), budget))
-    return program if program.peak < found.peak else found
+    plain = _best(variants, options, None if fits else budget)
+    in_segments, memory = isinstance(activations, str) and not fits, plain.plan.memory
+    limits = Limits(budget.nbytes if fits and budget else ANY, activations if isinstance(activations, int) else ANY)
+    is_enough = not in_segments and limits.over(memory.peak, memory.activations) <= 0
+    if is_enough or "backward" not in liveness(plain.graph).phase_end:
+        return plain
+    fit = MemoryFit(variants, options)
+    smaller = fit.checkpoint() if in_segments else fit.recomputing(limits, plain)
+    program = fit.described(_best(variants, smaller, budget))
+    if not fits and program.plan.memory.activations > limits.activations:
+        raise activations_error(limits.activations, program, plain)
+    return program
 
 
 def _gathered_once(options: Options) -> Options:
@@ -115,7 +108,7 @@ def _best(variants: Variants, options: Options, budget: Budget | None) -> Candid
 
     def best(options: Options) -> Candidate:
         if options.stage == 3 and options.keep_gathered is not None:
-            return Gathers(variants, options).best(budget)
+            return MemoryFit(variants, options).keeping_gathers(budget.nbytes if budget is not None else None)
         return in_best_order(variants, options)
 
     return with_accumulators(best, options, budget)

@@ -8,7 +8,6 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,20 +83,12 @@ class _Step(NamedTuple):
 
 def timeline(graph: StepGraph, device: Device) -> Timeline:
     """The timeline of a final program.  Raises ConfigError where the device says nothing of a link that is needed."""
-    clock = _Clock(device)
-    for step in _in_turn(graph, device):
-        clock.advance(step)
-    return clock.timeline()
-
-
-def _in_turn(graph: StepGraph, device: Device) -> Iterator[_Step]:
-    """The steps in the order in which they run, what is repeated as often as it is."""
-    at = liveness(graph)
+    at, clock = liveness(graph), _Clock(device)
     steps = [_step(at, node, device) for node in at.nodes]
-    inside = at.repeated
-    times = value.repeats_of(at.nodes[inside.start]) if inside else 0
-    order = [*range(inside.start), *[*inside] * times, *range(inside.stop, len(steps))] if inside else range(len(steps))
-    return (step for i in order if (step := steps[i]) is not None)
+    for step in (steps[i] for i in at.turns):
+        if step is not None:
+            clock.advance(step)
+    return clock.timeline()
 
 
 def _step(at: Liveness, node: fx.Node, device: Device) -> _Step | None:

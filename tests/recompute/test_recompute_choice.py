@@ -13,8 +13,9 @@ import graphzero as gz
 from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Pipeline, Recompute
 from graphzero.passes.memory.recompute import merge_gathers
+from graphzero.plan.budget import Limits
 from graphzero.plan.memory_estimate import MemoryEstimate
-from graphzero.plan.recompute_search import Limits, RecomputeSearch, names_of
+from graphzero.plan.memory_search import MemorySearch
 
 plan = Captured()
 
@@ -42,7 +43,7 @@ def test_the_estimate_counts_what_the_pass_makes(stage):
     for count in (len(estimate.names), 1, 5, len(estimate.names) // 2):
         ops = frozenset(rng.sample(sorted(estimate.names), count))
         memory = estimate.recomputing(ops)
-        after = Pipeline([Recompute(names_of(estimate, ops))])(before(stage))
+        after = Pipeline([Recompute(estimate.names_of(ops))])(before(stage))
         at = liveness(after)
         spans = [span for span in at.spans() if span.category == "activations"]
         assert np.array_equal(at.over_time(spans)[: len(memory.activations)], memory.activations)
@@ -50,7 +51,7 @@ def test_the_estimate_counts_what_the_pass_makes(stage):
 
 
 def test_less_memory_costs_more_seconds():
-    search = RecomputeSearch(estimate_of(0))
+    search = MemorySearch(estimate_of(0))
     most = int(search.estimate.without_recompute.activations.max())
     prices = []
     for part in (0.9, 0.7, 0.5, 0.35):
@@ -78,15 +79,15 @@ backward:
 
 
 def test_what_is_cheap_is_computed_again_first():
-    search = RecomputeSearch(MemoryEstimate(gz.parse(LARGE)))
+    search = MemorySearch(MemoryEstimate(gz.parse(LARGE)))
     each = 4 * 512 * 512
     for limit, names in ((3.1 * each, ()), (2.1 * each, ("h",))):
         ops, memory = search.within(Limits(activations=int(limit)))
-        assert memory.activations.max() <= limit and names_of(search.estimate, ops) == names
+        assert memory.activations.max() <= limit and search.estimate.names_of(ops) == names
 
 
 def test_every_value_that_is_computed_again_is_needed_for_the_limit():
-    search = RecomputeSearch(estimate_of(0))
+    search = MemorySearch(estimate_of(0))
     limits = Limits(activations=int(0.6 * search.estimate.without_recompute.activations.max()))
     ops, memory = search.within(limits)
     for op in ops:

@@ -79,6 +79,13 @@ class Liveness:
         return range(positions[0], positions[-1] + 1) if positions else range(0)
 
     @cached_property
+    def turns(self) -> list[int]:
+        """Positions in the order in which they run, what is repeated as often as it is."""
+        inside, count = self.repeated, len(self.nodes)
+        times = value.repeats_of(self.nodes[inside.start]) if inside else 0
+        return [*range(inside.start), *[*inside] * times, *range(inside.stop, count)] if inside else [*range(count)]
+
+    @cached_property
     def section(self) -> dict[fx.Node, tuple[int, str]]:
         """For each node its part of the program (0: before the repeated part, 1: in it, 2: after it) and its phase.
 

@@ -1,22 +1,22 @@
-"""Which values of forward to compute again, within limits of bytes: the choice by itself, on a ``MemoryEstimate``.
+"""Search for the values that backward computes again, within limits of bytes, on a ``MemoryEstimate``.
 
-Two ways lead to it, and the cheaper one is taken.  One begins with nothing: at the worst moment, of all values that are
-held for later, it takes those that free most bytes for a second, each with what it is computed from and is not held,
-until the limits hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where
-little crosses, what crosses is held, and all between is computed again when backward comes there.  In the end what need
-not be computed again to stay within the limits is held after all, the dearest first.
+Two ways lead to them, and the cheaper one is taken.  One begins with nothing: at the worst moment, of all candidates it
+takes those that free most bytes for a second, each with what it is computed from and is not held, until the limits
+hold.  The other begins with segments, as Chen et al. do (arXiv 1604.06174): forward is cut where little crosses, what
+crosses is held, and all between is computed again when backward comes there.  In the end what need not be computed
+again to stay within the limits is held after all, the dearest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from graphzero.ir.storage.liveness import bytes_held
+from graphzero.plan.budget import Limits
+from graphzero.plan.memory_candidate import MemoryCandidate
 from graphzero.plan.memory_estimate import EstimatedMemory, MemoryEstimate, Ops
 
 STEPS = 400  # estimates on the way down from one start
@@ -27,71 +27,8 @@ MUCH = 0.8  # of what segments leave, where value by value is taken instead
 NOTHING: Ops = frozenset()
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bytes: of all that is held up to the end of backward, and of what forward leaves for it; None for any."""
-
-    total: int | None = None
-    activations: int | None = None
-
-    @property
-    def least(self) -> int:
-        """The smaller one."""
-        return min((limit for _, limit in self._set()), default=0)
-
-    @property
-    def none(self) -> Limits:
-        """No bytes at all, of what is limited."""
-        return Limits(None if self.total is None else 0, None if self.activations is None else 0)
-
-    def over(self, total: int, activations: int) -> int:
-        """How many bytes too many these are, 0 or less for none."""
-        return max(
-            (
-                have - limit
-                for have, limit in ((total, self.total), (activations, self.activations))
-                if limit is not None
-            ),
-            default=0,
-        )
-
-    def excess(self, memory: EstimatedMemory) -> tuple[int, int]:
-        """How many bytes too many, 0 or less for none, and all that lies above over time."""
-        beyond = [memory.limited_bytes(name) - limit for name, limit in self._set()]
-        most = max((int(nbytes.max()) for nbytes in beyond), default=0)
-        return most, sum(int(np.maximum(nbytes, 0).sum()) for nbytes in beyond)
-
-    def worst(self, memory: EstimatedMemory) -> tuple[str, int]:
-        """Which limit is missed most, and the position."""
-        name, _ = max(self._set(), key=lambda limit: int(memory.limited_bytes(limit[0]).max()) - limit[1])
-        return name, int(memory.limited_bytes(name).argmax())
-
-    def _set(self) -> list[tuple[str, int]]:
-        pairs = (("total", self.total), ("activations", self.activations))
-        return [(name, limit) for name, limit in pairs if limit is not None]
-
-    def less(self, total: int, activations: int) -> Limits:
-        """Lower by these."""
-        return Limits(
-            None if self.total is None else self.total - total,
-            None if self.activations is None else self.activations - activations,
-        )
-
-
-class RecomputeCandidate(NamedTuple):
-    """A value that could be computed again.
-
-    op: that makes it.  ops: that run again for it.  freed: bytes at the worst moment.  score: bytes freed a second.
-    """
-
-    op: int
-    ops: Ops
-    freed: int
-    score: float
-
-
-class RecomputeSearch:
-    """Chooses among the ops of an estimate those that run again."""
+class MemorySearch:
+    """Chooses among the candidates of an estimate those that are made again."""
 
     def __init__(self, estimate: MemoryEstimate):
         self.estimate = estimate
@@ -126,13 +63,13 @@ class RecomputeSearch:
 
     def _lowered(self, start: tuple[Ops, EstimatedMemory], limits: Limits) -> tuple[Ops, EstimatedMemory]:
         ops, memory = start
-        useless = set[int]()
+        useless = set[str]()
         for _ in range(STEPS):
             excess = limits.excess(memory)
             if excess[0] <= 0:
                 break
             unsorted = self._candidates(ops, memory, useless, *limits.worst(memory))
-            candidates = sorted(unsorted, key=lambda candidate: (-candidate.score, candidate.op))
+            candidates = sorted(unsorted, key=lambda candidate: -candidate.freed_per_second)
             if not candidates:
                 break
             taken = _best_that_free(candidates, excess[0] // 2)
@@ -143,31 +80,31 @@ class RecomputeSearch:
             if limits.excess(lower) < excess:
                 ops, memory, useless = more_ops, lower, set()
             else:
-                useless.add(taken[0].op)
+                useless.add(taken[0].name)
         return ops, memory
 
-    def _with(self, ops: Ops, candidates: list[RecomputeCandidate]) -> tuple[Ops, EstimatedMemory]:
+    def _with(self, ops: Ops, candidates: list[MemoryCandidate]) -> tuple[Ops, EstimatedMemory]:
         more = ops.union(*(candidate.ops for candidate in candidates))
         return more, self.estimate.recomputing(more)
 
     def _candidates(
-        self, ops: Ops, memory: EstimatedMemory, useless: set[int], limit: str, worst: int
-    ) -> Iterator[RecomputeCandidate]:
+        self, ops: Ops, memory: EstimatedMemory, useless: set[str], is_total: bool, worst: int
+    ) -> Iterator[MemoryCandidate]:
         """What is held at a position for later, and could be computed again."""
         estimate, length = self.estimate, len(memory.total)
         later = (memory.begins <= worst) & (memory.ends >= worst) & (memory.first_late_read < length)
         freed = later & (memory.first_late_read > worst)
-        if limit == "total":
+        if is_total:
             freed &= memory.position[estimate.end_forward] < worst
-        for op in dict.fromkeys(int(i) for i in estimate.spans.begin[freed]):
-            if op in estimate.names and op not in ops and op not in useless:
+        for op in sorted({int(i) for i in estimate.spans.begin[freed]}):
+            if op in estimate.names and op not in ops and estimate.names[op] not in useless:
                 candidate = self._candidate(op, ops, memory, freed, later)
                 if candidate is not None:
                     yield candidate
 
     def _candidate(
         self, op: int, ops: Ops, memory: EstimatedMemory, freed: np.ndarray, later: np.ndarray
-    ) -> RecomputeCandidate | None:
+    ) -> MemoryCandidate | None:
         estimate, nbytes = self.estimate, self.estimate.spans.nbytes
         again, unvisited, held_longer = {op}, [op], 0
         while unvisited:
@@ -183,8 +120,12 @@ class RecomputeSearch:
                 return None
         storages = (k for i in again for k in estimate.storages_by_op.get(i, ()))
         gain = sum(int(nbytes[k]) for k in storages if freed[k]) - held_longer
+        if gain <= 0:
+            return None
+        k = estimate.storages_by_op[op][0]
+        begin, end = int(memory.position[estimate.end_forward[k]]), int(memory.first_late_read[k])
         seconds = estimate.cost(again - memory.recomputed)
-        return RecomputeCandidate(op, frozenset(again), gain, gain / (seconds + 1e-9)) if gain > 0 else None
+        return MemoryCandidate(estimate.names[op], gain, seconds, begin, end, frozenset(again))
 
     # ---- from segments
 
@@ -228,9 +169,9 @@ class RecomputeSearch:
         return ops, memory
 
 
-def _best_that_free(candidates: list[RecomputeCandidate], nbytes: int) -> list[RecomputeCandidate]:
+def _best_that_free(candidates: list[MemoryCandidate], nbytes: int) -> list[MemoryCandidate]:
     """As many of the best as free so much."""
-    taken = list[RecomputeCandidate]()
+    taken = list[MemoryCandidate]()
     for candidate in candidates:
         taken.append(candidate)
         nbytes -= candidate.freed
@@ -249,8 +190,3 @@ def _cuts(places: np.ndarray, crossing: np.ndarray, weight: np.ndarray, each: fl
         order = np.lexsort((near, np.abs(weight[near] - done - each), crossing[near]))
         cuts.append(int(near[order[0]]))
         done = float(weight[cuts[-1]])
-
-
-def names_of(estimate: MemoryEstimate, ops: Iterable[int]) -> tuple[str, ...]:
-    """The names of ops of forward, in order."""
-    return tuple(estimate.names[i] for i in sorted(ops) if i in estimate.names)
