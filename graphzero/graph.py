@@ -111,7 +111,7 @@ class Graph:
         clip_grad_value: the largest absolute value of one element.
 
         Raises ConfigError for an optimizer that is there already, one without parameters, a scheduler of another one
-        or one that takes a metric, and limits that are no positive numbers.
+        or one that takes a metric, and limits that are not positive numbers.
         """
         source = self._source
         argument_checks.check_no_others(others)
@@ -131,8 +131,8 @@ class Graph:
         averaging function may be one of it that computes with tensors.  Its parameters are split as optimizer states
         are, from stage 1 on; another Graph that holds it evaluates with it as it is.
 
-        Raises ConfigError for what is no AveragedModel, for modules that are no attributes, and for one that is there
-        already.
+        Raises ConfigError for what is not an AveragedModel, for modules that are not attributes, and for one that
+        was added already.
         """
         attributes = vars(self)
         argument_checks.check_average(averaged, of, attributes, [spec.averaged for spec in self._source.averages])
@@ -184,7 +184,7 @@ class Graph:
     ) -> Iterator[PreparedCall]:
         """For the rest of graphzero: the call with these arguments and its program, compiled but not run.
 
-        What is done within is done by all ranks together, and is no part of a step.  doing: "gz.check of TrainGraph";
+        What is done within is done by all ranks together, and is not part of a step.  doing: "gz.check of TrainGraph";
         ranks are told so.  alone: no rank is asked, and ConfigError is raised for a program that has never run.
         verifies: False for a Graph that is only counted and never called.
         """
@@ -282,7 +282,7 @@ class Graph:
         Once the Graph has been called or compiled, or where tensors are split, every rank calls it, with the same
         checkpoint: whole tensors and numbers are compared.  Before that the first call takes what rank 0 has.
 
-        Raises CheckpointError, before anything is written, on every rank, for what is no state dict, for missing or
+        Raises CheckpointError, before anything is written, on every rank, for what is not a state dict, for missing or
         unexpected keys, and for shapes and kinds of values that do not fit.
         """
         self._check_apart("loaded")

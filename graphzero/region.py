@@ -30,7 +30,7 @@ def local_region(fn: Callable[..., Any], in_sbp: Any, out_sbp: Any) -> Callable[
 
     Raises:
         SbpError: for what is no SBP; when it is called, for too few or too many, a dim that is not there or does not
-            divide, results that are no tensors.
+            divide, results that are not tensors.
         CaptureError: when it is called, for a region in a region, a function that writes into what it is given.
     """
     if not callable(fn):

@@ -206,7 +206,7 @@ def test_a_result_that_is_made_of_another_value_is_shown_with_the_one_it_was(bat
     report = gz.check(TwoLayerGraph(torch.relu, returns_another_value), *batch)
     assert (report.where, report.value) == ("returns_another_value", "sum_1")
     assert "Every value that both programs have is the same, but output 0 is another one" in str(report)
-    assert "this is no rounding" in str(report)
+    assert "this is not rounding" in str(report)
 
 
 def test_a_build_that_is_no_function_of_its_inputs_is_told_from_a_wrong_capture(batch: Any) -> None:

@@ -207,7 +207,7 @@ def test_without_accept_nothing_is_written(sample: Sample) -> None:
 def test_accept_says_where_there_is_nothing_to_rewrite(sample: Sample) -> None:
     computed = TEST_FILE.split("class")[0].replace('"old")', "str(1 + 1))")
     result, text = sample("--accept", text=computed)
-    assert "no string literal and no module constant" in result.stdout.str()
+    assert "neither a string literal nor a module constant" in result.stdout.str()
     assert "str(1 + 1)" in text
 
 

@@ -1,4 +1,4 @@
-"""Tracing with fake tensors: what make_fx, symbols and guards, and constants of fakes hang on."""
+"""Tracing with fake tensors: what make_fx, symbols and guards, and constants of fakes depend on."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class UserPass(NamedTuple):
 
 
 def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Placement) -> tuple[InputSbp, ...]:
-    """``inputs`` and this one, by name.  Raises ConfigError for what is no name, or no SBP on ``placement``."""
+    """``inputs`` and this one, by name.  Raises ConfigError for what is not a name, or not an SBP on ``placement``."""
     if not isinstance(name, str):
         raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
     nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
@@ -60,7 +60,7 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
 
 
 def with_pass(passes: tuple[UserPass, ...], own: Callable[[Any], Any], after: str) -> tuple[UserPass, ...]:
-    """``passes`` and this one, behind them.  Raises ConfigError for what is no pass, or follows none."""
+    """``passes`` and this one, behind them.  Raises ConfigError for what is not a pass, or follows none."""
     _check_pass(own)
     known = (*pass_names(), *GROUPS, *(pass_name(one.own) for one in passes))
     if after not in known:

@@ -44,7 +44,7 @@ def check(
 
     Args:
         graph: any Graph, called before or not.
-        dtype: ``torch.float64`` runs all of it in double precision, so that what differs is no rounding.  Without it
+        dtype: ``torch.float64`` runs all of it in double precision, so that a difference is not rounding.  Without it
             the program's own dtypes are used, and float64 only to tell mistakes from rounding where they differ, and
             where build was told that it is being traced and may have gone another way than plain PyTorch.
         rtol: differences up to this count as rounding.  They are relative to the largest element of a value (0.001

@@ -1,4 +1,4 @@
-"""The first value of a program that differs, or that is no finite number, and what to say of it."""
+"""The first value of a program that differs, or that is not a finite number, and what to say of it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def with_second(report: Report, second: Report) -> Report:
             "sign of something very small, such as a gradient that is exactly zero, under Adam."
         )
         return replace(report, is_rounding=True, value="", notes=(note,))
-    return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is no rounding."))
+    return replace(report, notes=(*report.notes, f"In float64 it {second.verdict} too: this is not rounding."))
 
 
 def _where(stage: Stage) -> str:

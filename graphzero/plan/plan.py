@@ -208,7 +208,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
 
 
 def _is_average(param: fx.Node) -> bool:
-    """Whether only the update reads and changes a parameter: an average of others, which is none of the model's."""
+    """Whether only the update reads and changes a parameter: an average of others, which is not one of the model's."""
     return bool(param.users) and all(value.phase_of(user) == "update" for user in param.users)
 
 

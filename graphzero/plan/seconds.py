@@ -142,7 +142,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Dtype and this rank's shape of result ``i``; None for what is no tensor."""
+    """Dtype and this rank's shape of result ``i``; None for what is not a tensor."""
     type_, nd = value.type_of(node), value.sbp_of(node)
     if isinstance(type_, tuple):
         type_, nd = type_[i], nd[i]
@@ -167,7 +167,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _size(graph: StepGraph, x: Any) -> Any:
-    """This rank's shape of a value, of each result if there are several; what is no tensor is None."""
+    """This rank's shape of a value, of each result if there are several; what is not a tensor is None."""
     if isinstance(value.type_of(x), ScalarType):
         return None
     if value.is_multi(x):

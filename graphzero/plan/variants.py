@@ -70,7 +70,7 @@ class Variants:
         return self._made
 
     def before(self, name: str, options: Options) -> StepGraph:
-        """What the built-in pass ``name`` is given, or would be if it were there; whoever asks may change it."""
+        """What the built-in pass ``name`` is given, or would be if it were there; callers may change it."""
         passes = default_passes(options, self.own, until=name)
         graph = self._run(passes)
         self._given = (graph, self._ran[len(passes) - 1][1]) if passes else None

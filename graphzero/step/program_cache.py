@@ -58,7 +58,7 @@ class ProgramCache:
         return list(self._used.values())
 
     def known(self, key: ProgramKey) -> CachedKey:
-        """Filled by whoever finds something out."""
+        """Filled in as facts become known."""
         cached = self._known.get(key)
         if cached is None:
             if len(self._known) > 2 * len(self._used) + _UNUSED:

@@ -46,7 +46,9 @@ def _literal(path: pathlib.Path, frame: FrameType) -> ast.expr:
                 literal = _string(tree, node.args[1])
                 if literal is not None:
                     return literal
-    raise GraphZeroError(f"--accept: {path.name}:{line}: the expected text is no string literal and no module constant")
+    raise GraphZeroError(
+        f"--accept: {path.name}:{line}: the expected text is neither a string literal nor a module constant"
+    )
 
 
 def _string(tree: ast.Module, x: ast.expr) -> ast.expr | None:

@@ -238,7 +238,7 @@ def test_an_axis_that_is_not_there(place: gz.Placement) -> None:
     refused(gz.ConfigError, "build has no such input; its inputs in this call are x", step.compile, X)
 
 
-# ---- what is no tensor, and when
+# ---- what is not a tensor, and when
 
 
 @pytest.mark.parametrize("x", [3.0, {"a": X}, [X], None, "x"], ids=["number", "dict", "list", "None", "text"])

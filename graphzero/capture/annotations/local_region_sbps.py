@@ -98,7 +98,7 @@ def _cuts(shape: Sequence[int], nd: Nd, placement: Placement, what: str) -> dict
 
 
 def checked_results(out: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The flat results of a region's function.  Raises SbpError for what is no tensor, and not None."""
+    """The flat results of a region's function.  Raises SbpError for what is not a tensor or None."""
     flat, spec = pytree.tree_flatten(out)
     for x in flat:
         if x is not None and not isinstance(x, Tensor):

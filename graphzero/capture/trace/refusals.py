@@ -58,7 +58,7 @@ def forbidding_calls(build: CodeType | None) -> Iterator[None]:
         hooks: list[Any] = []
         enter(_compat.undoing(lambda: [hook.remove() for hook in hooks]))
         hooks.append(register_optimizer_step_pre_hook(refuse(*_OTHER_STEP)))
-        # A profiler's label is no part of a step; optimizer.zero_grad() sets one.
+        # A profiler's label is not part of a step; optimizer.zero_grad() sets one.
         enter(patched(record_function, "__enter__", lambda self: self))
         enter(patched(record_function, "__exit__", lambda self, *error: None))
         enter(patched(logging, "raiseExceptions", False))  # what a log record asks of a tensor is said by our error

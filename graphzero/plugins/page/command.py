@@ -226,5 +226,5 @@ def beside(options: argparse.Namespace) -> argparse.Namespace:
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"--beside: {name}={text} is no number; write {name}=3")
+        raise ConfigError(f"--beside: {name}={text} is not a number; write {name}=3")
     return int(text)

@@ -101,7 +101,7 @@ class Sizes:
                 raise Differs(first)
 
     def dims(self, node: fx.Node, result: int, dim: int) -> list[str]:
-        """The ragged dims on which the size of a dim hangs."""
+        """The ragged dims on which the size of a dim depends."""
         sizes = [value.shapes(n)[result][dim] for n in self._same[node]]
         return self._names(sizes)
 
@@ -115,7 +115,7 @@ class Sizes:
         return self._same[node]
 
     def names_of(self, values: Sequence[Any]) -> list[str]:
-        """The ragged dims on which a number hangs that was so in each capture."""
+        """The ragged dims on which a number depends that had these values in each capture."""
         return self._names(values)
 
     def is_ragged(self, node: fx.Node) -> bool:

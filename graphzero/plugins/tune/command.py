@@ -146,7 +146,7 @@ def _axes(where: Placement, step: CapturedStep) -> Axes:
     others = [name for name in where.names if name not in where.data_axes]
     if not step.weights_axes and others not in ([], [where.names[-1]]):
         raise ConfigError(
-            f"--axes: {', '.join(others)} are no data axes, whose names begin with dp; splits are proposed for one "
+            f"--axes: {', '.join(others)} are not data axes, whose names begin with dp; splits are proposed for one "
             "such axis, the last one: --axes dp=16,tp=4"
         )
     return tuple(zip(where.names, where.hierarchy, strict=True))

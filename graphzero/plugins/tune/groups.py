@@ -106,7 +106,7 @@ class _Flood:
         return self._group()
 
     def _put(self, at: Result, sbp: Sbp) -> None:
-        """This result is split so: whoever makes it and reads it has to look."""
+        """This result is split so: its producer and its readers must be checked again."""
         if at in self.found:
             if self.found[at] is not sbp:
                 self.gathered[at[0]] = None
@@ -268,7 +268,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _size(node: fx.Node) -> Any:
-    """The global shape of a value, of each result if there are several; None for what is no tensor."""
+    """The global shape of a value, of each result if there are several; None for what is not a tensor."""
     type_ = value.type_of(node)
     shapes = value.shapes(node)
     return shapes if isinstance(type_, tuple) else shapes[0] if isinstance(type_, TensorType) else None

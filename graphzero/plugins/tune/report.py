@@ -15,7 +15,7 @@ from graphzero.plugins.tune.proposal import Kind
 from graphzero.plugins.tune.search import SearchResult
 from graphzero.sbp.types import Sbp
 
-ALIKE = 1e-3  # of a step: less is no difference
+ALIKE = 1e-3  # of a step: less is not a difference
 SAID = 0.15  # of a difference: less is not worth a word
 WHAT = {"parameters": "parameters", "gradients": "gradients", "other": "activations and small sums"}
 

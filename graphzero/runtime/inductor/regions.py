@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 LAG = 50  # of so many parts of a program's work, a launch may begin one later than its operands are there
 LEAST = 1e7  # operations, a fraction of a millisecond, by which it always may
-FEWEST = 2  # ops that a compiler may fuse: fewer are no region
+FEWEST = 2  # ops that a compiler may fuse: fewer are not a region
 FLOPS_PER_BYTE = 8  # that a CPU core computes in the time in which it moves a byte
 
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # called as they are

@@ -36,7 +36,7 @@ def bind(
     """Lay out everything that ``graph`` keeps between calls; returns one tensor per local rank by placeholder.
 
     specs: its optimizer states.  found: ``state.tensors()``.  Every rank calls it for the same graph, when
-    ``preflight`` has found nothing wrong, and the same on all ranks: at first sight of a plain tensor its values are
+    ``preflight`` has found nothing wrong, and the same on all ranks: when a plain tensor is first bound its values are
     taken from rank 0.
     """
     binder = _Binder(state, entries, graph.updates)

@@ -116,7 +116,7 @@ class PlainModulesWatch:
         self._owners = [*range(len(self._modules)), *(i for i, dict_of_module in dicts if dict_of_module)]
         self._ordered = [
             dict_of_module for dict_of_module in self._filled if type(dict_of_module) is not dict
-        ]  # a new order is no write to a dict
+        ]  # a new order is not a write to a dict
         self._orders = list(map(tuple, self._ordered))
         self._writes = self._count()
 
@@ -246,7 +246,7 @@ class StatesWatch:
         return True
 
     def _count(self) -> list[int]:
-        """Writes to all dicts of states; empty where some are no dicts."""
+        """Writes to all dicts of states; empty where some are not dicts."""
         states: list[dict[Any, Any]] = [optimizer.state for optimizer, _ in self._optimizers]
         if not all(isinstance(state, dict) for state in states) or not self._all_dicts:
             return []

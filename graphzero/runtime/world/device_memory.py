@@ -16,7 +16,7 @@ from graphzero.runtime.world.accelerators import ACCELERATORS
 from graphzero.runtime.world.consensus import Ranks
 from graphzero.runtime.world.launch import has_fake_world
 
-SHARE = 0.9  # of a device: the rest is for operators' workspaces, inputs, and what is no tensor
+SHARE = 0.9  # of a device: the rest is for operators' workspaces, inputs, and what is not a tensor
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
