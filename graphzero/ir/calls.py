@@ -186,9 +186,7 @@ def output_sbps(node: fx.Node, axis: int, part: int | None = None) -> tuple[Sbp,
 
 def result_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:
     """(global shape, SBP) of each tensor result."""
-    type_, nd = value.type_of(node), value.sbp_of(node)
-    pairs = zip(type_, nd, strict=True) if isinstance(type_, tuple) else [(type_, nd)]
-    return [(t.shape, s) for t, s in pairs if isinstance(t, TensorType)]
+    return [(t.shape, s) for t, s in value.results_of(node) if isinstance(t, TensorType)]
 
 
 def operand_pairs(node: fx.Node) -> list[tuple[tuple[int, ...], Nd]]:

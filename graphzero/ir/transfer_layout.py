@@ -125,15 +125,8 @@ def lies_in_long_runs(graph: StepGraph, layout: TransferLayout) -> bool:
 
 def _is_alike_on_all(graph: StepGraph, node: fx.Node) -> bool:
     """Return whether all ranks hold pieces of one shape: the first piece is the longest, the last one the shortest."""
-    type_, nd = _one_result(node)
+    ((type_, nd),) = value.results_of(node)
     return shape_on(graph, type_, nd) == shape_on(graph, type_, nd, int(graph.placement.ranks.flat[-1]))
-
-
-def _one_result(node: fx.Node) -> tuple[TensorType, Nd]:
-    if not value.is_multi(node):
-        return value.tensor_type(node), value.nd_of(node)
-    ((type_,), (nd,)) = value.type_of(node), value.sbp_of(node)
-    return type_, nd
 
 
 def count_runs(shape: Sequence[int], dim: int, sections: int) -> int:

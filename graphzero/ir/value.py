@@ -168,6 +168,14 @@ def sbp_of(node: fx.Node) -> Any:
     return node.meta.get("sbp")
 
 
+def results_of(node: fx.Node) -> list[tuple[Any, Any]]:
+    """Type and SBP of each result; the SBP is None where it is not known yet."""
+    type_, nd = type_of(node), sbp_of(node)
+    if not isinstance(type_, tuple):
+        return [(type_, nd)]
+    return list(zip(type_, nd or (None,) * len(type_), strict=True))
+
+
 def nd_of(node: fx.Node) -> Nd:
     """The SBP of a node that is one tensor, already known."""
     nd: Nd = node.meta["sbp"]

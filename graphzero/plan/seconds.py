@@ -143,16 +143,13 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _shape(graph: StepGraph, node: fx.Node, i: int = 0) -> tuple[torch.dtype, tuple[int, ...]] | None:
     """Dtype and this rank's shape of result ``i``; None for what is not a tensor."""
-    type_, nd = value.type_of(node), value.sbp_of(node)
-    if isinstance(type_, tuple):
-        type_, nd = type_[i], nd[i]
+    type_, nd = value.results_of(node)[i]
     return (type_.dtype, shape_on(graph, type_, nd)) if isinstance(type_, TensorType) else None
 
 
 def _nbytes(graph: StepGraph, node: fx.Node) -> float:
     """Of all results."""
-    count = len(value.type_of(node)) if value.is_multi(node) else 1
-    shapes = (_shape(graph, node, i) for i in range(count))
+    shapes = (_shape(graph, node, i) for i in range(len(value.results_of(node))))
     return float(sum(prod(one[1]) * one[0].itemsize for one in shapes if one is not None))
 
 

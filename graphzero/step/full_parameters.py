@@ -15,7 +15,7 @@ from graphzero import _compat
 from graphzero.errors import CaptureError, ConfigError, GraphZeroError
 from graphzero.plan import Plan
 from graphzero.plan.plan import mega
-from graphzero.runtime.state import full_tensors, partial_update
+from graphzero.runtime.state import full_tensors, partial_update, preflight
 from graphzero.runtime.state.full_tensors import EagerWrite, FullTensor
 from graphzero.runtime.state.layout import check_real
 from graphzero.runtime.state.modules import ModuleTensor
@@ -69,7 +69,7 @@ class FullParameters:
         source, state, ranks = self._source, self._state, self._source.ranks
         with ranks.together(f"full_parameters() of {source.name}"), _compat.outside_inference_mode(), torch.no_grad():
             tensors = ranks.agree_on(
-                _BEGIN, self._collect_tensors, lambda tensors: full_tensors.describe_entries(state, tensors)
+                _BEGIN, self._collect_tensors, lambda tensors: preflight.describe_entries(state, tensors)
             )
             state.ensure_world()
             self._shown = full_tensors.gather_full_tensors(state, tensors)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -176,13 +177,8 @@ class Liveness:
         moves = self.transfers.get(node)
         if moves is not None and moves.is_direct:
             return self.layouts[node].arrived_elements * self.layouts[node].itemsize
-        type_, nd = value.type_of(node), value.sbp_of(node)
-        if isinstance(type_, tuple):
-            type_, nd = type_[index], nd[index]
-        size = type_.dtype.itemsize
-        for length in shape_on(self.graph, type_, nd, rank):
-            size *= length
-        return int(size)
+        type_, nd = value.results_of(node)[index]
+        return int(type_.dtype.itemsize * prod(shape_on(self.graph, type_, nd, rank)))
 
     @cached_property
     def categories(self) -> dict[Storage, str]:

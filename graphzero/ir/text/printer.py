@@ -112,8 +112,7 @@ def _columns(node: fx.Node) -> tuple[str, str, str]:
 def _tail(node: fx.Node) -> tuple[str, str]:
     type_, nd = value.type_of(node), value.sbp_of(node)
     if isinstance(type_, tuple):
-        nds = nd or (None,) * len(type_)
-        inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in zip(type_, nds, strict=True))
+        inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in value.results_of(node))
         text, rest = f"({', '.join(inner)})", ""
     else:
         text, rest = str(type_), _nd_text(nd, value.pins_of(node))

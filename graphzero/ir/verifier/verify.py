@@ -19,7 +19,7 @@ from graphzero._compat import arguments
 from graphzero.errors import VerifyError
 from graphzero.ir import calls, value
 from graphzero.ir.aliases import ANNOTATIONS
-from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.graph import LEVELS, PERSISTENT, StepGraph
 from graphzero.ir.storage.liveness import liveness
 from graphzero.ir.text.printer import op_name
 from graphzero.ir.value import TensorType
@@ -31,8 +31,6 @@ from graphzero.ir.verifier.violation import nd_text, violation
 from graphzero.sbp.shards import nests
 from graphzero.sbp.signature import Signature
 from graphzero.sbp.types import Nd, Sbp
-
-WRITABLE = ("param", "buffer", "state")
 
 
 def verify(graph: StepGraph, after: str = "") -> StepGraph:
@@ -115,7 +113,7 @@ def _check_updates(graph: StepGraph, where: str) -> None:
     placeholders = {node.name: node for node in graph.placeholders()}
     for name, new in graph.updates.items():
         old = placeholders.get(name)
-        if old is None or not value.has_role(old, *WRITABLE):
+        if old is None or not value.has_role(old, *PERSISTENT):
             raise VerifyError(
                 f"{where}the step updates '{name}', which is not a parameter, buffer or state of the graph\n  "
                 f"It may update: {', '.join(n for n in list(placeholders)[:8])}"
@@ -129,9 +127,7 @@ def _check_known(graph: StepGraph, where: str) -> None:
     for node in graph.nodes:
         if node.op == "output" or value.is_scalar(node) or _was_known(graph, node):
             continue
-        type_, nd = value.type_of(node), value.sbp_of(node)
-        pairs = zip(type_, nd or (None,) * len(type_), strict=True) if isinstance(type_, tuple) else [(type_, nd)]
-        for result_type, sbp in pairs:
+        for result_type, sbp in value.results_of(node):
             if isinstance(result_type, TensorType):
                 _check_sbp(node, result_type, sbp, graph, where)
 

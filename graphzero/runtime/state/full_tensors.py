@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from graphzero.runtime.state import modules as tree
 from graphzero.runtime.state.modules import ModuleTensor
-from graphzero.runtime.state.preflight import describe_tensor
 from graphzero.runtime.state.state import State
 from graphzero.runtime.tensors.gather import WINDOW, take_piece, wholes
 from graphzero.runtime.tensors.shards import local_of
@@ -79,15 +78,8 @@ def extra_bytes(entries: Mapping[str, ModuleTensor]) -> int:
     return sum(x.numel() * x.element_size() for x in split) + WINDOW * bool(split)
 
 
-def describe_entries(state: State, entries: Mapping[str, ModuleTensor]) -> dict[str, str]:
-    """Text by name of what must be the same on all ranks."""
-    return {
-        f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in entries.values()
-    }
-
-
 def gather_full_tensors(state: State, entries: Mapping[str, ModuleTensor]) -> list[FullTensor]:
-    """Whole tensors for ``put_in_modules``; every rank calls it when ``describe_entries`` are the same.
+    """Whole tensors for ``put_in_modules``; every rank calls it when ``preflight.describe_entries`` are the same.
 
     As in a first call, a plain tensor that nobody has seen moves to the device and takes rank 0's values.
     """

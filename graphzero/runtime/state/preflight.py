@@ -80,9 +80,7 @@ def describe_binding(
 
     repeated: what each computes for itself, for states that are to stay equal.
     """
-    texts = {
-        f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in entries.values()
-    }
+    texts = describe_entries(state, entries)
     for spec in specs:
         what, current = name_of(spec), held_state(state, spec, entries)
         if spec.created or current is None:
@@ -114,6 +112,13 @@ def counters(graph: StepGraph, specs: Sequence[Spec], entries: Mapping[str, Modu
 def is_counter(param: Tensor, spec: Spec) -> bool:
     """Return whether a 0-d state counts, as step does; the moments of a 0-d parameter do not."""
     return not spec.shape and (param.dim() > 0 or spec.key == "step")
+
+
+def describe_entries(state: State, entries: Mapping[str, ModuleTensor]) -> dict[str, str]:
+    """Text by name of the parameters and buffers, which must be the same on all ranks."""
+    return {
+        f"{entry.kind} {entry.path}": describe_tensor(state, entry.tensor, entry.path) for entry in entries.values()
+    }
 
 
 def describe_tensor(state: State, x: Any, what: str) -> str:
