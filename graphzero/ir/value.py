@@ -15,6 +15,7 @@ phase    "input", "forward", "backward" or "update"
 source   "file:line in function" of the user's code, or ""
 module   path of the innermost module that ran the op, or whose op's gradient it is; else it is not there
 repeat   of an op that runs once a micro-batch, how often it does; else it is not there
+stage    of a placeholder that lives on one pipeline stage, its number; see ``ir.pipeline_stages``
 ======== ==================================================================================
 """
 
@@ -109,13 +110,17 @@ class Role:
     scalar      name of a float input of build                  ""
     constant    running number of a tensor that build closes over  ""
     seed        "" (the 0-d int64 key of this step's random draws) ""
+    saved       name of a value that another part of a      ""
+                pipeline hands over
+    accumulator name of what micro-batches of a pipeline     ""
+                add up; of an op: ``attribute.fqn``
     gradient    ``attribute.fqn``: p.grad when backward ends    ""
     loss        ""                                              ""
     recompute   name of the value of forward that is computed   ""
                 again
     =========== =============================================== ======================
 
-    The first eight are the roles of placeholders, and ``(kind, of, key)`` names one for the runtime.
+    The first ten are the roles of placeholders, and ``(kind, of, key)`` names one for the runtime.
     """
 
     kind: str
@@ -127,8 +132,10 @@ class Role:
         return f"{self.of}/{self.key}" if self.key else self.of
 
 
-PLACEHOLDER_KINDS = ("batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed")
-ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss", "accumulator", "recompute")
+PLACEHOLDER_KINDS = (
+    "batch", "param", "buffer", "state", "hyper", "scalar", "constant", "seed", "saved", "accumulator",
+)  # fmt: skip
+ROLE_KINDS = (*PLACEHOLDER_KINDS, "gradient", "loss", "recompute")
 
 
 def type_of(node: fx.Node) -> Any:
@@ -238,6 +245,7 @@ def facts(nodes: Iterable[fx.Node]) -> list[Any]:
     for node in nodes:
         meta = node.meta.get
         all_facts += (node, *arguments(node), meta("type"), meta("sbp"), meta("pins"), meta("role"), meta("phase"))
+        all_facts.append(meta("stage"))
     return all_facts
 
 

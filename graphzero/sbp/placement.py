@@ -19,6 +19,7 @@ from graphzero.sbp.meshes import ascend, mesh_of
 
 DEVICE_TYPES = ("cpu", "cuda")
 MICRO_BATCHES = "mb"  # the axis whose members run one after the other on the same ranks: time, as an axis
+PIPELINE = "pp"  # the axis whose members hold the stages of a pipeline
 _DEFAULT_NAMES: dict[int, tuple[str, ...]] = {1: ("dp",), 2: ("dp", "tp")}
 
 
@@ -73,6 +74,20 @@ class Placement:
         at = self.axis(MICRO_BATCHES)
         ranks = np.ascontiguousarray(np.take(self.ranks, 0, axis=at))
         return Placement(self.device_type, ranks, (*self.names[:at], *self.names[at + 1 :]), self.virtual)
+
+    @property
+    def pipeline_members(self) -> int:
+        """Number of ranks along ``pp``; 1 where there is no such axis."""
+        return self.hierarchy[self.names.index(PIPELINE)] if PIPELINE in self.names else 1
+
+    def without_pipeline(self, member: int = 0) -> Placement:
+        """The ranks of one member of ``pp``, on the other axes; of a pipeline alone, one data rank."""
+        if PIPELINE not in self.names:
+            return self
+        at = self.axis(PIPELINE)
+        ranks = np.ascontiguousarray(np.take(self.ranks, member, axis=at))
+        names = (*self.names[:at], *self.names[at + 1 :])
+        return Placement(self.device_type, ranks.reshape(ranks.shape or (1,)), names or ("dp",), self.virtual)
 
     def axis(self, name: str) -> int:
         """Position of the axis called ``name``."""

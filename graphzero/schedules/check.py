@@ -62,18 +62,22 @@ def check_complete(schedule: PipelineSchedule) -> None:
 
 
 def check_ascending(schedule: PipelineSchedule) -> None:
-    """Raise ScheduleError unless each stage computes its weight gradients in ascending order of micro-batches."""
-    last: dict[int, tuple[int, Position]] = {}
+    """Raise ScheduleError unless each stage runs forward, and computes its weight gradients, in ascending order of
+    micro-batches: losses, counts and statistics are summed in that order too.
+    """
+    last: dict[tuple[int, bool], tuple[int, Position]] = {}
     for row, column, cell in schedule.cells():
         for action in cell.computations:
-            if action.kind not in (B, WEIGHT):
+            if action.kind not in (F, B, WEIGHT):
                 continue
-            before, position = last.get(action.stage, (-1, (0, 0)))
+            key = action.stage, action.kind is F
+            before, position = last.get(key, (-1, (0, 0)))
             micro_batch = action.micro_batch or 0
             if micro_batch < before:
-                reason = "a stage sums its weight gradients in ascending order of micro-batches"
+                what = "runs forward" if action.kind is F else "sums its weight gradients"
+                reason = f"a stage {what} in ascending order of micro-batches"
                 raise _error(row, column, cell, f"stands after {format_place(schedule, position)}, but {reason}")
-            last[action.stage] = micro_batch, (row, column)
+            last[key] = micro_batch, (row, column)
 
 
 def check_sharding(schedule: PipelineSchedule) -> None:

@@ -30,15 +30,15 @@ def dependencies_of(actions: list[Action]) -> dict[Action, list[Action]]:
 
 
 def is_legal(rows: Rows) -> bool:
-    """By brute force: the rows and the dependencies have a common order, and weight gradients ascend."""
+    """By brute force: the rows and the dependencies have a common order, forward and weight gradients ascend."""
     needed = dependencies_of([action for row in rows for action in row])
     for row in rows:
         for first, second in zip(row, row[1:], strict=False):
             needed[second].append(first)
-        sums: dict[int, list[int | None]] = {}
+        sums: dict[tuple[int, bool], list[int | None]] = {}
         for action in row:
-            if action.kind in (B, WEIGHT):
-                sums.setdefault(action.stage, []).append(action.micro_batch)
+            if action.kind in (F, B, WEIGHT):
+                sums.setdefault((action.stage, action.kind is F), []).append(action.micro_batch)
         if any(order != sorted(order, key=_micro_batch) for order in sums.values()):
             return False
     try:
@@ -87,6 +87,8 @@ def random_rows(generator: random.Random) -> tuple[Rows, int, int]:
         if action.kind in (B, WEIGHT) and action.micro_batch:  # ascending
             needed[action] += [Action(action.stage, kind, action.micro_batch - 1) for kind in (B, WEIGHT)
                                if Action(action.stage, kind, action.micro_batch - 1) in needed]  # fmt: skip
+        if action.kind is F and action.micro_batch:
+            needed[action].append(Action(action.stage, F, action.micro_batch - 1))
     rows: Rows = [[] for _ in range(ranks)]
     done: set[Action] = set()
     while len(done) < len(actions):

@@ -137,7 +137,7 @@ def test_a_deadlock_is_told_as_the_circle_that_it_is() -> None:
 
 
 def test_two_ends_of_one_edge_in_different_orders_are_refused() -> None:
-    schedule = parse_csv("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    schedule = parse_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I1,1I0,1W0,1W1\n")
     check_schedule(schedule)
     with pytest.raises(ScheduleError, match="of one stage boundary and direction"):
         choose_communicators(lower_schedule(schedule, "late"))

@@ -279,7 +279,7 @@ def _first_category(storage: Storage) -> str:
     role = value.role_of(node)
     if memory_space.is_offload(node.target):
         return memory_space.HOST
-    if role is not None and role.kind == "accumulator":
+    if role is not None and role.kind == "accumulator" and node.op != "placeholder":
         return "accumulators"
     if node.op == "placeholder":
         return RESIDENT.get(role.kind, "") if role is not None else ""

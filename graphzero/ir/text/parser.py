@@ -22,6 +22,7 @@ from graphzero import _compat
 from graphzero.errors import GraphZeroError
 from graphzero.ir import known_ops
 from graphzero.ir.graph import LEVELS, StepGraph
+from graphzero.ir.pipeline_stages import stage_of
 from graphzero.ir.text.lexer import MOST_DIMS, LineReader, read_sbp
 from graphzero.ir.value import DTYPE_NAMES, PHASES, PLACEHOLDER_KINDS, ScalarType, TensorType
 from graphzero.sbp.placement import Placement, placement
@@ -58,6 +59,7 @@ class _Parser:
     def __init__(self, text: str, place: Placement | None):
         self.lines = [line.rstrip() for line in text.strip("\n").splitlines()]
         self.values: dict[str, fx.Node] = {}
+        self.stages: dict[fx.Node, int | None] = {}
         self.number = next((i for i, line in enumerate(self.lines) if not _is_blank(line)), len(self.lines))
         self.place = place
 
@@ -154,12 +156,25 @@ class _Parser:
         node.meta["phase"], node.meta["source"] = phase, ""
         if repeat:
             node.meta["repeat"] = repeat
-        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail)
+        tail, _, stage = tail.partition("@")
+        node.meta["type"], node.meta["sbp"], node.meta["pins"] = self._tail(tail.strip())
+        self._stage(node, stage.strip())
         if has_role:
             node.meta["role"] = reader.role()
         if reader.rest():
             raise self._no_line()
         self.values[name] = node
+
+    def _stage(self, node: fx.Node, text: str) -> None:
+        """Read the pipeline stage of a placeholder; that of an op follows from its operands."""
+        if text and not re.fullmatch(r"[0-9]{1,4}", text):
+            raise self.fail(f"{text!r:.80} is not the number of a pipeline stage, @0")
+        if text and node.op == "placeholder":
+            node.meta["stage"] = int(text)
+        self.stages[node] = stage_of(node, self.stages)
+        if text and self.stages[node] != int(text):
+            follows = "no stage" if self.stages[node] is None else f"stage {self.stages[node]}"
+            raise self.fail(f"{node.name} is on {follows}, which follows from what it reads")
 
     def _no_line(self) -> ParseError:
         return self.fail("expected `name = op(arguments) : type  sbp`")

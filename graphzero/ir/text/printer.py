@@ -4,8 +4,9 @@
 
       y = mm(x, wf) : f32[8, 4]  S(0)  ; loss()
 
-name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), role.  What is under ``forward x3:``
-and ``backward x3:`` runs three times, one after the other: once a micro-batch but the last.  Arguments are
+name, op and arguments, type, SBP (``!`` = pinned; on an n-d placement a tuple), pipeline stage (``@1``), role.  What
+is under ``forward x3:`` and ``backward x3:`` runs three times, one after the other: once a micro-batch but the last, or
+where there are stages, once each.  Arguments are
 Python literals, names of values, dtypes (``torch.float32``) and sizes of this rank (``8/dp``, ``8@dp``).
 Source lines are not part of the text.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from graphzero.ir import known_ops, ops, value
+from graphzero.ir.pipeline_stages import is_staged, stages_of
 from graphzero.ir.value import Role
 from graphzero.sbp.placement import Placement
 
@@ -53,7 +55,8 @@ def print_graph(graph: Printable, align: bool = True, keep: Callable[[fx.Node], 
     """
     lines = [_header(graph)]
     nodes = (node for node in graph.nodes if node.op != "output" and (keep is None or keep(node)))
-    rows: list[Any] = [(node, node.name, *_columns(node)) for node in nodes]
+    stages = stages_of(graph.nodes) if is_staged(graph.nodes) else {}
+    rows: list[Any] = [(node, node.name, *_columns(node, stages.get(node))) for node in nodes]
     widths = [min(max((len(row[i]) for row in rows), default=0), cap) * align for i, cap in ((1, 28), (2, 56), (3, 16))]
     part = ("input", 0)
     for node, name, text, type_, rest in rows:
@@ -97,8 +100,8 @@ def _header(graph: Printable) -> str:
     return f"graph {name}({axes}) {graph.level}"
 
 
-def _columns(node: fx.Node) -> tuple[str, str, str]:
-    """Op and arguments; type; SBP and role."""
+def _columns(node: fx.Node, stage: int | None = None) -> tuple[str, str, str]:
+    """Op and arguments; type; SBP, stage and role."""
     if node.op == "placeholder":
         text = role_text(value.role_of(node) or Role("batch"), node.name)
     elif node.target is operator.getitem:
@@ -106,16 +109,18 @@ def _columns(node: fx.Node) -> tuple[str, str, str]:
     else:
         parts = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
         text = f"{op_name(node.target)}({', '.join(parts)})"
-    return text, *_tail(node)
+    return text, *_tail(node, stage)
 
 
-def _tail(node: fx.Node) -> tuple[str, str]:
+def _tail(node: fx.Node, stage: int | None) -> tuple[str, str]:
     type_, nd = value.type_of(node), value.sbp_of(node)
     if isinstance(type_, tuple):
         inner = (f"{t}  {_nd_text(s, ())}".rstrip() if t is not None else "_" for t, s in value.results_of(node))
         text, rest = f"({', '.join(inner)})", ""
     else:
         text, rest = str(type_), _nd_text(nd, value.pins_of(node))
+    if stage is not None:
+        rest += f"{'  ' * bool(rest)}@{stage}"
     role = value.role_of(node)
     if role is not None and node.op != "placeholder":
         rest += f"{'  ' * bool(rest)}; {role_text(role)}"

@@ -12,6 +12,7 @@ from graphzero.sbp.rules._factor_lines import MOVE
 rule(torch.ops.graphzero.uniform_like.default, "?...,~->...")  # start and total follow the split: localize's work
 rule(torch.ops.graphzero.stochastic_round.default, "~...,~->...")
 rule(torch.ops.graphzero.pin.default, MOVE + "...->...")
+rule(torch.ops.graphzero.move.default, MOVE + "...->...")
 rule(torch.ops.graphzero.check.default, "~...->...")  # every rank knows, and all of them raise
 
 

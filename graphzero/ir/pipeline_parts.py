@@ -1,0 +1,140 @@
+"""Parts of a program of pipeline stages: each a program of its own, which a schedule runs for each micro-batch.
+
+A part is given what other parts compute, as its ``saved`` inputs, whichever stage these are on; and ``accumulator``
+inputs, which it writes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from graphzero.ir.graph import StepGraph
+from graphzero.schedules import ActionKind, PipelineSchedule
+from graphzero.schedules.execution import execution_order
+
+PROLOGUE, FORWARD, BACKWARD, BACKWARD_WEIGHT, EPILOGUE = range(5)
+KINDS = ("prologue", "forward", "backward", "backward_weight", "epilogue")
+BODY = (FORWARD, BACKWARD, BACKWARD_WEIGHT)  # what runs once for each micro-batch
+
+
+class ValueKey(NamedTuple):
+    """A value that parts hand over: its name in the whole program, and the stage that computes it."""
+
+    name: str
+    stage: int
+
+
+@dataclass(frozen=True, order=True)
+class PartKey:
+    """A part of a stage.  level: of a prologue or an epilogue, how many moves between stages lie before it."""
+
+    kind: int
+    level: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{KINDS[self.kind]}{self.level or ''}@{self.stage}"
+
+
+@dataclass
+class StagePart:
+    """A part and its program.
+
+    inputs: placeholder -> the value that it is given; accumulators among them.
+    outputs: the values that it hands over, by their names in the program's ``aux``; there too is what it has written
+    over.
+    micro_batch: the placeholder of the number of the micro-batch, "" where no op reads it.
+    """
+
+    key: PartKey
+    graph: StepGraph
+    inputs: dict[str, ValueKey] = field(default_factory=dict)
+    outputs: list[ValueKey] = field(default_factory=list)
+    micro_batch: str = ""
+
+
+@dataclass
+class PipelineParts:
+    """The parts of a program, in an order in which one micro-batch may run, and what the step hands out.
+
+    accumulators: what parts write over and none of them makes, as it is in the whole program.
+    outputs: as the whole program's, each value by its key, or the literal that stands there; aux likewise.
+    """
+
+    stages: int
+    micro_batches: int
+    parts: list[StagePart]
+    accumulators: Mapping[ValueKey, fx.Node]
+    outputs: list[Any]
+    aux: Mapping[str, ValueKey]
+
+
+class PartCall(NamedTuple):
+    """A run of a part, by its number, for a micro-batch; 0 of what runs once."""
+
+    part: int
+    micro_batch: int
+
+
+Slot = tuple[ValueKey, int]  # a value, and its micro-batch
+ACTION_PARTS = {
+    ActionKind.FORWARD: (FORWARD,),
+    ActionKind.BACKWARD: (BACKWARD, BACKWARD_WEIGHT),
+    ActionKind.BACKWARD_INPUT: (BACKWARD,),
+    ActionKind.BACKWARD_WEIGHT: (BACKWARD_WEIGHT,),
+}
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """The parts of a program, and the schedule that runs them."""
+
+    parts: PipelineParts
+    schedule: PipelineSchedule
+
+    @cached_property
+    def calls(self) -> list[PartCall]:
+        """The calls of a step, each after those that it needs."""
+        keys = [part.key for part in self.parts.parts]
+        in_body = {(key.stage, key.kind): i for i, key in enumerate(keys) if key.kind in BODY}
+        calls = [PartCall(i, 0) for i, key in enumerate(keys) if key.kind == PROLOGUE]
+        for row, column in execution_order(self.schedule):
+            action = self.schedule.rows[row][column]
+            for single in action.computations if action is not None else ():
+                numbers = (in_body.get((single.stage, kind)) for kind in ACTION_PARTS[single.kind])
+                calls += [PartCall(i, single.micro_batch or 0) for i in numbers if i is not None]
+        return [*calls, *(PartCall(i, 0) for i, key in enumerate(keys) if key.kind == EPILOGUE)]
+
+    def member_of(self, stage: int) -> int:
+        """The member of ``pp`` that a stage is on."""
+        return self.schedule.stage_ranks[stage]
+
+    def calls_on(self, member: int) -> list[PartCall]:
+        """The calls of the stages of one member of ``pp``, in order."""
+        keys = [part.key for part in self.parts.parts]
+        return [call for call in self.calls if self.member_of(keys[call.part].stage) == member]
+
+    @cached_property
+    def repeated(self) -> frozenset[ValueKey]:
+        """The values that each micro-batch makes anew."""
+        return frozenset(key for part in self.parts.parts if part.key.kind in BODY for key in part.outputs)
+
+    def slot(self, key: ValueKey, micro_batch: int) -> Slot:
+        """Where a value is kept: one for each micro-batch, or one for all."""
+        return key, micro_batch if key in self.repeated else 0
+
+    def slots_read(self, call: PartCall) -> dict[str, Slot]:
+        """What a call is given, by placeholder."""
+        inputs = self.parts.parts[call.part].inputs
+        return {name: self.slot(key, call.micro_batch) for name, key in inputs.items()}
+
+    @property
+    def returned(self) -> set[Slot]:
+        """What the step returns."""
+        keys = (*self.parts.outputs, *self.parts.aux.values())
+        return {self.slot(key, 0) for key in keys if isinstance(key, ValueKey)}
