@@ -43,6 +43,7 @@ from graphzero.passes.schedule.launch import Launch
 from graphzero.passes.schedule.optimizer_in_backward import OptimizerInBackward
 from graphzero.passes.schedule.overlap import Overlap, OverlapUpdate
 from graphzero.passes.schedule.slots import Slots
+from graphzero.passes.stages.assign_stages import AssignStages
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import Nd
 
@@ -61,6 +62,7 @@ class Options:
     keep_gathered: where forward gathers parameters, names and patterns of those that stay gathered until backward has
         read them; None leaves the pass out.
     delay_gradients: whether what backward makes may wait, to lower the most bytes held at a time.
+    pipeline_stages: marks of modules, "model.layers.0@1"; see ``AssignStages``.
     micro_batches: in which a step computes the batch; the placement has an axis ``mb`` of that size.
     whole_accumulators: see ``MicroBatches``.
     tiles: of rows, in which the largest values of a step are computed; see ``TileRows``.
@@ -79,6 +81,7 @@ class Options:
     recompute: tuple[str, ...] = ()
     keep_gathered: tuple[str, ...] | None = None
     delay_gradients: bool = False
+    pipeline_stages: tuple[str, ...] = ()
     micro_batches: int = 1
     whole_accumulators: bool = False
     tiles: int = 1
@@ -135,6 +138,7 @@ BUILT_IN: tuple[PassEntry, ...] = (
     PassEntry(Zero, "captured", lambda options: options.stage > 0),
     PassEntry(CastBeforeGather, "captured", lambda options: options.masters),
     PassEntry(CountTargets, "captured", _adds_up),
+    PassEntry(AssignStages, "captured", lambda options: bool(options.pipeline_stages)),
     PassEntry(Expand, "captured"),
     PassEntry(Propagate, "captured"),
     PassEntry(InsertBoxing, "propagated"),

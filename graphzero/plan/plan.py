@@ -7,7 +7,7 @@ All figures are of the fullest rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +78,57 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class PipelineMember:
+    """Memory of the ranks of one member of ``pp``.
+
+    stages: that they compute.  in_flight: the most bytes that parts of the program have handed over and a later part
+    is to read, between two of their actions.
+    """
+
+    stages: tuple[int, ...]
+    memory: MemoryPlan
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class PipelineEdge:
+    """What one rank of a stage sends to one of another: bytes of a message, and the messages of a step."""
+
+    source: int
+    target: int
+    bytes: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Members, edges and schedule of a pipeline.
+
+    bubble: idle time over busy time where forward takes 1 and backward 2 on every stage.  chart: who runs what when.
+    """
+
+    schedule: str
+    members: tuple[PipelineMember, ...]
+    edges: tuple[PipelineEdge, ...]
+    bubble: float
+    chart: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The plan in words."""
+        columns = ("stages", "parameters", "states", "in flight", "at peak")
+        lines = [f"pipeline {self.schedule}, bubble {self.bubble:.3f} of busy time (forward 1, backward 2)"]
+        lines.append("".join(f"{name:>14}" for name in columns))
+        for member in self.members:
+            resident = member.memory.resident
+            nbytes = (resident["parameters"], resident["optimizer_states"], member.in_flight, member.memory.peak)
+            lines.append(f"{','.join(map(str, member.stages)):>14}" + "".join(f"{mega(n):>14}" for n in nbytes))
+        for edge in self.edges:
+            lines.append(f"stage {edge.source} -> {edge.target}: {edge.messages} messages of {mega(edge.bytes)}")
+        return [*lines, *self.chart.splitlines()]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one call of a program costs one rank.
 
@@ -86,7 +137,7 @@ class Plan:
     rank sends, without padding, in units of the number of parameters.  links: what they cost on each axis, if
     ``config.set_links`` said.  stage: of ZeRO.  kept: parameters gathered once a step, not once for forward and
     once for backward.  recomputed: values of forward that backward computes again.  decisions: what a memory budget
-    and the like decided, in words.
+    and the like decided, in words.  pipeline: of pipeline stages, whose fullest rank all else is of.
     """
 
     name: str
@@ -101,6 +152,7 @@ class Plan:
     kept: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
+    pipeline: PipelinePlan | None = None
 
     @property
     def comm_bytes(self) -> float:
@@ -137,6 +189,7 @@ class Plan:
             "kept": list(self.kept),
             "recomputed": list(self.recomputed),
             "decisions": list(self.decisions),
+            "pipeline": asdict(self.pipeline) if self.pipeline is not None else None,
         }
 
     def __str__(self) -> str:
@@ -154,6 +207,7 @@ class Plan:
         lines += ["", *self._traffic_lines()]
         lines.append(f"  parameters and gradients: {self.comm_volume:.3f} Psi; padding {mega(self.padding_bytes)}")
         lines += [f"  {line}" for line in self.decisions]
+        lines += ["", *(f"  {line}" for line in self.pipeline.lines)] if self.pipeline is not None else []
         return "\n".join(lines)
 
     def _traffic_lines(self) -> list[str]:
@@ -191,7 +245,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
     links: what communication costs on each placement axis, for seconds; () for none.
     """
     examine(graph)
-    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not _is_average(node))
+    parameters = sum(value.tensor_type(node).numel for node in graph.placeholders("param") if not is_average(node))
     at = liveness(graph)
     by_node = dict(zip(at.layouts, _collectives(graph, links), strict=True))
     entries = [by_node[node] for i in at.turns if (node := at.nodes[i]) in by_node]
@@ -207,7 +261,7 @@ def plan_of(graph: StepGraph, rank: int | None = None, links: Links = ()) -> Pla
     )
 
 
-def _is_average(param: fx.Node) -> bool:
+def is_average(param: fx.Node) -> bool:
     """Whether only the update reads and changes a parameter: an average of others, which is not one of the model's."""
     return bool(param.users) and all(value.phase_of(user) == "update" for user in param.users)
 

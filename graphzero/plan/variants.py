@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.storage.arena import Arena
 from graphzero.passes import Options, Pass, Pipeline, Record, default_passes
 from graphzero.passes.base import BuiltinPass
@@ -19,12 +20,16 @@ from graphzero.plan.plan import Plan, memory_of, plan_of
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program, what its passes did, what a step of it costs, and where large temporaries lie."""
+    """A program, what its passes did, what a step of it costs, and where large temporaries lie.
+
+    pipeline: its parts and their schedule, where it has pipeline stages.
+    """
 
     graph: StepGraph
     history: list[Record] = field(repr=False)
     plan: Plan
     arena: Arena | None = None
+    pipeline: PipelineProgram | None = None
 
     @property
     def peak(self) -> int:

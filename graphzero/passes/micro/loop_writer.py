@@ -8,9 +8,11 @@ import torch
 from torch import fx
 
 from graphzero.ir import ops, value
-from graphzero.ir.aliases import is_copy, is_view, unnamed
+from graphzero.ir.aliases import is_copy, is_name, is_view, unnamed
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_stages import is_staged
 from graphzero.ir.value import Role, TensorType
+from graphzero.ops import MOVE
 from graphzero.passes.memory.keep_gathered import KeepGathered
 from graphzero.passes.micro.loop_carried import LoopCarried, LoopResult
 from graphzero.passes.micro.loop_partition import SHAPED, LoopPartition
@@ -25,13 +27,18 @@ aten = torch.ops.aten
 
 
 class LoopWriter:
-    """Writer of the whole program: prologue, repeated body, last iteration, epilogue."""
+    """Writer of the whole program: prologue, repeated body, last iteration, epilogue.
+
+    In a program of pipeline stages the body is that of all micro-batches: its stages do not run one after the other.
+    """
 
     def __init__(self, graph: StepGraph, reduces_each: bool, keep_gathered: tuple[str, ...]) -> None:
         self.graph, self.keep_gathered = graph, keep_gathered
         axis = graph.placement.axis(MICRO_BATCHES)
         restore_broadcast_sums(graph, axis)
-        self.types, self.partition = MicroBatchTypes(axis, graph.placement.hierarchy[axis]), LoopPartition(graph, axis)
+        count, self.is_staged = graph.placement.hierarchy[axis], is_staged(graph.placeholders())
+        self.types = MicroBatchTypes(axis, count, count if self.is_staged else count - 1)
+        self.partition = LoopPartition(graph, axis)
         self.errors = MicroBatchErrors(graph.name, graph.placement.names, self.partition, self.types)
         self.loop_carried = LoopCarried(graph, self.partition, self.types, self.errors, reduces_each)
         self.writer = OpWriter(graph, self.types, self.partition, self.errors)
@@ -56,12 +63,15 @@ class LoopWriter:
         if self.loop_carried.results or self.loop_carried.buffers:
             self._clone_buffers(placeholders)
             self._write_body()
-        self._write_last()
-        last, loop = self.writer.written[LAST], self.loop_carried
+        if self.is_staged:
+            self._write_epilogue()
+        else:
+            self._write_last()
+        loop = self.loop_carried
         graph.graph.output((
             fx.map_arg(loop.outputs, self._final_value),
             {name: self._final_value(x) for name, x in loop.aux.items()},
-            {name: last[x] if name in loop.buffers else self._final_value(x) for name, x in loop.updates.items()},
+            {name: self._new_state(name, x) for name, x in loop.updates.items()},
         ))  # fmt: skip
         graph.placement = graph.placement.without_micro_batches()
         self._erase_unused(start)
@@ -73,8 +83,8 @@ class LoopWriter:
         for node in self.partition.nodes:
             if node in self.partition.hoisted:
                 self._prologue_value(node)
-            elif (param := self._param_gathered_once(node)) is not None:
-                key = param, value.type_of(node), value.nd_of(node)
+            elif (param := self._param_gathered_once(node) or self._param_moved(node)) is not None:
+                key = param, node.args[1:], value.type_of(node), value.nd_of(node)
                 self.gathered_once[node] = once.get(key) or self.writer.copy_op(node, PROLOGUE, self._prologue_value)
                 once[key] = self.gathered_once[node]
                 self.gathered_once[node].meta["phase"] = "forward"
@@ -103,6 +113,24 @@ class LoopWriter:
             return None
         return source if KeepGathered(self.keep_gathered).matching_paths([role.of]) else None
 
+    def _param_moved(self, node: fx.Node) -> fx.Node | None:
+        """The parameter that ``node`` moves to another pipeline stage, or what is computed of parameters alone.
+
+        It is moved once for all micro-batches.
+        """
+        if node.target is not MOVE or value.phase_of(node) == "update" or not self.partition.is_in_body(node):
+            return None
+        source = value.operand(node)
+        while is_copy(source.target) or is_name(source.target) or source.target is ops.box:
+            source = value.operand(source)
+        return source if self._is_of_params(source) else None
+
+    def _is_of_params(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            role = value.role_of(node)
+            return role is not None and role.kind == "param"
+        return bool(node.all_input_nodes) and all(map(self._is_of_params, node.all_input_nodes))
+
     def _clone_buffers(self, placeholders: list[fx.Node]) -> None:
         """Begin each loop-carried buffer as a copy of the step's."""
         for node in placeholders:
@@ -126,7 +154,7 @@ class LoopWriter:
         self.writer.index = self.graph.call(
             ops.micro_batch, (self.types.count,), value.ScalarType("int"), name=MICRO_BATCHES
         )
-        self.writer.index.meta["repeat"] = self.types.count - 1
+        self.writer.index.meta["repeat"] = self.types.repeats
         for node in self.partition.nodes:
             if self.partition.is_in_body(node):
                 self._write_value(node, BODY)
@@ -141,6 +169,15 @@ class LoopWriter:
             if self.partition.is_in_body(node):
                 self._write_value(node, LAST)
             elif node.op != "placeholder":
+                self.writer.written[LAST][node] = self._epilogue_value(node)
+
+    def _write_epilogue(self) -> None:
+        """Write what comes behind all micro-batches."""
+        self.writer.written[LAST].update(self.carried_buffers)
+        for result, accumulator in self.accumulators.items():
+            self._complete_result(result, accumulator)
+        for node in self.partition.nodes:
+            if node.op != "placeholder" and not self.partition.is_in_body(node):
                 self.writer.written[LAST][node] = self._epilogue_value(node)
 
     def _epilogue_value(self, node: fx.Node) -> fx.Node:
@@ -163,10 +200,24 @@ class LoopWriter:
         self.graph.graph.erase_node(cast)
         return wide
 
+    def _new_state(self, name: str, new: fx.Node) -> fx.Node:
+        """The new value of a state of the step."""
+        if name not in self.loop_carried.buffers:
+            return self._final_value(new)
+        if not self.is_staged:
+            return self.writer.written[LAST][new]
+        return next(carried for buffer, carried in self.carried_buffers.items() if buffer.name == name)
+
     def _final_value(self, node: fx.Node) -> fx.Node:
         """The value that the epilogue reads for ``node``."""
-        results = (result for result in self.loop_carried.results.get(node, ()) if self._is_final(result))
-        return next((self.results[result] for result in results), self.writer.written[LAST][node])
+        for result in self.loop_carried.results.get(node, ()):
+            if self._is_final(result):
+                return self.results[result]
+        written = self.writer.written[LAST]
+        if self.is_staged and node not in written:  # what all micro-batches compute alike
+            assert not self.partition.is_per_micro_batch(node), node.name
+            written[node] = self._epilogue_value(node)
+        return written[node]
 
     def _is_final(self, result: LoopResult) -> bool:
         """Return whether the epilogue reads a result in place of its source: a concatenation or a mean."""
@@ -209,13 +260,17 @@ class LoopWriter:
             args, target = (accumulator, x, result.dim, self.writer.index, self.types.count), ops.put
         self.accumulators[result] = total = self.writer.call(target, args, node, result.nd, part)
         if part == LAST:
-            dtype = value.tensor_type(node).dtype
-            if value.tensor_type(total).dtype is not dtype:
-                wide, type_ = total, TensorType(dtype, value.tensor_type(total).shape)
-                total = self.writer.call(aten._to_copy.default, (wide,), node, result.nd, part, type_)
-                total.kwargs = {"dtype": dtype}
-                self.unrounded[total] = wide
-            self.results[result] = total
+            self._complete_result(result, total)
+
+    def _complete_result(self, result: LoopResult, total: fx.Node) -> None:
+        """Note the value of a result behind the last micro-batch, in the dtype of what was added up."""
+        dtype = value.tensor_type(result.source).dtype
+        if value.tensor_type(total).dtype is not dtype:
+            wide, type_ = total, TensorType(dtype, value.tensor_type(total).shape)
+            total = self.writer.call(aten._to_copy.default, (wide,), result.source, result.nd, LAST, type_)
+            total.kwargs = {"dtype": dtype}
+            self.unrounded[total] = wide
+        self.results[result] = total
 
     def _carry_buffer(self, name: str) -> None:
         """Hand a buffer's new value to the next micro-batch."""

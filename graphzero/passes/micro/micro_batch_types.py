@@ -19,10 +19,15 @@ PROLOGUE, BODY, LAST, EPILOGUE = "prologue", "body", "last", "epilogue"
 
 @dataclass(frozen=True)
 class MicroBatchTypes:
-    """Types of values in micro-batches.  axis: the number of ``mb``.  count: of micro-batches."""
+    """Types of values in micro-batches.
+
+    axis: the number of ``mb``.  count: of micro-batches.  repeats: how often the body runs, for all of them or for all
+    but the last.
+    """
 
     axis: int
     count: int
+    repeats: int = 0
 
     def others(self, node: fx.Node, part: str = "") -> Nd:
         """The SBP on the other axes, of the whole batch or of a micro-batch."""
@@ -93,7 +98,7 @@ class MicroBatchTypes:
             types = tuple(self.micro_batch_type(t, s) for t, s in pairs)
             meta["type"] = types if isinstance(type_, tuple) else types[0]
         if part == BODY:
-            meta["repeat"] = self.count - 1
+            meta["repeat"] = self.repeats
         return meta
 
 

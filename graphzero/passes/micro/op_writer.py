@@ -139,6 +139,8 @@ class OpWriter:
         nd = value.nd_of(whole)
         if value.tensor_type(whole).dtype.is_floating_point or value.tensor_type(whole).dtype.is_complex:
             return self.call(aten.div.Tensor, (whole, self.types.count), node, nd, part)
+        if self.types.repeats == self.types.count:
+            raise self.errors.needs_whole_batch(node, "adds an integer that is not of one micro-batch, in a pipeline")
         return whole if part == LAST else self.call(aten.mul.Tensor, (whole, 0), node, nd, part)
 
     def box(self, x: fx.Node, like: fx.Node, nd: Nd, part: str = "") -> fx.Node:
@@ -170,7 +172,7 @@ class OpWriter:
         if role is not None and role.kind in ("param", "gradient") and target is not aten.clone.default:
             node.meta["role"] = role
         if part == BODY:
-            node.meta["repeat"] = self.types.count - 1
+            node.meta["repeat"] = self.types.repeats
         return node
 
 

@@ -47,6 +47,10 @@ class Results:
     aux: dict[str, list[Any]] = field(default_factory=dict)
 
 
+class ReleasedInputs(dict[str, Sequence[Any]]):
+    """Inputs of a run that nobody else holds: a run empties them, so that each goes after its last reader."""
+
+
 class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
@@ -202,6 +206,8 @@ class Executor:
         self._allocate()
         envs = [template.copy() for template in self._template]
         self._fill(envs, inputs)
+        if isinstance(inputs, ReleasedInputs):
+            inputs.clear()
         self.world.forget()
         at = -1
         casting = [kind for kind in self._autocasts if torch.is_autocast_enabled(kind)]
@@ -229,6 +235,11 @@ class Executor:
                     self._explain(error, at, envs)
                 raise
         return self._results(envs)
+
+    @property
+    def writes_state(self) -> bool:
+        """Whether a run writes new states."""
+        return self.program.first_write >= 0
 
     @property
     def has_written(self) -> bool:

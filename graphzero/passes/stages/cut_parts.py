@@ -1,0 +1,312 @@
+"""Cuts a program of pipeline stages into the parts that a schedule runs.
+
+Each stage has a part for what comes before the micro-batches, one for their forward and one for their backward, and one
+or more for what comes after; each part is a program of its own.  What one part computes and another reads is handed
+over: it is an output of the first and a ``saved`` input of the second, whichever stage that is on, so a ``move`` is no
+op of any part.  What micro-batches add up is an ``accumulator``, an input that the parts of its stage write over.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from graphzero.errors import ConfigError
+from graphzero.ir import ops, value
+from graphzero.ir.aliases import is_view
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    BODY,
+    EPILOGUE,
+    FORWARD,
+    PROLOGUE,
+    PartKey,
+    PipelineParts,
+    StagePart,
+    ValueKey,
+)
+from graphzero.ir.pipeline_stages import stages_of
+from graphzero.ir.value import Role
+from graphzero.ops import MOVE
+
+
+def cut_parts(graph: StepGraph, splits_backward: bool = False) -> PipelineParts:
+    """The parts of a program on which ``AssignStages`` has put stages.
+
+    splits_backward: whether what backward sends to other stages is a part by itself, and the rest of it another one.
+    Raises ConfigError for values that move to an earlier stage in forward, or to a later one in backward.
+    """
+    return _PartCutter(graph, splits_backward).cut()
+
+
+class _PartCutter:
+    """keys: the part that computes each value of a stage.
+
+    behind: the parts from which a value comes: its own, or those of its operands where each reader makes it anew.
+    """
+
+    def __init__(self, graph: StepGraph, splits_backward: bool) -> None:
+        self.graph, self.splits_backward = graph, splits_backward
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.stages = dict(stages_of(self.nodes))
+        self.count = 1 + max(stage for stage in self.stages.values() if stage is not None)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        repeated = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
+        self.body = range(repeated[0], repeated[-1] + 1) if repeated else range(len(self.nodes), len(self.nodes))
+        self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
+        self._place_outputs()
+        self.roots = self._written_roots()
+        self.sent = self._sent_values() if splits_backward else set()
+        self.keys: dict[fx.Node, PartKey] = {}
+        self.behind: dict[fx.Node, frozenset[PartKey]] = {}
+        for node in self.nodes:
+            before = frozenset(key for x in node.all_input_nodes for key in self.behind[x])
+            self.behind[node] = before
+            if (key := self._key(node, before)) is not None:
+                self.keys[node], self.behind[node] = key, frozenset([key])
+        self.parts: dict[PartKey, _PartWriter] = {}
+
+    # ---- where each value is computed
+
+    def _place_outputs(self) -> None:
+        """What no stage has and the step hands out, or adds up, is the last stage's."""
+        handed_out = {*value.flat_nodes((self.graph.outputs, self.graph.aux))}
+        for node in self.nodes:
+            is_value = node.op != "placeholder" and not value.is_scalar(node)
+            if is_value and self.stages[node] is None and (node in handed_out or node.target in ops.WRITING):
+                self.stages[node] = self.count - 1
+
+    def _written_roots(self) -> dict[fx.Node, fx.Node]:
+        """Value that is written over another -> what lies in that storage first."""
+        roots: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            if node.target in ops.WRITING:
+                into = value.operand(node)
+                roots[node] = roots[into] = roots.get(into, into)
+                self.stages[roots[node]] = self.stages[node]
+        return roots
+
+    def _sent_values(self) -> set[fx.Node]:
+        """The values of micro-batches that a move of them to another stage depends on."""
+        sent: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if self.region(node) == FORWARD and (node.target is MOVE or node in sent):
+                sent.update(node.all_input_nodes)
+        return sent
+
+    def region(self, node: fx.Node) -> int:
+        at = self.position[node]
+        if at in self.body:
+            return FORWARD
+        if not self.body or at < self.body.start:
+            return PROLOGUE if self.body else self._region_without_body(node)
+        return EPILOGUE
+
+    def _region_without_body(self, node: fx.Node) -> int:
+        """The region of a node of a program that computes the whole batch at once."""
+        if value.phase_of(node) == "update":
+            return EPILOGUE
+        return PROLOGUE if node in self.moved_params else FORWARD
+
+    @cached_property
+    def moved_params(self) -> set[fx.Node]:
+        """Parameters as other stages read them, and what they are made of."""
+        params: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if node.target is MOVE and value.phase_of(node) != "update" and self._is_of_param(value.operand(node)):
+                params.add(node)
+            if node in params:
+                params.update(node.all_input_nodes)
+        return params
+
+    def _is_of_param(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            role = value.role_of(node)
+            return role is not None and role.kind == "param"
+        return bool(node.all_input_nodes) and all(map(self._is_of_param, node.all_input_nodes))
+
+    def _key(self, node: fx.Node, before: Iterable[PartKey]) -> PartKey | None:
+        """The part of a value; None for what is made where it is read, and for inputs."""
+        stage = self.stages[node]
+        if stage is None or node.op == "placeholder" or node.target in (MOVE, ops.accumulator):
+            return None
+        if value.is_scalar(node) or (is_view(node.target) and node.target not in ops.WRITING):
+            return None
+        if node.target is operator.getitem and (source := value.operand(node)) in self.keys:
+            return self.keys[source]  # a result is handed over by itself, not with all others of its op
+        region = self.region(node)
+        if region == FORWARD:
+            kinds = [key.kind for key in before if key.stage == stage and key.kind in BODY]
+            kind = BACKWARD if value.phase_of(node) != "forward" else FORWARD
+            if kind == BACKWARD and self.splits_backward and node not in self.sent:
+                kind = BACKWARD_WEIGHT
+            key = PartKey(max([kind, *kinds]), 0, stage)
+        else:
+            levels = [key.level + (key.stage != stage) for key in before if key.kind == region]
+            key = PartKey(region, max(levels, default=0), stage)
+        for other in before:
+            self._check_direction(node, key, other)
+        return key
+
+    def _check_direction(self, node: fx.Node, key: PartKey, other: PartKey) -> None:
+        """Raise ConfigError where a part would read what is computed after it."""
+        is_wrong = other.kind > key.kind
+        if other.stage != key.stage and key.kind in BODY and other.kind in BODY:
+            runs_later = other.stage > key.stage if other.kind == FORWARD else other.stage < key.stage
+            is_wrong = is_wrong or other.kind == BACKWARD_WEIGHT or (other.kind == key.kind and runs_later)
+        if is_wrong:
+            source = value.source_of(node)
+            raise ConfigError(
+                f"'{node.name}'{f' ({source})' if source else ''} in {key} reads what {other} computes, which runs "
+                "later\n  Mark modules in the order in which build calls them: config.set_stage(module, stage)"
+            )
+
+    # ---- writing the parts
+
+    def cut(self) -> PipelineParts:
+        for node, key in self.keys.items():
+            self.writer(key).nodes.append(node)
+        for key in sorted(self.parts, reverse=True):
+            self.parts[key].write_nodes()  # and says what parts before it hand over
+        aux = {name: self._hand_out(node) for name, node in self.graph.aux.items()}
+        outputs = [self._hand_out(x) if isinstance(x, fx.Node) else x for x in self.graph.outputs]
+        self._write_updates()
+        parts = [self.parts[key].finish() for key in sorted(self.parts, reverse=True)]
+        accumulators = {
+            self.value_key(root): root for root in dict.fromkeys(self.roots.values()) if root.target is ops.accumulator
+        }
+        return PipelineParts(self.count, self.micro_batches, parts[::-1], accumulators, outputs, aux)
+
+    def writer(self, key: PartKey) -> _PartWriter:
+        if key not in self.parts:
+            self.parts[key] = _PartWriter(self, key)
+        return self.parts[key]
+
+    def value_key(self, node: fx.Node) -> ValueKey:
+        stage = self.stages[node]
+        assert stage is not None
+        return ValueKey(node.name, stage)
+
+    def _hand_out(self, node: fx.Node) -> ValueKey:
+        """The key of a value that the step returns, as its part hands it over."""
+        if node in self.roots:
+            return self.value_key(self.roots[node])
+        key = max(self.behind[node], default=PartKey(PROLOGUE, 0, self.count - 1))
+        return self.writer(key).hand_over(node)
+
+    def _write_updates(self) -> None:
+        """A state is written by the last part of its stage that reads it or computes its new value; one of no stage,
+        which each stage reads, by the last part of all."""
+        placeholders = {node.name: node for node in self.graph.placeholders()}
+        for name, new in self.graph.updates.items():
+            state = placeholders[name]
+            stage = self.stages[state]
+            if new is state:
+                continue
+            able = [key for key, part in self.parts.items() if stage in (None, key.stage) and state in part.copies]
+            known = [*able, *(key for key in self.behind[new] if stage in (None, key.stage))]
+            last = max(known or [key for key in self.parts if stage in (None, key.stage)])
+            writer = self.writer(last)
+            writer.updates[writer.read_value(state).name] = writer.read_value(new)
+
+
+class _PartWriter:
+    """Writes the program of one part.  copies: value of the whole program -> what it is here."""
+
+    def __init__(self, cutter: _PartCutter, key: PartKey) -> None:
+        self.cutter, self.key = cutter, key
+        whole = cutter.graph
+        name = f"{whole.name}.{key}"
+        self.part = StagePart(key, StepGraph(name, whole.placement, fx.Graph(), whole.level))
+        self.part.graph.is_read = whole.is_read
+        self.nodes: list[fx.Node] = []  # that the part computes
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.updates: dict[str, fx.Node] = {}
+        self._last_input: fx.Node | None = None
+        self._handed_over: dict[ValueKey, fx.Node] = {}
+        self._writes: list[fx.Node] = []
+
+    def write_nodes(self) -> None:
+        for node in (*self.nodes, *self._handed_over.values()):
+            self.read_value(node)
+
+    def finish(self) -> StagePart:
+        written = {node.name: node for node in self._writes}
+        handed_over = {node.name: self.read_value(node) for node in self._handed_over.values()}
+        self.part.outputs = list(self._handed_over)
+        self.part.graph.graph.output(((), written | handed_over, self.updates))
+        return self.part
+
+    def hand_over(self, node: fx.Node) -> ValueKey:
+        """Make a value of the whole program an output; returns its key."""
+        key = ValueKey(node.name, self.key.stage)
+        self._handed_over[key] = node
+        return key
+
+    def read_value(self, node: fx.Node) -> fx.Node:
+        """What a value of the whole program is in this part: computed here, made here once more, or an input."""
+        if node not in self.copies:
+            self.copies[node] = self._read_anew(node)
+        return self.copies[node]
+
+    def _read_anew(self, node: fx.Node) -> fx.Node:
+        cutter = self.cutter
+        if node.op == "placeholder":
+            return self._placeholder(node, node.meta)
+        if node.target is ops.micro_batch:
+            self.part.micro_batch = node.name
+            role = Role("scalar", node.name)
+            return self._placeholder(node, {**node.meta, "role": role})
+        if cutter.keys.get(node) == self.key:
+            return self._copy(node)
+        if node.target is MOVE:
+            return self.read_value(value.operand(node))
+        if (root := cutter.roots.get(node)) is not None:
+            if node is not root:
+                return self.read_value(root)
+            return self._saved(node, "accumulator", cutter.keys.get(node))
+        if node in cutter.keys:
+            return self._saved(node, "saved", cutter.keys[node])
+        is_shared = cutter.stages[node] is None and cutter.region(node) == PROLOGUE != self.key.kind
+        if is_shared and not value.is_scalar(node) and not is_view(node.target):
+            return self._saved(node, "saved", PartKey(PROLOGUE, 0, self.key.stage))
+        return self._copy(node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.read_value)
+        copy = self.part.graph.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        copy.meta = {key: x for key, x in node.meta.items() if key != "repeat"}
+        if node.target in ops.WRITING:
+            self._writes.append(copy)
+        return copy
+
+    def _saved(self, node: fx.Node, kind: str, home: PartKey | None) -> fx.Node:
+        """An input that another part hands over, or that the step allocates."""
+        stage = self.cutter.stages[node] if home is None else home.stage
+        assert stage is not None
+        if home is not None and home != self.key:
+            self.cutter.writer(home).hand_over(node)
+        copy = self._placeholder(node, {**node.meta, "role": Role(kind, node.name)})
+        self.part.inputs[copy.name] = ValueKey(node.name, stage)
+        return copy
+
+    def _placeholder(self, node: fx.Node, meta: dict[str, Any]) -> fx.Node:
+        graph = self.part.graph.graph
+        first = next(iter(graph.nodes), None)
+        if self._last_input is not None:
+            graph.inserting_after(self._last_input)
+        elif first is not None:
+            graph.inserting_before(first)
+        copy = graph.create_node("placeholder", node.name, name=node.name)
+        graph.inserting_after()
+        copy.meta = {**meta, "phase": "input"}
+        copy.meta.pop("repeat", None)
+        copy.meta.pop("stage", None)
+        self._last_input = copy
+        return copy

@@ -1,0 +1,107 @@
+"""Pipelines: a captured step as the parts that a schedule runs, proved complete and in order before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PipelineProgram, ValueKey
+from graphzero.ir.storage.liveness import liveness
+from graphzero.passes import Options, Pass, Pipeline, default_passes
+from graphzero.passes.stages.cut_parts import cut_parts
+from graphzero.passes.stages.stage_marks import StageMarks
+from graphzero.plan.pipeline_memory import PipelineMemory
+from graphzero.plan.plan import PipelineEdge, PipelineMember, PipelinePlan, Plan, is_average, plan_of
+from graphzero.plan.variants import Candidate
+from graphzero.sbp.link_costs import Links
+from graphzero.schedules import ActionKind, PipelineSchedule, draw_timeline, resolve_schedule, simulate_schedule
+
+CUT_BEFORE = "delay_gradients"  # the first pass that runs on each part by itself
+
+
+def pipelined(
+    graph: StepGraph,
+    options: Options,
+    own: Sequence[tuple[Pass, str]],
+    schedule: str | PipelineSchedule,
+    members: int,
+    verifies: bool,
+) -> Candidate:
+    """The program of a captured step on pipeline stages.
+
+    own: the user's passes, each with the name of the one it follows.  members: ranks along ``pp``.
+    schedule: as ``resolve_schedule`` takes it.
+    Raises ConfigError for a schedule that is not legal, or is for other sizes.
+    """
+    stages = StageMarks(options.pipeline_stages).count
+    rows = resolve_schedule(schedule, members, options.micro_batches, stages)
+    whole = Pipeline(default_passes(options, own, until=CUT_BEFORE), verifies)
+    flat = whole(graph)
+    kinds = {single.kind for _, _, cell in rows.cells() for single in cell.computations}
+    parts = cut_parts(flat, ActionKind.BACKWARD_WEIGHT in kinds)
+    if not any(part.key.kind in (BACKWARD, BACKWARD_WEIGHT) for part in parts.parts):
+        rows = rows.forward_only()
+    for part in parts.parts:
+        rest = Pipeline(default_passes(options, own, since=CUT_BEFORE), verifies)
+        part.graph = rest(part.graph)
+    program = PipelineProgram(parts, rows)
+    plan = replace(plan_of_pipeline(flat, program, options.links), stage=options.stage)
+    return Candidate(flat, whole.history, plan, pipeline=program)
+
+
+def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links = ()) -> Plan:
+    """The plan of a program of pipeline stages: of its fullest rank, with the memory of each member of ``pp``."""
+    members = PipelineMemory(pipeline).list_members()
+    fullest = max(range(len(members)), key=lambda i: members[i].memory.peak)
+    plans = [plan_of(part.graph, links=links) for part in pipeline.parts.parts]
+    calls = [plans[call.part] for call in pipeline.calls_on(fullest)]
+    params = [node for node in graph.placeholders("param") if not is_average(node)]
+    count = sum(value.tensor_type(node).numel for node in params)
+    collectives = [collective for plan in calls for collective in plan.collectives]
+    stages = f"pp={pipeline.schedule.ranks}"
+    return replace(
+        plans[0],
+        name=graph.name,
+        placement=f"{stages}, {plans[0].placement}",
+        parameters=count,
+        memory=members[fullest].memory,
+        collectives=collectives,
+        padding_bytes=sum(plan.padding_bytes for plan in calls),
+        comm_volume=sum(collective.elements for collective in collectives) / max(count, 1),
+        decisions=tuple(_warnings(pipeline)),
+        pipeline=_describe(pipeline, members),
+    )
+
+
+def _describe(pipeline: PipelineProgram, members: list[PipelineMember]) -> PipelinePlan:
+    timeline = simulate_schedule(pipeline.schedule)
+    edges = tuple(list_edges(pipeline))
+    return PipelinePlan(pipeline.schedule.name, tuple(members), edges, timeline.bubble, draw_timeline(timeline))
+
+
+def list_edges(pipeline: PipelineProgram) -> Iterator[PipelineEdge]:
+    """What stages of different members send to each other while micro-batches run: a message for each value."""
+    sent: set[tuple[ValueKey, int]] = set()
+    for part in pipeline.parts.parts:
+        at, member = liveness(part.graph), pipeline.member_of(part.key.stage)
+        nbytes = {span.storage[0].name: span.nbytes for span in at.spans()}
+        by_source: dict[int, list[int]] = {}
+        for name, key in part.inputs.items():
+            is_message = key in pipeline.repeated and pipeline.member_of(key.stage) != member
+            if is_message and (key, member) not in sent:
+                sent.add((key, member))
+                by_source.setdefault(key.stage, []).append(nbytes[name])
+        for source, sizes in sorted(by_source.items()):
+            yield PipelineEdge(source, part.key.stage, sum(sizes), pipeline.parts.micro_batches)
+
+
+def _warnings(pipeline: PipelineProgram) -> Iterator[str]:
+    schedule = pipeline.schedule
+    if schedule.micro_batches < schedule.ranks:
+        yield (
+            f"{schedule.micro_batches} micro-batches for {schedule.ranks} pipeline ranks, which are idle most of the "
+            f"time (bubble {simulate_schedule(schedule).bubble:.2f} of busy time): "
+            "config.set_gradient_accumulation_steps(k) with a larger k"
+        )

@@ -1,0 +1,162 @@
+"""Memory of a pipeline: bytes on the ranks of each member of ``pp``, over the calls of its stages' parts.
+
+Between two calls a rank holds its states, the communication slots of its parts, and what parts have handed over and a
+later call of its stages reads: the activations in flight.  While a part runs, what it makes itself is added.  What is
+sent to another stage is in_flight there from the call that reads it first, in a buffer of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from graphzero.ir import value
+from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
+from graphzero.ir.storage.liveness import Bytes, bytes_held, liveness
+from graphzero.ir.storage.roots import Storage
+from graphzero.plan.plan import CATEGORIES, RESIDENT, MemoryPlan, PipelineMember
+
+HANDED_OVER = ("saved", "accumulator")  # kinds of placeholders that other parts fill
+
+
+class _PartMemory:
+    """Bytes of one part on the first rank of its stage.
+
+    resident: persistent placeholder -> category and bytes.  slots: bytes of communication slots.
+    made: bytes over time, by category, of what the part makes and hands over to nobody.
+    handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins: of these storages.
+    passed_on: value -> the placeholder in whose storage it is.
+    given: placeholder that other parts fill -> bytes, and the position of its last reader.
+    """
+
+    def __init__(self, graph: StepGraph, outputs: list[ValueKey]) -> None:
+        at = liveness(graph)
+        self.count = len(at.nodes)
+        self.positions = at.nodes
+        self.slots = sum(at.slots.values())
+        self.resident: dict[str, tuple[str, int]] = {}
+        self.given: dict[str, tuple[int, int]] = {}
+        self.handed_over: dict[ValueKey, Storage] = {}
+        self.passed_on: dict[ValueKey, str] = {}
+        storages = {}
+        for key in outputs:
+            storage = at.roots[graph.aux[key.name]][0]
+            if storage is not None and storage[0].op != "placeholder":
+                self.handed_over[key] = storage
+                storages[storage] = key
+            elif storage is not None:
+                self.passed_on[key] = storage[0].name
+        self.nbytes: dict[Storage, int] = {}
+        self.begins: dict[Storage, int] = {}
+        saved, spans = [], at.spans()
+        for span in spans:
+            node = span.storage[0]
+            role = value.role_of(node) if node.op == "placeholder" else None
+            if role is not None and role.kind in HANDED_OVER:
+                self.given[node.name] = span.nbytes, at.last_reader(span.storage)
+            elif role is not None and span.category:
+                self.resident[node.name] = span.category, span.nbytes
+            elif span.storage in storages:
+                self.nbytes[span.storage], self.begins[span.storage] = span.nbytes, span.begin
+            elif role is None:
+                saved.append(span)
+        self.made = {name: at.over_time(x for x in saved if x.category == name) for name in CATEGORIES}
+        self.made["communication"] = self.made["communication"] + at.transient
+
+    def bytes_between(self, nbytes: int, begin: int, end: int) -> Bytes:
+        """Bytes over time of something that is there from one position to another, both included."""
+        one = np.ones(1, dtype=np.int64)
+        return bytes_held(one * begin, one * end, one * nbytes, self.count)
+
+
+class PipelineMemory:
+    """Memory of the members of a pipeline."""
+
+    def __init__(self, pipeline: PipelineProgram) -> None:
+        self.pipeline = pipeline
+        self.parts = [_PartMemory(part.graph, part.outputs) for part in pipeline.parts.parts]
+
+    def list_members(self) -> list[PipelineMember]:
+        """The members of ``pp``, in order."""
+        return [self._member(member) for member in range(self.pipeline.schedule.ranks)]
+
+    def _member(self, member: int) -> PipelineMember:
+        pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
+        resident = self._resident(calls)
+        left = Counter(slot for call in calls for slot in {*pipeline.slots_read(call).values()})
+        left.update(slot for slot in pipeline.returned if pipeline.member_of(slot[0].stage) == member)
+        in_flight: dict[Slot, tuple[object, int]] = {}  # what it lies in, and its bytes
+        accumulators = set(pipeline.parts.accumulators)
+        peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0
+        most_activations = 0
+        for call in calls:
+            over = self._over_time(call, in_flight, left, accumulators, resident)
+            total = np.sum([*over.values()], axis=0)
+            worst = int(total.argmax())
+            most_activations = max(most_activations, int(over["activations"].max()))
+            if total[worst] > peak:
+                part, memory = pipeline.parts.parts[call.part], self.parts[call.part]
+                peak, at_peak = int(total[worst]), {name: int(nbytes[worst]) for name, nbytes in over.items()}
+                where = f"'{memory.positions[worst].name}' in {part.key} of micro-batch {call.micro_batch}"
+            most = max(most, sum(dict(in_flight.values()).values()))
+        gradients = sum(
+            self.parts[i].given[name][0]
+            for i, name in {
+                slot: (call.part, name)
+                for call in calls
+                for name, slot in pipeline.slots_read(call).items()
+                if slot[0] in accumulators
+            }.values()
+        )
+        state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
+        plan = MemoryPlan(resident, at_peak, state, where, most_activations)
+        return PipelineMember(pipeline.schedule.stages_on(member), plan, most)
+
+    def _resident(self, calls: list[PartCall]) -> dict[str, int]:
+        by_name = {name: entry for call in calls for name, entry in self.parts[call.part].resident.items()}
+        resident = dict.fromkeys(RESIDENT, 0)
+        for category, nbytes in by_name.values():
+            resident[category] += nbytes
+        resident["communication"] += sum(self.parts[part].slots for part in {call.part for call in calls})
+        return resident
+
+    def _over_time(
+        self,
+        call: PartCall,
+        in_flight: dict[Slot, tuple[object, int]],
+        left: Counter[Slot],
+        accumulators: set[ValueKey],
+        resident: dict[str, int],
+    ) -> dict[str, Bytes]:
+        """Bytes by category while a call runs; ``in_flight`` becomes what is in_flight behind it."""
+        memory, slots = self.parts[call.part], self.pipeline.slots_read(call)
+        over = {name: memory.made[name] + resident.get(name, 0) for name in CATEGORIES}
+
+        def add(slot: Slot, nbytes: int, begin: int, end: int) -> None:
+            name = "accumulators" if slot[0] in accumulators else "activations"
+            over[name] = over[name] + memory.bytes_between(nbytes, begin, end)
+
+        for name, slot in slots.items():  # received, or begun to be added up
+            in_flight.setdefault(slot, (slot, memory.given[name][0]))
+        left.subtract({*slots.values()})
+        ends: dict[object, int] = {}  # of what goes within this call, when its last reader has run
+        for slot, (lies, _) in in_flight.items():
+            read = max((memory.given[name][1] for name, other in slots.items() if other == slot), default=-1)
+            ends[lies] = max(ends.get(lies, -1), memory.count - 1 if left[slot] else read)
+        passed_on = {self.pipeline.slot(key, call.micro_batch): name for key, name in memory.passed_on.items()}
+        kept_on = {slot: in_flight[slots[name]] for slot, name in passed_on.items() if left[slot] and name in slots}
+        ends |= {lies: memory.count - 1 for lies, _ in kept_on.values()}
+        for slot, lies, nbytes in {lies: (slot, lies, nbytes) for slot, (lies, nbytes) in in_flight.items()}.values():
+            if ends[lies] >= 0:
+                add(slot, nbytes, 0, ends[lies])
+        for storage, nbytes in memory.nbytes.items():
+            add((ValueKey("", 0), 0), nbytes, memory.begins[storage], memory.count - 1)
+        for slot in [slot for slot in in_flight if not left[slot]]:
+            del in_flight[slot]
+        in_flight |= kept_on
+        for key, storage in memory.handed_over.items():
+            if left[slot := self.pipeline.slot(key, call.micro_batch)]:
+                in_flight[slot] = (call, storage), memory.nbytes[storage]
+        return over
