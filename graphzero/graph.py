@@ -215,6 +215,16 @@ class Graph:
         return self.compiled_program("program").graph
 
     @property
+    def stage_programs(self) -> dict[str, StepGraph]:
+        """The programs that pipeline stages run, by name, "forward@0"; empty without stages.
+
+        ``program`` is the whole step then, one micro-batch after the other.  Raises ConfigError as ``program`` does.
+        """
+        pipeline = self.compiled_program("stage_programs").part.pipeline
+        parts = [] if pipeline is None else pipeline.parts.parts
+        return {str(part.key): part.graph for part in parts}
+
+    @property
     def history(self) -> list[Record]:
         """Changes of each pass to the program, one record per pass: see ``gz.passes.Record``."""
         return self.compiled_program("history").history

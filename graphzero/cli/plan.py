@@ -111,6 +111,7 @@ def _stage(what: str, where: Placement, stage: int, device: Device, memory: int 
 def plan_at(what: str, where: Placement, stage: int, device: Device) -> StagePlan:
     """Plan of one stage."""
     with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage) as program:
+        program.check_no_stages("graphzero plan")
         graph, arena = program.graph, program.part.arena
         pieces = pieces_at_peak(graph, where.data_axes[0], arena) if where.data_axes else 0
         return StagePlan(

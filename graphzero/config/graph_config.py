@@ -6,11 +6,12 @@ Every Graph has its own, nothing is process-global.  Which settings there are is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphzero.config.amp import amp_of
@@ -19,12 +20,14 @@ from graphzero.config.members import PluginMembers, add_members, no_such_setting
 from graphzero.config.named import with_input, with_pass
 from graphzero.config.plugin_settings import with_value
 from graphzero.config.settings import Settings
+from graphzero.config.stages import with_stage
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
 from graphzero.runtime.world import launch
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd, Sbp
+from graphzero.schedules import Action, PipelineSchedule
 
 
 class GraphConfig(metaclass=PluginMembers):
@@ -182,6 +185,42 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(gradient_accumulation_steps=steps)
 
+    def set_stage(self, module: nn.Module | str, stage: int) -> None:
+        """Put a module on a stage of the pipeline: its parameters, their states, and the ops that compute it.
+
+        module: in an attribute of the Graph, or its path, ``"model.layers.0"``, or a pattern of paths,
+        ``"model.layers.*"``.  A mark of a module inside it counts for that one.
+        stage: from 0 on, in the order of forward.
+        An op that is not marked is computed on the last stage of what it reads; a parameter that is not marked is on
+        the first stage that reads it.
+
+        Raises ConfigError for a placement without an axis "pp".
+        """
+        self._set(stages=with_stage(self._settings.stages, module, stage, self._placement))
+
+    def set_pipeline(self, schedule: str | Sequence[Sequence[str | Action | None]] | PipelineSchedule) -> None:
+        """Say in which order pipeline stages run micro-batches; "1f1b" is the default.
+
+        schedule: a name; rows of actions, one for each rank along ``pp``, ``["0F0", "0F1", "0B0", "0B1"]``; or the path
+        of a .csv file of them, in the grammar of torch.distributed.pipelining.  It is proved to be complete and
+        executable when the step is compiled.
+
+        ========================= ======================================================================================
+        "gpipe"                   forward of all micro-batches, then backward of all
+        "1f1b"                    backward as soon as it may run: stage i of p keeps values of p - i micro-batches
+        "interleaved"             1f1b with two or more stages a rank (Megatron)
+        "looped_bfs"              gpipe with two or more stages a rank
+        "zb1p"                    1f1b with gradients of weights behind those that are sent (ZB-H1)
+        "interleaved_zero_bubble" the same with two or more stages a rank
+        "zbv"                     two stages a rank, on the way there and back (ZB-V)
+        ========================= ======================================================================================
+
+        Raises ConfigError for a name that is none of these, and for cells that are not actions.
+        """
+        if isinstance(schedule, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in schedule):
+            schedule = PipelineSchedule.from_rows(schedule)
+        self._set(pipeline=schedule)
+
     def set_executor(self, name: str) -> None:
         """Set how programs run: "eager", op by op, the reference; or "inductor", with compute between collectives
         compiled.
@@ -206,7 +245,7 @@ class GraphConfig(metaclass=PluginMembers):
         name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one for all of a 1-d
         placement: ``gz.sbp.B`` for class weights, ``gz.sbp.S(1)`` for a batch in dim 1.
         """
-        self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement))
+        self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement.without_pipeline()))
 
     def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
         """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.
@@ -214,7 +253,7 @@ class GraphConfig(metaclass=PluginMembers):
         links: a ``gz.Link`` for each axis by name, or a dict of its two numbers; or the path of the file that
         ``graphzero calibrate`` wrote, which every rank reads.  None, the default: all axes are alike and bytes decide.
         """
-        self._set(links=links_of(links, self._placement) if links is not None else ())
+        self._set(links=links_of(links, self._placement.without_pipeline()) if links is not None else ())
 
     def add_pass(self, pass_: Callable[[Any], Any], *, after: str = "zero") -> None:
         """Run a pass of your own behind the one named ``after``: a built-in one, or one added before."""

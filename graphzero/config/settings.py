@@ -8,11 +8,27 @@ from typing import Any
 from graphzero.config.amp import AmpSettings
 from graphzero.config.named import InputSbp, UserPass
 from graphzero.config.plugin_settings import PluginValue, plugin_settings
-from graphzero.config.setting import YES_OR_NO, Check, Checked, Setting, one_of, setting, tuple_of, whole_number
+from graphzero.config.setting import (
+    YES_OR_NO,
+    Check,
+    Checked,
+    Setting,
+    choices,
+    one_of,
+    setting,
+    tuple_of,
+    whole_number,
+)
+from graphzero.config.stages import StageMark
 from graphzero.config.zero import ZeroSettings
 from graphzero.sbp.link_costs import Link, Links
+from graphzero.schedules import GENERATORS, PipelineSchedule
 
 EXECUTORS = ("eager", "inductor")
+SCHEDULE = Check(
+    lambda x: isinstance(x, PipelineSchedule) or (isinstance(x, str) and (x in GENERATORS or x.endswith(".csv"))),
+    f"{choices(GENERATORS)}, or give rows of actions, or the path of a .csv file",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +77,10 @@ class Settings(Checked):
     )
     optimizer_in_backward: bool = setting(False, YES_OR_NO, "set_optimizer_in_backward({})")
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
+    stages: tuple[StageMark, ...] = setting(
+        (), tuple_of(StageMark, "give a module or a path, and its stage"), "set_stage({})"
+    )
+    pipeline: str | PipelineSchedule = setting("1f1b", SCHEDULE, "set_pipeline({})")
     executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")
     cuda_graph: bool = setting(False, YES_OR_NO, "set_cuda_graph({})")
     check_inputs: str = setting(

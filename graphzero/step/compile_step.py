@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from graphzero.capture import Captured, Step, capture
+from graphzero.config.stages import resolve_marks
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.value import Role
 from graphzero.logs import phase
@@ -22,11 +23,13 @@ YOUNG = 1  # generations of the collector in which is what compiling has made
 
 @collector_at_rest()  # each round of its own would look at all that compiling has made
 def compile_step(
-    step: Step, call: BuildCall, captured: Captured | None, room: int | None = None, verifies: bool = True
-) -> StepProgram:
+    step: Step, call: BuildCall, captured: Captured | None, room: int | None = None, verifies: bool = True,
+    members: int = 1,
+) -> StepProgram:  # fmt: skip
     """Capture (unless given), run the passes, plan.
 
     room: bytes that one rank may have, if the settings leave the stage to that.  verifies: see ``Pipeline``.
+    members: ranks along ``pp``.
     """
     state, settings = call.state, call.settings
     if settings.cuda_graph:
@@ -40,9 +43,11 @@ def compile_step(
             gc.collect(YOUNG)  # what tracing leaves is several times what it makes
     graph, placed = prepare_for_passes(call, captured)
     with phase("plan"):
-        candidate = program_of(graph, settings, placed, room, verifies)
+        candidate = program_of(
+            graph, settings, placed, room, verifies, resolve_marks(settings.stages, step.modules), members
+        )
         gc.collect(YOUNG)
-    part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph)
+    part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph, candidate.pipeline)
     return StepProgram(captured, part, candidate.history, candidate.plan)
 
 

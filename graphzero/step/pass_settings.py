@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from graphzero.config import AUTO, Settings
@@ -13,33 +14,63 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
+from graphzero.plan.pipeline import pipelined
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
 from graphzero.step.input_transform import active_transform
 
 
 def program_of(
-    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True
-) -> Candidate:
+    graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True,
+    pipeline_stages: tuple[str, ...] = (), members: int = 1,
+) -> Candidate:  # fmt: skip
     """The program of a captured step.
+
+    pipeline_stages: marks of modules, see ``AssignStages``.  members: ranks along ``pp``.
 
     placed: role -> how it lies, of all that the step may read.  verifies: see ``Pipeline``.
     room: bytes that one rank may have, if the settings leave the stage to that.
     """
+    check_pipeline(settings, members)
     stage, budget = settings.zero.stage, budget_of(settings, room)
     stages = (stage,) if isinstance(stage, int) else STAGES
     read = {value.role_of(node) for node in graph.placeholders()}
     placed = {role: nd for role, nd in placed.items() if role in read}
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
+    options = options_of(settings, placed, pipeline_stages)
+    if pipeline_stages:
+        assert isinstance(stage, int)
+        options = replace(options, stage=stage)
+        return pipelined(graph, options, settings.user_passes, settings.pipeline, members, verifies)
     candidate = choose(
-        graph, options_of(settings, placed), settings.user_passes, stages=stages, budget=budget,
+        graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,
     )  # fmt: skip
     if not (settings.arena and settings.executor == "eager" and graph.placement.device_type == "cpu"):
         return candidate
     arena = arena_of(candidate.graph, settings.memory_budget)
     return candidate if arena is None else candidate.within(arena)
+
+
+def check_pipeline(settings: Settings, members: int) -> None:
+    """Raise ConfigError for an axis ``pp`` without stages, and for settings that programs of stages do not have yet."""
+    if members > 1 and not settings.stages:
+        raise ConfigError(
+            f"the placement has {members} ranks along pp, and no module is marked for a stage\n  Mark modules, "
+            "config.set_stage(module, stage), for each stage from 0 on"
+        )
+    unsupported = {
+        "set_memory_budget": settings.memory_budget is not None,
+        'enable_zero(stage="auto")': settings.zero.stage == AUTO,
+        "set_activation_memory": settings.activation_memory is not None,
+        "set_row_tiles": settings.row_tiles > 1,
+        "set_optimizer_in_backward": settings.optimizer_in_backward,
+        "set_cuda_graph": settings.cuda_graph,
+    }
+    said = [name for name, is_set in unsupported.items() if is_set]
+    if settings.stages and said:
+        raise ConfigError(f"pipeline stages do not work with {', '.join(said)} yet\n  Leave out one of them")
 
 
 def in_micro_batches(
@@ -100,7 +131,7 @@ def budget_of(settings: Settings, room: int | None) -> Budget | None:
     return Budget(room, ", 0.9 of the device's memory")
 
 
-def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
+def options_of(settings: Settings, placed: Mapping[Role, Nd], pipeline_stages: tuple[str, ...] = ()) -> Options:
     """The options of the built-in passes, except those that the plan chooses."""
     zero = settings.zero
     may_keep = settings.memory_budget is not None or zero.stage == AUTO
@@ -110,6 +141,7 @@ def options_of(settings: Settings, placed: Mapping[Role, Nd]) -> Options:
         axis=zero.axes,
         masters=settings.amp.dtype is not None,
         optimizer_in_backward=settings.optimizer_in_backward,
+        pipeline_stages=pipeline_stages,
         micro_batches=settings.gradient_accumulation_steps,
         tiles=settings.row_tiles,
         links=settings.links,

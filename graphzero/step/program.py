@@ -11,14 +11,17 @@ from functools import cached_property
 from typing import Any
 
 from graphzero.capture import Captured
+from graphzero.errors import ConfigError
 from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
+from graphzero.ir.pipeline_parts import PipelineProgram
 from graphzero.ir.replicated import repeated
 from graphzero.ir.storage.arena import Arena
 from graphzero.ir.value import Role
 from graphzero.passes import Record
 from graphzero.plan import Plan
 from graphzero.runtime.execute.executor import Executor, Results
+from graphzero.runtime.execute.pipeline_executor import PipelineExecutor
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.replay import Replayed
 from graphzero.runtime.world.consensus import digest
@@ -37,19 +40,23 @@ class ProgramPart:
     """Part of a program that runs in one piece: a graph, its executor, and the arena of its large temporaries.
 
     kind: of the executor.  is_recorded: whether its steps are recorded and replayed.
+    pipeline: the stages' parts and their schedule, where it has pipeline stages.
     """
 
     graph: StepGraph
     arena: Arena | None
     kind: str
     is_recorded: bool
-    _executor: Executor | None = field(default=None, init=False)
+    pipeline: PipelineProgram | None = None
+    _executor: Executor | PipelineExecutor | None = field(default=None, init=False)
 
-    def executor(self, world: World) -> Executor:
+    def executor(self, world: World) -> Executor | PipelineExecutor:
         """Made when it is first asked for."""
         if self._executor is None:
             how = self.kind, self.arena, not has_fake_world()  # which has shapes, but no values
-            if self.is_recorded:
+            if self.pipeline is not None:
+                self._executor = PipelineExecutor(self.graph, self.pipeline, world, self.kind, how[-1])
+            elif self.is_recorded:
                 self._executor = Replayed(self.graph, world, *how, recorder=cuda_graph.recorder_of(world))
             else:
                 self._executor = Executor(self.graph, world, *how)
@@ -78,6 +85,14 @@ class StepProgram:
     def graph(self) -> StepGraph:
         """The whole program as it runs."""
         return self.part.graph
+
+    def check_no_stages(self, doing: str) -> None:
+        """Raise ConfigError for a program of pipeline stages, of which ``doing`` would show one order of all ops."""
+        if self.part.pipeline is not None:
+            raise ConfigError(
+                f"{doing} does not show pipeline stages yet\n  graph.plan has the memory, messages and schedule of "
+                "each stage, and graph.stage_programs their programs; or leave out config.set_stage"
+            )
 
     @cached_property
     def roles(self) -> dict[str, Role]:

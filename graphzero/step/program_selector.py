@@ -36,9 +36,12 @@ class PreparedCall:
     call: BuildCall
     program: StepProgram
 
-    @property
-    def executor(self) -> Executor:
-        return self.program.part.executor(self.source.world)
+    def whole_executor(self, doing: str) -> Executor:
+        """The executor of the whole program.  Raises ConfigError for a program of pipeline stages."""
+        self.program.check_no_stages(doing)
+        executor = self.program.part.executor(self.source.world)
+        assert isinstance(executor, Executor)
+        return executor
 
 
 class ProgramSelector:
@@ -152,7 +155,8 @@ class ProgramSelector:
         self._tell_of_other(call, "compile_begun", "compiles a program")
         with working(f"compiling {self.source.name}", self.source.speaks) as work:
             try:
-                program = compile_step(self.source.step, call, self.programs.find_capture(call), room, verifies)
+                captured, members = self.programs.find_capture(call), self.source.pipeline_members
+                program = compile_step(self.source.step, call, captured, room, verifies, members)
             except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
                 failure = error
         self._tell_of_compile(work, failure)

@@ -73,7 +73,7 @@ class StepRunner:
             state.read_pieces()
             results = executor.run_step(arguments)
             state.write_back(training, program.uses_seed)
-            is_step = executor.program.first_write >= 0 or program.uses_seed
+            is_step = executor.writes_state or program.uses_seed
             progress.taken += is_step
             is_taken = True
             if training:

@@ -15,6 +15,7 @@ from torch import nn
 from graphzero import _compat
 from graphzero.capture import LOSS_SCALE, AverageSpec, Carry, LossScale, OptimizerSpec, Step
 from graphzero.config import GraphConfig
+from graphzero.errors import ConfigError
 from graphzero.ir.value import Role
 from graphzero.logs import note_rank
 from graphzero.runtime.state.modules import register_optimizer
@@ -36,8 +37,15 @@ class UserGraph:
     add_average.  speaks: whether this process says for all ranks what the Graph is busy with.
     """
 
-    def __init__(self, owner: Any, placement: Placement, config: GraphConfig) -> None:
+    def __init__(self, owner: Any, whole: Placement, config: GraphConfig) -> None:
+        placement = whole.without_pipeline()
+        if whole.pipeline_members > 1 and not whole.virtual:
+            raise ConfigError(
+                f"{whole!r} has an axis pp: programs of pipeline stages run on virtual ranks so far, in one process\n"
+                "  Say virtual=True, or leave the axis out"
+            )
         self.owner, self.placement, self.config = owner, placement, config
+        self.pipeline_members = whole.pipeline_members
         self.ranks = Ranks(placement, identity(self.name, placement))
         own = launch.own_rank()
         note_rank(own)

@@ -24,7 +24,7 @@ def measure_step(graph: Graph, *args: Any, **kwargs: Any) -> Measured:
     placement split states may be views of whole tensors; what the first rank holds of them counts.
     """
     prepared = _prepared(graph, args, kwargs)
-    executor, program = prepared.executor, prepared.program.graph
+    executor, program = prepared.whole_executor("measure_step"), prepared.program.graph
     meter = MemoryMeter(_category_names(program))
     for node in program.placeholders(*RESIDENT):
         role = value.role_of(node)
@@ -62,7 +62,7 @@ def profile_step(graph: Graph, *args: Any, times: StepTimes | None = None, **kwa
     On CUDA these are the seconds of the host; for kernels use torch.profiler.
     """
     prepared = _prepared(graph, args, kwargs)
-    executor, ranks = prepared.executor, prepared.source.ranks
+    executor, ranks = prepared.whole_executor("profile_step"), prepared.source.ranks
     timer, waited = Timer(executor.graph, times), ranks.waited
     executor.meter = timer
     timer.start()

@@ -173,7 +173,7 @@ def _plain(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> floa
 
 def _traced(prepared: PreparedCall, graph: Graph, args: Any, kwargs: Any) -> tuple[list[RankTrace], list[Sent]]:
     """One call: the trace of each local rank, and the collectives of the first."""
-    executor, world = prepared.executor, prepared.source.world
+    executor, world = prepared.whole_executor("gz.trace"), prepared.source.world
     sent = world.trace = []
     executor.meter = recorder = EventRecorder(executor.graph, world)
     began = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from graphzero.errors import ConfigError
 from graphzero.plan import Plan
 from graphzero.plan.device import Device
 from graphzero.plan.timeline import Timeline, timeline
@@ -46,5 +47,7 @@ def price(step: CapturedStep, layout: Layout, splits: Mapping[str, Sbp], device:
     Raises ConfigError where the settings cannot be had.
     """
     settings = layout.settings(step.settings)
+    if settings.stages:
+        raise ConfigError("graphzero tune does not choose among pipeline stages yet\n  Leave out config.set_stage")
     program = step.program(layout.placement(device.type), splits, settings)
     return Price(layout, splits, program.plan, timeline(program.graph, device))

@@ -1,0 +1,70 @@
+"""Marks of pipeline stages, as ``GraphConfig.set_stage`` takes them: a module, or a pattern of paths, and its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from graphzero.errors import ConfigError, shorten_list
+from graphzero.sbp.placement import PIPELINE, Placement
+
+
+class StageMark(NamedTuple):
+    """The stage of the modules that ``pattern`` matches, or of ``module``, which counts by identity."""
+
+    pattern: str
+    module: nn.Module | None
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern or type(self.module).__name__}: {self.stage}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StageMark) and self[::2] == other[::2] and self.module is other.module
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.pattern, id(self.module), self.stage))
+
+
+def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement: Placement) -> tuple[StageMark, ...]:
+    """``marks`` and this one.  Raises ConfigError for what is no module or path, and for a stage that is no number."""
+    if PIPELINE not in placement.names:
+        raise ConfigError(
+            f"set_stage: {placement!r} has no axis {PIPELINE!r}, along which stages are; name one: "
+            f'gz.placement(..., names=("{PIPELINE}", "dp"))'
+        )
+    if not isinstance(marked, (str, nn.Module)) or not marked:
+        raise ConfigError(
+            f"set_stage({marked!r}, ...): give a module, or a path from an attribute of the Graph, such as "
+            '"model.layers.0" or "model.layers.*"'
+        )
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+        raise ConfigError(f"set_stage(..., {stage!r}): give the number of a stage, from 0 on")
+    mark = StageMark(marked, None, stage) if isinstance(marked, str) else StageMark("", marked, stage)
+    for other in marks:
+        if (other.pattern, other.module) == (mark.pattern, mark.module) and other.stage != stage:
+            raise ConfigError(f"set_stage: {mark} is marked for stage {other.stage} already; a module has one stage")
+    return (*marks, mark)
+
+
+def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The marks as "path.pattern@stage".
+
+    modules: of the Graph, by attribute.  Raises ConfigError for a module that is not in one of them.
+    """
+    paths: dict[int, str] = {}
+    for attribute, module in modules.items():
+        for name, part in module.named_modules(prefix=attribute):
+            paths.setdefault(id(part), name)
+    for mark in marks:
+        if mark.module is not None and id(mark.module) not in paths:
+            raise ConfigError(
+                f"set_stage({type(mark.module).__name__}, {mark.stage}): that module is in no attribute of the Graph; "
+                f"its modules are {shorten_list(list(modules))}"
+            )
+    return tuple(f"{mark.pattern or paths[id(mark.module)]}@{mark.stage}" for mark in marks)
