@@ -34,6 +34,7 @@ SAMPLES: dict[str, list[Any]] = {
     "whole_accumulators": [False, True],
     "tiles": [2, 16],
     "recompute": [(), ("gelu*", "h")],
+    "pipeline_stages": [(), ("model.a@0", "model.layers.*@1", "it's")],
     "keep_gathered": [(), ("model.head.*", "w", "none", "a,b", "(", "it's")],
     "delay_gradients": [True],
     "bucket_bytes": [1, 2**40],

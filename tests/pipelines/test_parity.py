@@ -1,0 +1,192 @@
+"""A step on pipeline stages computes what the same step computes without them, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from staged import Net, batches, compare, cross_entropy, placement, staged_graph, stages_of, tensors_of
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import graphzero as gz
+from graphzero.schedules import GENERATORS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))
+from random_schedules import random_rows  # noqa: E402
+
+STAGES_A_RANK = {"interleaved": 2, "looped_bfs": 2, "interleaved_zero_bubble": 2, "zbv": 2}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [*zip(GENERATORS, (0, 1, 2, 3, 1, 2, 3), strict=True)])
+def test_each_schedule_at_a_stage_of_zero(schedule: str, stage: int) -> None:
+    marks = stages_of(4, 2 * STAGES_A_RANK.get(schedule, 1))
+    options: dict[str, Any] = {"schedule": schedule, "micro_batches": 4, "clip": 0.1, "stage": stage}
+    assert compare(Net(), marks, placement(2, 2), **options) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", GENERATORS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_all_schedules_at_all_stages_of_zero(schedule: str, stage: int, micro_batches: int) -> None:
+    marks = stages_of(4, 2 * STAGES_A_RANK.get(schedule, 1))
+    options: dict[str, Any] = {"schedule": schedule, "micro_batches": micro_batches, "clip": 0.1, "stage": stage}
+    assert compare(Net(), marks, placement(2, 2), **options) == 0
+
+
+@pytest.mark.parametrize(("shape", "names"), [((4,), ("pp",)), ((2, 2), ("dp", "pp")), ((2, 2, 2), ("pp", "dp", "tp"))])
+def test_any_place_of_the_axis(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    stages = shape[names.index("pp")]
+    assert compare(Net(), stages_of(4, stages), placement(*shape, names=names), micro_batches=4, clip=0.1) == 0
+
+
+def test_tensor_splits_within_stages() -> None:
+    """Three dimensions: a linear layer of each stage split over tp, states over dp."""
+    results = []
+    for marks in (stages_of(4, 2), None):
+        torch.manual_seed(0)
+        where, model = placement(2, 2, 2, names=("pp", "dp", "tp")), Net()
+        graph = staged_graph(model, marks, where, micro_batches=4, clip=0.1, stage=2)
+        inner, split = where.without_pipeline(), {"up.weight": gz.sbp.S(0), "up.bias": gz.sbp.S(0)}
+        for layer in model.layers:
+            for name, sbp in {**split, "down.weight": gz.sbp.S(1)}.items():
+                gz.to_global(layer.get_parameter(name), placement=inner, sbp=(gz.sbp.B, sbp))
+        results.append(tensors_of(([graph(*batch) for batch in batches()], graph.full_state_dict())))
+        assert "'tp'" in str(graph.program)
+    assert all(map(torch.equal, *results))
+
+
+def test_random_draws_are_those_without_stages() -> None:
+    assert compare(Net(dropout=0.3), stages_of(4, 2), placement(2, 2), schedule="zb1p", micro_batches=4, stage=3) == 0
+
+
+def test_mixed_precision() -> None:
+    options: dict[str, Any] = {"micro_batches": 4, "clip": 0.1, "stage": 2, "dtype": torch.bfloat16}
+    assert compare(Net(), stages_of(4, 2), placement(2, 2), **options) == 0
+
+
+def test_a_scaled_loss_differs_by_rounding() -> None:
+    """Adam of an earlier stage is not one kernel where its count waits for the check of all gradients."""
+    options: dict[str, Any] = {"micro_batches": 4, "stage": 1, "dtype": torch.float16}
+    assert compare(Net(), stages_of(4, 2), placement(2, 2), **options) < 1e-6
+
+
+def test_a_tied_weight_is_moved_once_a_step_and_its_gradients_are_added_behind_the_loop() -> None:
+    model, where = Net(tied=True).double(), placement(2, 2)
+    for stage in (0, 3):
+        options: dict[str, Any] = {"micro_batches": 4, "stage": stage, "schedule": "zb1p", "steps": 1}
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert compare(copy.deepcopy(model), stages_of(4, 2), where, **options) < 1e-14
+        finally:
+            torch.set_default_dtype(torch.float32)
+    graph = staged_graph(Net(tied=True), stages_of(4, 2), where, micro_batches=4, stage=3)
+    graph.compile(*batches(1)[0])
+    assert graph.plan.pipeline is not None
+    assert all(edge.bytes <= 4 * 2 * 8 for edge in graph.plan.pipeline.edges)  # rows of activations alone
+
+
+def test_buffers_of_batch_norm_go_from_one_micro_batch_to_the_next() -> None:
+    with pytest.warns(UserWarning, match="micro-batch"):
+        assert compare(Net(batch_norm=True), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=1) == 0
+
+
+def test_schedulers_averages_and_other_optimizers() -> None:
+    def averaging(graph: Any) -> Any:
+        graph.average = AveragedModel(graph.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        graph.add_average(graph.average, graph.model)
+        return graph
+
+    torch.manual_seed(0)
+    model, states = Net(), []
+    for marks in (stages_of(4, 2), None):
+        graph = staged_graph(
+            copy.deepcopy(model), marks, placement(2, 2), stage=2, micro_batches=4,
+            optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        )  # fmt: skip
+        averaging(graph)
+        for batch in batches(3):
+            graph(*batch)
+        states.append(tensors_of(graph.full_state_dict()))
+    assert all(map(torch.equal, *states))
+
+
+def test_frozen_layers_have_no_backward() -> None:
+    model = Net()
+    for path in ("first", "layers.0", "layers.1"):
+        model.get_submodule(path).requires_grad_(False)
+    trained: dict[str, Any] = {"optimizer": lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1)}
+    assert compare(model, stages_of(4, 2), placement(2, 2), micro_batches=4, **trained) == 0
+
+
+def test_evaluation_runs_the_forward_rows() -> None:
+    model = Net()
+    results = []
+    for marks in (stages_of(4, 4), None):
+        graph = staged_graph(model, None, placement(4, 2), micro_batches=4)
+        evaluation = type(graph)(model, cross_entropy, placement=placement(4, 2) if marks else 2, micro_batches=4)
+        for path, stage in (marks or {}).items():
+            evaluation.config.set_stage(path, stage)
+        results.append(tensors_of(evaluation(*batches(1)[0])))
+        assert all("backward" not in name for name in evaluation.stage_programs)
+    assert all(map(torch.equal, *results))
+
+
+def test_a_checkpoint_has_nothing_of_stages(tmp_path: Path) -> None:
+    """Saved with two stages, loaded with four, and without any."""
+    torch.manual_seed(0)
+    first = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=2)
+    first(*batches(1)[0])
+    gz.save(first, tmp_path / "checkpoint")
+    expected = tensors_of([first(*batch) for batch in batches()])
+    for marks, where in ((stages_of(4, 4), placement(4, 2)), (None, placement(1, 2))):
+        other = staged_graph(Net(), marks, where, micro_batches=4, stage=2)
+        other.compile(*batches(1)[0])
+        gz.load(other, tmp_path / "checkpoint")
+        assert all(map(torch.equal, expected, tensors_of([other(*batch) for batch in batches()])))
+
+
+def test_the_step_agrees_with_plain_pytorch() -> None:
+    graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1)
+    assert gz.check(graph, *batches(1)[0]).agrees
+
+
+def _check_random(seed: int) -> None:
+    """Random layers per stage, a random legal schedule, a random stage of ZeRO."""
+    generator = random.Random(seed)
+    rows, stages, micro_batches = random_rows(generator)
+    layers = stages + generator.randrange(3)
+    cuts = sorted(generator.sample(range(1, layers), stages - 1)) if stages > 1 else []
+    marks = {f"model.layers.{i}": sum(i >= cut for cut in cuts) for i in range(layers)}
+    torch.manual_seed(seed)
+    rows = [[*map(str, row)] for row in rows]  # type: ignore[misc]
+    batch_rows = 2 * micro_batches
+    model, where = Net(layers), placement(len(rows), 2)
+    options: dict[str, Any] = {"micro_batches": micro_batches, "stage": generator.randrange(4)}
+    results = []
+    for given in (marks, None):
+        graph = staged_graph(copy.deepcopy(model), given, where, rows, **options)
+        results.append(tensors_of(([graph(*batch) for batch in batches(2, batch_rows)], graph.full_state_dict())))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cuts_and_schedules(seed: int) -> None:
+    _check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 46))
+def test_more_random_cuts_and_schedules(seed: int) -> None:
+    _check_random(seed)

@@ -1,0 +1,97 @@
+"""The plan of a pipeline: memory of each member, messages between stages, the schedule's bubble."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from staged import Net, batches, placement, staged_graph, stages_of
+from storages import Storages
+from torch.utils._pytree import tree_leaves
+
+from graphzero.plan.plan import PipelinePlan
+
+
+def planned(schedule: Any, members: int = 2, micro_batches: int = 8, **options: Any) -> tuple[Any, PipelinePlan]:
+    torch.manual_seed(0)
+    marks = stages_of(4, options.pop("stages", members))
+    options.setdefault("loss_fn", lambda model, x, y: F.cross_entropy(model(x), y))
+    graph = staged_graph(Net(), marks, placement(members, 2), schedule, micro_batches=micro_batches, **options)
+    graph.compile(*batches(1, 2 * micro_batches)[0])
+    assert graph.plan.pipeline is not None
+    return graph, graph.plan.pipeline
+
+
+def test_messages_are_the_activations_of_a_micro_batch_and_their_gradients() -> None:
+    _, plan = planned("1f1b", 4)
+    rows, features, nbytes = 2 // 2, 8, 4
+    expected = [(i, i + 1) for i in range(3)] + [(i + 1, i) for i in range(3)]
+    assert sorted((edge.source, edge.target) for edge in plan.edges) == sorted(expected)
+    assert {(edge.bytes, edge.messages) for edge in plan.edges} == {(rows * features * nbytes, 8)}
+
+
+def test_1f1b_keeps_fewer_micro_batches_than_gpipe_and_the_last_stage_one() -> None:
+    in_flight = {name: [m.in_flight for m in planned(name, 4)[1].members] for name in ("gpipe", "1f1b")}
+    of_one = in_flight["1f1b"][3]
+    assert in_flight["gpipe"][3] > 1.5 * of_one  # beside the sums of gradients, which both have
+    assert in_flight["1f1b"][0] > in_flight["1f1b"][1] > in_flight["1f1b"][2]
+    assert all(few < many for few, many in zip(in_flight["1f1b"], in_flight["gpipe"], strict=True))
+
+
+def test_states_are_shared_by_stages_and_split_over_their_data_ranks() -> None:
+    graph, plan = planned("1f1b", stage=3)
+    params = sum(p.numel() for p in graph.model.parameters()) * 4
+    resident = [member.memory.resident for member in plan.members]
+    held = sum(memory["parameters"] for memory in resident)
+    assert params / 2 <= held <= params / 2 * 1.1  # padding of uneven pieces
+    assert [member.stages for member in plan.members] == [(0,), (1,)]
+    assert graph.plan.memory.peak == max(member.memory.peak for member in plan.members)
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    assert planned("1f1b", 4)[1].bubble == pytest.approx(0.375)
+    assert planned("zb1p", 4)[1].bubble == pytest.approx(0.125)
+
+
+def test_fewer_micro_batches_than_stages_are_told_of() -> None:
+    graph, plan = planned("1f1b", 4, micro_batches=2)
+    assert "2 micro-batches for 4 pipeline ranks" in "\n".join(graph.plan.decisions)
+    assert plan.bubble == pytest.approx(1.5)
+
+
+def test_the_plan_is_text_and_plain_data() -> None:
+    graph, plan = planned("zb1p")
+    text = str(graph.plan)
+    assert "pipeline zb1p, bubble" in text and "stage 0 -> 1: 8 messages of 32 B" in text and "rank 1 |" in text
+    assert graph.plan.to_dict()["pipeline"]["members"][1]["stages"] == (1,)
+    assert len(plan.members) == 2
+
+
+ROWS = {
+    "in turn": [f"{action}{i}" for i in range(4) for action in ("0F", "1F", "1B", "0B")],
+    "all forward first": [f"{s}F{i}" for s in (0, 1) for i in range(4)]
+    + [f"{s}B{i}" for s in (1, 0) for i in range(4)],
+    "weights last": [f"{s}F{i}" for s in (0, 1) for i in range(4)]
+    + [f"{s}{kind}{i}" for kind in "IW" for s in (1, 0) for i in range(4)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_peak_of_stages_on_one_rank_is_the_plans_to_the_byte(rows: str, clip: float | None) -> None:
+    torch.manual_seed(0)
+    graph = staged_graph(Net(), stages_of(4, 2), placement(1, 1), [ROWS[rows]], micro_batches=4, clip=clip)
+    batch = batches(1)[0]
+    graph(*batch)
+    gc.collect()
+    executor = graph._selection.last.part._executor  # type: ignore[union-attr]
+    slots = [slot for one in executor.executors for (slot,) in one.slots.values()]  # type: ignore[union-attr]
+    known = [x for x in tree_leaves(graph.state_dict()) if isinstance(x, torch.Tensor)]
+    with Storages([*batch, *slots, *known]) as mode:
+        graph(*batch)
+    before = sum(graph.plan.memory.resident.values())
+    # beside the program: what the call hands out as new tensors, the loss and the norm, and the scores' pieces
+    assert 0 <= mode.peak + before - graph.plan.memory.peak <= 16
