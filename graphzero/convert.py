@@ -27,7 +27,7 @@ from graphzero.runtime.world.consensus import PLACE, Ranks, digest
 from graphzero.runtime.world.launch import has_fake_world, located
 from graphzero.runtime.world.world import device_of
 from graphzero.sbp.dtensor import annotate, nd_of_dtensor
-from graphzero.sbp.placement import Placement, as_placement
+from graphzero.sbp.placement import PIPELINE, Placement, as_placement
 from graphzero.sbp.shards import chunk, cutting, nests
 from graphzero.sbp.types import B, Nd, Sbp
 
@@ -53,6 +53,8 @@ def to_global(
 
     Raises SbpError for an SBP that the value cannot have, PlacementError for ranks that do not exist.
     """
+    if isinstance(placement, Placement) and PIPELINE in placement.names:
+        placement, sbp = placement.without_pipeline(), _stage_sbp(placement, sbp)
     if isinstance(x, nn.Module):
         if is_capturing():
             raise SbpError(
@@ -103,6 +105,21 @@ def _nd(sbp: Wanted | Mapping[str, Wanted], placement: Placement, x: object) -> 
             f"({', '.join(placement.names)}), not {sbp!r}"
         )
     return nd
+
+
+def _stage_sbp(placement: Placement, sbp: Wanted | Mapping[str, Wanted]) -> Any:
+    """``sbp`` without the axis of pipeline stages, along which nothing is split."""
+    if isinstance(sbp, Mapping):
+        return {name: _stage_sbp(placement, one) for name, one in sbp.items()}
+    nd, at = _tuple(sbp), placement.axis(PIPELINE)
+    if len(nd) != len(placement.names):
+        return sbp
+    if nd[at] is not B:
+        raise SbpError(
+            f"to_global: {nd[at]} along {PIPELINE}, whose members have stages of their own\n  Write B there, and say "
+            "which modules are on which stage: config.set_stage(module, stage)"
+        )
+    return (*nd[:at], *nd[at + 1 :]) or (B,)
 
 
 def _text(nd: Sequence[Sbp]) -> str:

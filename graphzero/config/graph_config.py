@@ -245,7 +245,7 @@ class GraphConfig(metaclass=PluginMembers):
         name: as in the program, ``x`` or ``batch.input_ids``.  sbp: one per placement axis, or one for all of a 1-d
         placement: ``gz.sbp.B`` for class weights, ``gz.sbp.S(1)`` for a batch in dim 1.
         """
-        self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement.without_pipeline()))
+        self._set(inputs=with_input(self._settings.inputs, name, sbp, self._placement))
 
     def set_links(self, links: Mapping[str, Link] | str | os.PathLike[str] | None) -> None:
         """Say what communication costs on each placement axis: boxing then takes the ways of fewest seconds, not bytes.

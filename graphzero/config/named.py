@@ -10,8 +10,8 @@ from graphzero.config.setting import choices
 from graphzero.errors import ConfigError
 from graphzero.passes import pass_name
 from graphzero.passes.pass_list import GROUPS, pass_names
-from graphzero.sbp.placement import Placement
-from graphzero.sbp.types import Nd, Sbp
+from graphzero.sbp.placement import PIPELINE, Placement
+from graphzero.sbp.types import B, Nd, Sbp
 
 
 class InputSbp(NamedTuple):
@@ -56,6 +56,11 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
             f"set_input({name!r}, sbp={sbp!r}): {placement!r} has {count} axes "
             f"({', '.join(placement.names)}); give one SBP for each, a tuple of {count}"
         )
+    if PIPELINE in placement.names:
+        at = placement.axis(PIPELINE)
+        if nd[at] is not B:
+            raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write B along {PIPELINE}: each stage has the input")
+        nd = (*nd[:at], *nd[at + 1 :]) or (B,)
     return tuple(InputSbp(*one) for one in sorted({**dict(inputs), name: nd}.items()))
 
 

@@ -57,10 +57,11 @@ def test_tensor_splits_within_stages() -> None:
         torch.manual_seed(0)
         where, model = placement(2, 2, 2, names=("pp", "dp", "tp")), Net()
         graph = staged_graph(model, marks, where, micro_batches=4, clip=0.1, stage=2)
-        inner, split = where.without_pipeline(), {"up.weight": gz.sbp.S(0), "up.bias": gz.sbp.S(0)}
+        split = {"up.weight": gz.sbp.S(0), "up.bias": gz.sbp.S(0), "down.weight": gz.sbp.S(1)}
         for layer in model.layers:
-            for name, sbp in {**split, "down.weight": gz.sbp.S(1)}.items():
-                gz.to_global(layer.get_parameter(name), placement=inner, sbp=(gz.sbp.B, sbp))
+            for name, sbp in split.items():
+                whole = (gz.sbp.B, gz.sbp.B, sbp) if marks else (gz.sbp.B, sbp)
+                gz.to_global(layer.get_parameter(name), placement=graph.placement, sbp=whole)
         results.append(tensors_of(([graph(*batch) for batch in batches()], graph.full_state_dict())))
         assert "'tp'" in str(graph.program)
     assert all(map(torch.equal, *results))

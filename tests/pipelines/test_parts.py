@@ -177,10 +177,13 @@ def test_settings_are_refused_where_they_are_set() -> None:
         (lambda: graph.config.set_stage("model.first", -1), "from 0 on"),
         (lambda: graph.config.set_stage(3, 0), "give a module, or a path"),
         (lambda: graph.config.set_pipeline("1b1f"), "choose one of"),
+        (lambda: graph.config.set_input("x", sbp=(gz.sbp.S(0), gz.sbp.S(0))), "write B along pp"),
         (lambda: staged_graph(Net(), None, placement(2, 2)).config.set_stage("model", 0), "has no axis 'pp'"),
     ):
         with pytest.raises(ConfigError, match=message):
             wrong()
+    with pytest.raises(gz.SbpError, match="S\\(0\\) along pp, whose members have stages"):
+        gz.to_global(module.up.weight, placement=graph.placement, sbp=(gz.sbp.S(0), gz.sbp.B))
     graph.config.set_stage(nn.Linear(2, 2), 0)
     with pytest.raises(ConfigError, match="that module is in no attribute of the Graph"):
         graph.compile(*batches(1)[0])
