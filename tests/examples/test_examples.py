@@ -169,6 +169,14 @@ def test_tensor_parallelism_with_zero_trains_as_plain_pytorch(along):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_three_dimensions_train_as_plain_pytorch(tmp_path):
+    small = ("--steps", "2", "--schedule", "zb1p", "--stage", "3")
+    output = forked(tmp_path, 0, "three_dimensions.py", *small)
+    assert "pp=2 x dp=2 x tp=2 virtual ranks, ZeRO stage 3" in output and "pipeline zb1p, bubble" in output
+    assert float(re.search(r"largest difference ([0-9.e+-]+)", output)[1]) < 1e-5
+
+
 def test_tensor_parallelism_is_the_same_on_virtual_ranks_and_on_four_processes(tmp_path):
     small = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "3"]
     virtual, processes = (forked(tmp_path, ranks, "tensor_parallel.py", *small) for ranks in (0, 4))
