@@ -80,7 +80,7 @@ def test_links_without_meaning_are_refused_and_change_nothing(config, name):
     assert config.links == (SLOW, FAST)
 
 
-@pytest.mark.parametrize(("text", "word"), [("{", "no JSON"), ("[1]", '"links"'), ('{"links": 3}', '"links"')])
+@pytest.mark.parametrize(("text", "word"), [("{", "not JSON"), ("[1]", '"links"'), ('{"links": 3}', '"links"')])
 def test_a_file_of_something_else_is_refused(config, tmp_path, text, word):
     (tmp_path / "links.json").write_text(text)
     with pytest.raises(gz.ConfigError, match=word):

@@ -24,7 +24,7 @@ HANDED_OVER = ("saved", "accumulator")  # kinds of placeholders that other parts
 class _PartMemory:
     """Bytes of one part on the first rank of its stage.
 
-    resident: persistent placeholder -> category and bytes.  slots: bytes of communication slots.
+    resident: persistent placeholder -> category and bytes.  slots: bytes of each communication slot.
     made: bytes over time, by category, of what the part makes and hands over to nobody.
     handed_over: value -> the storage it is in, if the part has made it.  nbytes, begins: of these storages.
     passed_on: value -> the placeholder in whose storage it is.
@@ -35,7 +35,7 @@ class _PartMemory:
         at = liveness(graph)
         self.count = len(at.nodes)
         self.positions = at.nodes
-        self.slots = sum(at.slots.values())
+        self.slots = at.slots
         self.resident: dict[str, tuple[str, int]] = {}
         self.given: dict[str, tuple[int, int]] = {}
         self.handed_over: dict[ValueKey, Storage] = {}
@@ -119,7 +119,11 @@ class PipelineMemory:
         resident = dict.fromkeys(RESIDENT, 0)
         for category, nbytes in by_name.values():
             resident[category] += nbytes
-        resident["communication"] += sum(self.parts[part].slots for part in {call.part for call in calls})
+        slots: dict[int, int] = {}  # which the parts of a rank share
+        for call in calls:
+            for slot, nbytes in self.parts[call.part].slots.items():
+                slots[slot] = max(slots.get(slot, 0), nbytes)
+        resident["communication"] += sum(slots.values())
         return resident
 
     def _over_time(

@@ -226,7 +226,7 @@ def test_the_plan_of_a_first_step_is_what_it_does(stage):
         graph = mse_graph(model, copies(model), stage, placement=gz.placement("cpu", range(4)))
         data = batch(0)
         call = graph._selection.prepare(data, {}, running=True)
-        executor = call.executor
+        executor = call.whole_executor("the first step")
         with torch.no_grad():
             graph._steps.bind(call)
         held = [t.to_local() if hasattr(t, "to_local") else t for t in tree_leaves(graph.state_dict())]

@@ -26,7 +26,7 @@ def world() -> VirtualWorld:
 def test_a_whole_tensor_is_one_object_for_all_ranks(world):
     x = torch.randn(4, 6)
     laid = lay_out(x, (B,), world, "x")
-    assert laid.kept is x and laid.ranks[0].data_ptr() == laid.ranks[1].data_ptr() == x.data_ptr()
+    assert laid.tensor is x and laid.ranks[0].data_ptr() == laid.ranks[1].data_ptr() == x.data_ptr()
 
 
 def test_ranks_work_on_views_where_those_are_contiguous_and_else_on_copies(world):

@@ -49,6 +49,7 @@ def moved() -> None:
         add(aten.index_reduce.default, f(4, 5), 1, i(5, 6), f(4, 6), how)
     add(aten.index_reduce.default, f(4, 5), 0, i(4, 6), f(6, 5), "amax", include_self=False)
     add(aten._efficientzerotensor.default, [4, 5], dtype=torch.float64)
+    add(torch.ops.graphzero.move.default, f(4, 5), 1)
 
 
 def bags() -> None:

@@ -47,6 +47,32 @@ class Results:
     aux: dict[str, list[Any]] = field(default_factory=dict)
 
 
+class SlotBuffers:
+    """Communication slots of executors that run one after the other on the same ranks: each is as large as the largest.
+
+    buffers: by slot, one uint8 tensor for each local rank.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.nbytes: dict[int, int] = {}
+        self.buffers: dict[int, list[Tensor]] = {}
+
+    def reserve(self, slot_bytes: Mapping[int, int]) -> None:
+        """Note the bytes that an executor needs in each slot, before any of them is allocated."""
+        for slot, nbytes in slot_bytes.items():
+            self.nbytes[slot] = max(self.nbytes.get(slot, 0), nbytes)
+
+    def allocate(self, slot: int) -> list[Tensor]:
+        """The buffers of a slot, the same ones each time."""
+        if slot not in self.buffers:
+            count, device = len(self.world.local_ranks), self.world.device
+            self.buffers[slot] = [
+                torch.empty(self.nbytes[slot], dtype=torch.uint8, device=device) for _ in range(count)
+            ]
+        return self.buffers[slot]
+
+
 class ReleasedInputs(dict[str, Sequence[Any]]):
     """Inputs of a run that nobody else holds: a run empties them, so that each goes after its last reader."""
 
@@ -55,7 +81,7 @@ class Executor:
     """A graph of level "local" (or "lowered", where no argument depends on the rank), compiled for a world.
 
     ``kind`` is what ``GraphConfig.set_executor`` takes.  ``arena``: of this graph, for kind "eager" on a CPU.
-    ``checking``: whether a run raises CheckError at a check that is not met.
+    ``checking``: whether a run raises CheckError at a check that is not met.  ``slots``: those that it shares.
     Not reentrant: communication slots belong to the executor, and arena and collectives under way to the world, in
     which one program runs at a time.
 
@@ -74,7 +100,7 @@ class Executor:
 
     def __init__(
         self, graph: StepGraph, world: World, kind: str = "eager", arena: Arena | None = None,
-        checking: bool = False,
+        checking: bool = False, slots: SlotBuffers | None = None,
     ):  # fmt: skip
         examine(graph)
         self._guard = guarded() if graph.is_read else nullcontext()
@@ -86,6 +112,8 @@ class Executor:
         self.program: Program = compile_graph(graph, world, calls, arena, checking)
         self.slots: dict[int, list[Tensor]] = {}
         self._slot_bytes = liveness(graph).slots
+        self._slot_buffers = slots or SlotBuffers(world)
+        self._slot_buffers.reserve(self._slot_bytes)
         for one in (written, graph):
             one.forget()
         self.meter: Meter | None = None
@@ -143,10 +171,9 @@ class Executor:
     def _allocate(self) -> None:
         if self._template:
             return
-        device = self.world.device
         with torch.inference_mode(False):  # slots live longer than an inference mode that happens to be on
-            for slot, nbytes in self._slot_bytes.items():
-                self.slots[slot] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(self._count)]
+            for slot in self._slot_bytes:
+                self.slots[slot] = self._slot_buffers.allocate(slot)
             arena = self.world.arena
             arena.grow(self.program.arena_bytes)
             templates: list[Env] = []

@@ -16,7 +16,7 @@ from graphzero.ir import value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.pipeline_parts import PartCall, PipelineProgram, Slot, ValueKey
 from graphzero.ir.transfer_layout import shape_on
-from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results
+from graphzero.runtime.execute.executor import Executor, ReleasedInputs, Results, SlotBuffers
 from graphzero.runtime.execute.steps import Meter
 from graphzero.runtime.world.world import World
 
@@ -31,7 +31,11 @@ class PipelineExecutor:
         self, graph: StepGraph, pipeline: PipelineProgram, world: World, kind: str = "eager", checking: bool = False
     ) -> None:
         self.graph, self.pipeline, self.world = graph, pipeline, world
-        self.executors = [Executor(part.graph, world, kind, checking=checking) for part in pipeline.parts.parts]
+        slots = [SlotBuffers(world) for _ in range(pipeline.schedule.ranks)]
+        self.executors = [
+            Executor(part.graph, world, kind, checking=checking, slots=slots[pipeline.member_of(part.key.stage)])
+            for part in pipeline.parts.parts
+        ]
         self.meter: Meter | None = None
         self._shapes = {key: self._local_shapes(key) for key in pipeline.parts.accumulators}
         self._readers = Counter(slot for call in pipeline.calls for slot in {*pipeline.slots_read(call).values()})
