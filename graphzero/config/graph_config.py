@@ -185,7 +185,7 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(gradient_accumulation_steps=steps)
 
-    def set_stage(self, module: nn.Module | str, stage: int) -> None:
+    def set_stage(self, module: nn.Module | str, stage: int | None = None) -> None:
         """Put a module on a stage of the pipeline: its parameters, their states, and the ops that compute it.
 
         module: in an attribute of the Graph, or its path, ``"model.layers.0"``, or a pattern of paths,

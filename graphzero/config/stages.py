@@ -43,6 +43,10 @@ def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement:
             f"set_stage({marked!r}, ...): give a module, or a path from an attribute of the Graph, such as "
             '"model.layers.0" or "model.layers.*"'
         )
+    if marked == "auto":
+        raise ConfigError(
+            'set_stage("auto") does not choose the cuts yet; mark modules: config.set_stage("model.layers.[0-3]", 0)'
+        )
     if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
         raise ConfigError(f"set_stage(..., {stage!r}): give the number of a stage, from 0 on")
     mark = StageMark(marked, None, stage) if isinstance(marked, str) else StageMark("", marked, stage)
