@@ -49,6 +49,8 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
         raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
     nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
     count = len(placement.names)
+    if PIPELINE in placement.names and len(nd) == count - 1:
+        nd = (*nd[: placement.axis(PIPELINE)], B, *nd[placement.axis(PIPELINE) :])
     if not all(isinstance(item, Sbp) for item in nd):
         raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
     if len(nd) != count:

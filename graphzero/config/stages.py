@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -65,7 +66,16 @@ def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]
     for attribute, module in modules.items():
         for name, part in module.named_modules(prefix=attribute):
             paths.setdefault(id(part), name)
+    named = [path.split(".") for path in paths.values()]
     for mark in marks:
+        pattern = mark.pattern.split(".")
+        if mark.pattern and not any(
+            len(path) == len(pattern) and all(map(fnmatchcase, path, pattern)) for path in named
+        ):
+            raise ConfigError(
+                f"set_stage({mark.pattern!r}, {mark.stage}): no module of the Graph has such a path; paths begin with "
+                f"{shorten_list(list(modules))}, and each part of a pattern matches one part of a path"
+            )
         if mark.module is not None and id(mark.module) not in paths:
             raise ConfigError(
                 f"set_stage({type(mark.module).__name__}, {mark.stage}): that module is in no attribute of the Graph; "

@@ -139,7 +139,8 @@ def test_values_that_run_backward_between_stages_are_refused() -> None:
 
 
 MARKS: dict[str, tuple[dict[Any, int], str]] = {
-    "a stage without work": ({"model.first": 0, "model.nowhere": 1}, r"stage 1 of 2 has no work: model\.nowhere"),
+    "a stage without work": ({"model": 0, "model.norm": 1}, r"stage 1 of 2 has no work: model\.norm"),
+    "a path of no module": ({**stages_of(4, 2), "model.layer.0": 0}, "no module of the Graph has such a path"),
     "an order that build does not have": (
         {**stages_of(4, 2), "model.first": 1},
         r"is marked for stage 0 and reads a value of forward of the later stage 1",

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from staged import Net, batches, compare, cross_entropy, placement, staged_graph, stages_of, tensors_of
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphzero as gz
@@ -161,6 +163,80 @@ def test_a_checkpoint_has_nothing_of_stages(tmp_path: Path) -> None:
 def test_the_step_agrees_with_plain_pytorch() -> None:
     graph = staged_graph(Net(), stages_of(4, 2), placement(2, 2), micro_batches=4, stage=2, clip=0.1)
     assert gz.check(graph, *batches(1)[0]).agrees
+
+
+class Two(nn.Module):
+    """Layers a and b, on stages 0 and 1, and a buffer of a's stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.a.register_buffer("running", torch.ones(5))
+
+
+def returned_weights(m: Two, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return F.cross_entropy(m.b(m.a(x)), y), m.a.weight.t() - m.b.weight
+
+
+def buffer_read_later(m: Two, x: Tensor, y: Tensor) -> Tensor:
+    h = m.a(x)
+    loss = F.cross_entropy(m.b(h + m.a.running), y)
+    m.a.running.lerp_(h.detach().mean(0), 0.1)
+    return loss
+
+
+def statistic_of_later(m: Two, x: Tensor, y: Tensor) -> Tensor:
+    scores = m.b(m.a(x))
+    m.a.running.lerp_(scores.detach().mean(0), 0.1)
+    return F.cross_entropy(scores, y)
+
+
+def gated(m: Two, x: Tensor, y: Tensor) -> Tensor:
+    h = m.a(x)
+    return F.cross_entropy(m.b((m.b(h) * h).masked_fill(h > 1, 0.0)), y)
+
+
+def returned_mask(m: Two, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    mask = (x > 0).float()
+    return F.cross_entropy(m.b(m.a(x * mask)), y), mask
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "micro_batches"),
+    [(returned_weights, 4), (buffer_read_later, 1), (statistic_of_later, 1), (gated, 2), (returned_mask, 1)],
+)
+def test_values_that_several_stages_share(loss_fn: Any, micro_batches: int) -> None:
+    """A stage sees states of another as they were before the step, whatever that has written."""
+    marks = {"model.a": 0, "model.b": 1}
+    assert compare(Two(), marks, placement(2, 2), loss_fn=loss_fn, micro_batches=micro_batches) == 0
+
+
+def test_a_buffer_that_other_parts_would_read_as_another_micro_batch_left_it_is_refused() -> None:
+    def normalised(m: Two, x: Tensor, y: Tensor) -> Tensor:
+        h = m.a(x)
+        mean, old = h.mean(0), m.a.running.clone()
+        m.a.running.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return F.cross_entropy(m.b((h - mean) * old), y)
+
+    graph = staged_graph(Two(), {"model.a": 0, "model.b": 1}, placement(2, 2), loss_fn=normalised, micro_batches=4)
+    with pytest.raises(
+        gz.ConfigError, match="a buffer that each micro-batch changes in forward@0, is read in backward@0"
+    ):
+        graph.compile(*batches(1)[0])
+
+
+def test_averages_of_a_model_with_batch_norm_live_with_what_they_average() -> None:
+    def averaging(graph: Any) -> list[Tensor]:
+        graph.average = AveragedModel(graph.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        graph.add_average(graph.average, graph.model)
+        return tensors_of(([graph(*batch) for batch in batches(3)], graph.full_state_dict()))
+
+    model, where = Net(batch_norm=True), placement(2, 2)
+    staged = staged_graph(copy.deepcopy(model), stages_of(4, 2), where, micro_batches=4)
+    whole = staged_graph(copy.deepcopy(model), None, where, micro_batches=4)
+    assert all(map(torch.equal, averaging(staged), averaging(whole)))
+    on_stages = [member.memory.resident["parameters"] for member in staged.plan.pipeline.members]  # type: ignore[union-attr]
+    assert max(on_stages) < 1.5 * min(on_stages)
 
 
 def _check_random(seed: int) -> None:

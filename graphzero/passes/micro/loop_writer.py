@@ -171,6 +171,22 @@ class LoopWriter:
             elif node.op != "placeholder":
                 self.writer.written[LAST][node] = self._epilogue_value(node)
 
+    def _carried_value(self, node: fx.Node) -> fx.Node | None:
+        """The buffer that the last micro-batch has left, if ``node`` is its new value; None if it depends on none.
+
+        Raises ConfigError for what else is computed of such a buffer: behind the loop that would be of the next one.
+        """
+        for buffer, carried in self.carried_buffers.items():
+            if self.loop_carried.updates[buffer.name] is node:
+                return carried
+        ancestors, pending = set[fx.Node](), [node]
+        while pending:
+            pending += [x for x in pending.pop().all_input_nodes if x not in ancestors]
+            ancestors.update(pending)
+        if not ancestors.isdisjoint(self.carried_buffers):
+            raise self.errors.needs_whole_batch(node, "reads a buffer that micro-batches change, in a pipeline")
+        return None
+
     def _write_epilogue(self) -> None:
         """Write what comes behind all micro-batches."""
         self.writer.written[LAST].update(self.carried_buffers)
@@ -216,7 +232,7 @@ class LoopWriter:
         written = self.writer.written[LAST]
         if self.is_staged and node not in written:  # what all micro-batches compute alike
             assert not self.partition.is_per_micro_batch(node), node.name
-            written[node] = self._epilogue_value(node)
+            written[node] = self._carried_value(node) or self._epilogue_value(node)
         return written[node]
 
     def _is_final(self, result: LoopResult) -> bool:

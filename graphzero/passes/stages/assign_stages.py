@@ -108,6 +108,7 @@ class _Assignment:
         self.graph, self.marks = graph, marks
         self.stages: dict[fx.Node, int | None] = {}
         self.gradients: set[fx.Node] = set()
+        self.needed: dict[fx.Node, int] = {}
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.params = {node.meta["role"].of: node for node in graph.placeholders("param")}
 
@@ -122,6 +123,7 @@ class _Assignment:
             self.stages[node] = self._forward_stage(node)
         self._settle_free(forward)
         backward = [node for node in computed if value.phase_of(node) == "backward"]
+        self.needed = self._needed_stages(backward)
         for node in backward:
             if self.marks.stage_of(value.module_of(node)) is not None or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
@@ -161,8 +163,10 @@ class _Assignment:
         """Decide what depends on unmarked parameters alone: the first stage that reads it."""
         for node in reversed([*self.graph.placeholders("param", "buffer"), *forward]):
             if self.stages[node] == FREE:
-                read_by = (self.stages.get(user) for user in node.users if user.op != "output")
-                self.stages[node] = min((stage for stage in read_by if stage is not None and stage != FREE), default=0)
+                read_by = [self.stages.get(user) for user in node.users if user.op != "output"]
+                first = min((stage for stage in read_by if stage is not None and stage != FREE), default=None)
+                is_of_update = node.op == "placeholder" and not any(stage is not None for stage in read_by)
+                self.stages[node] = None if is_of_update else 0 if first is None else first
 
     def _backward_stage(self, node: fx.Node) -> int | None:
         operands = node.all_input_nodes
@@ -178,7 +182,19 @@ class _Assignment:
                 raise self._wrong_way(node, marked, first, "a gradient")
             return marked
         saved = self._operand_stages(x for x in operands if x not in self.gradients)
-        return min(stage for stage in (max(saved, default=None), first) if stage is not None)
+        stage = min(stage for stage in (max(saved, default=None), first) if stage is not None)
+        return max(stage, self.needed.get(node, stage))
+
+    def _needed_stages(self, backward: list[fx.Node]) -> dict[fx.Node, int]:
+        """For what no mark places: the last stage of the marked values of backward that it leads to."""
+        needed: dict[fx.Node, int] = {}
+        for node in reversed(backward):
+            marked = self.marks.stage_of(value.module_of(node))
+            stage = needed.get(node) if marked is None else marked
+            if stage is not None:
+                for x in node.all_input_nodes:
+                    needed[x] = max(stage, needed.get(x, stage))
+        return needed
 
     def _settle_saved(self, backward: list[fx.Node]) -> None:
         """Compute what backward makes of values of forward alone, as their transposes, where it is read first."""

@@ -61,6 +61,7 @@ class _PartCutter:
         self.body = range(repeated[0], repeated[-1] + 1) if repeated else range(len(self.nodes), len(self.nodes))
         self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
         self._place_outputs()
+        self.carried: dict[fx.Node, fx.Node] = {}  # what lies in a storage first -> what each micro-batch leaves there
         self.roots = self._written_roots()
         self.sent = self._sent_values() if splits_backward else set()
         self.keys: dict[fx.Node, PartKey] = {}
@@ -75,11 +76,9 @@ class _PartCutter:
     # ---- where each value is computed
 
     def _place_outputs(self) -> None:
-        """What no stage has and the step hands out, or adds up, is the last stage's."""
-        handed_out = {*value.flat_nodes((self.graph.outputs, self.graph.aux))}
+        """What no stage has and micro-batches add up is the last stage's."""
         for node in self.nodes:
-            is_value = node.op != "placeholder" and not value.is_scalar(node)
-            if is_value and self.stages[node] is None and (node in handed_out or node.target in ops.WRITING):
+            if self.stages[node] is None and node.target in ops.WRITING:
                 self.stages[node] = self.count - 1
 
     def _written_roots(self) -> dict[fx.Node, fx.Node]:
@@ -90,6 +89,8 @@ class _PartCutter:
                 into = value.operand(node)
                 roots[node] = roots[into] = roots.get(into, into)
                 self.stages[roots[node]] = self.stages[node]
+                if node.target is ops.carry:
+                    self.carried[roots[node]] = node
         return roots
 
     def _sent_values(self) -> set[fx.Node]:
@@ -134,8 +135,11 @@ class _PartCutter:
     def _key(self, node: fx.Node, before: Iterable[PartKey]) -> PartKey | None:
         """The part of a value; None for what is made where it is read, and for inputs."""
         stage = self.stages[node]
-        if stage is None or node.op == "placeholder" or node.target in (MOVE, ops.accumulator):
+        if stage is None or node.op == "placeholder" or node.target is ops.accumulator:
             return None
+        if node.target is MOVE:  # of a state: its stage copies it before the step changes it
+            home = self.stages[value.operand(node)]
+            return PartKey(PROLOGUE, 0, home) if home is not None and not before else None
         if value.is_scalar(node) or (is_view(node.target) and node.target not in ops.WRITING):
             return None
         if node.target is operator.getitem and (source := value.operand(node)) in self.keys:
@@ -200,9 +204,16 @@ class _PartCutter:
         key = max(self.behind[node], default=PartKey(PROLOGUE, 0, self.count - 1))
         return self.writer(key).hand_over(node)
 
+    def _update_part(self, stage: int | None, able: Iterable[PartKey], source: Iterable[PartKey]) -> PartKey:
+        """The part that writes a state of ``stage``: behind those that read it, ``able``, and those of ``source``."""
+        own = self.count - 1 if stage is None else stage
+        levels = [key.level + (key.stage > own) for key in source if key.kind == EPILOGUE]
+        first = PartKey(EPILOGUE, max(levels, default=0), own)
+        return max([first, *(key for key in able if key.kind == EPILOGUE)])
+
     def _write_updates(self) -> None:
-        """A state is written by the last part of its stage that reads it or computes its new value; one of no stage,
-        which each stage reads, by the last part of all."""
+        """A state is written behind all micro-batches, by the last part of its stage that reads it or may compute its
+        new value; one of no stage, which each stage reads, by the last part of all."""
         placeholders = {node.name: node for node in self.graph.placeholders()}
         for name, new in self.graph.updates.items():
             state = placeholders[name]
@@ -210,9 +221,8 @@ class _PartCutter:
             if new is state:
                 continue
             able = [key for key, part in self.parts.items() if stage in (None, key.stage) and state in part.copies]
-            known = [*able, *(key for key in self.behind[new] if stage in (None, key.stage))]
-            last = max(known or [key for key in self.parts if stage in (None, key.stage)])
-            writer = self.writer(last)
+            source = self.behind[self.roots.get(new, new)] if new in self.roots else self.behind[new]
+            writer = self.writer(self._update_part(stage, able, source))
             writer.updates[writer.read_value(state).name] = writer.read_value(new)
 
 
@@ -265,9 +275,10 @@ class _PartWriter:
             return self._placeholder(node, {**node.meta, "role": role})
         if cutter.keys.get(node) == self.key:
             return self._copy(node)
-        if node.target is MOVE:
+        if node.target is MOVE and node not in cutter.keys:
             return self.read_value(value.operand(node))
         if (root := cutter.roots.get(node)) is not None:
+            self._check_carried(root, node)
             if node is not root:
                 return self.read_value(root)
             return self._saved(node, "accumulator", cutter.keys.get(node))
@@ -277,6 +288,16 @@ class _PartWriter:
         if is_shared and not value.is_scalar(node) and not is_view(node.target):
             return self._saved(node, "saved", PartKey(PROLOGUE, 0, self.key.stage))
         return self._copy(node)
+
+    def _check_carried(self, root: fx.Node, node: fx.Node) -> None:
+        """Raise ConfigError where another part than that which changes a buffer reads it while micro-batches run."""
+        carry = self.cutter.carried.get(root)
+        if carry is not None and self.key.kind in BODY and self.key != self.cutter.keys[carry]:
+            raise ConfigError(
+                f"'{node.name}', a buffer that each micro-batch changes in {self.cutter.keys[carry]}, is read in "
+                f"{self.key}, which runs when other micro-batches have changed it\n  Read it where it is changed, or "
+                "take one micro-batch: config.set_gradient_accumulation_steps(1)"
+            )
 
     def _copy(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.read_value)
