@@ -49,16 +49,15 @@ def with_input(inputs: tuple[InputSbp, ...], name: str, sbp: Any, placement: Pla
         raise ConfigError(f"set_input({name!r}, ...): give the input's name in build, a text")
     nd = (sbp,) if isinstance(sbp, Sbp) else tuple(sbp) if isinstance(sbp, (tuple, list)) else (sbp,)
     count = len(placement.names)
-    if PIPELINE in placement.names and len(nd) == count - 1:
-        nd = (*nd[: placement.axis(PIPELINE)], B, *nd[placement.axis(PIPELINE) :])
     if not all(isinstance(item, Sbp) for item in nd):
         raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write gz.sbp.B, gz.sbp.S(0) or gz.sbp.P")
-    if len(nd) != count:
+    is_of_stage = PIPELINE in placement.names and len(nd) == count - 1
+    if len(nd) != count and not is_of_stage:
         raise ConfigError(
             f"set_input({name!r}, sbp={sbp!r}): {placement!r} has {count} axes "
             f"({', '.join(placement.names)}); give one SBP for each, a tuple of {count}"
         )
-    if PIPELINE in placement.names:
+    if PIPELINE in placement.names and not is_of_stage:
         at = placement.axis(PIPELINE)
         if nd[at] is not B:
             raise ConfigError(f"set_input({name!r}, sbp={sbp!r}): write B along {PIPELINE}: each stage has the input")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from graphzero.errors import ConfigError, shorten_list
+from graphzero.passes.stages.stage_marks import matches_path
 from graphzero.sbp.placement import PIPELINE, Placement
 
 
@@ -69,9 +69,7 @@ def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]
     named = [path.split(".") for path in paths.values()]
     for mark in marks:
         pattern = mark.pattern.split(".")
-        if mark.pattern and not any(
-            len(path) == len(pattern) and all(map(fnmatchcase, path, pattern)) for path in named
-        ):
+        if mark.pattern and not any(matches_path(path, pattern) for path in named):
             raise ConfigError(
                 f"set_stage({mark.pattern!r}, {mark.stage}): no module of the Graph has such a path; paths begin with "
                 f"{shorten_list(list(modules))}, and each part of a pattern matches one part of a path"

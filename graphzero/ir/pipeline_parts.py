@@ -130,8 +130,15 @@ class PipelineProgram:
 
     def slots_read(self, call: PartCall) -> dict[str, Slot]:
         """What a call is given, by placeholder."""
-        inputs = self.parts.parts[call.part].inputs
-        return {name: self.slot(key, call.micro_batch) for name, key in inputs.items()}
+        return self._slots_read[call]
+
+    @cached_property
+    def _slots_read(self) -> dict[PartCall, dict[str, Slot]]:
+        """Of every call, once: each step asks for all of them."""
+        return {
+            call: {name: self.slot(key, call.micro_batch) for name, key in self.parts.parts[call.part].inputs.items()}
+            for call in self.calls
+        }
 
     @property
     def returned(self) -> set[Slot]:

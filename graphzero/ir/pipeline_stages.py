@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from graphzero.ir import value
 from graphzero.ops import MOVE
 
 Stages = Mapping[fx.Node, int | None]
@@ -20,6 +21,13 @@ Stages = Mapping[fx.Node, int | None]
 def is_staged(nodes: Iterable[fx.Node]) -> bool:
     """Whether any value of a program lives on a stage."""
     return any("stage" in node.meta for node in nodes)
+
+
+def is_of_params(node: fx.Node) -> bool:
+    """Whether a value is a parameter, or computed of parameters alone."""
+    if node.op == "placeholder":
+        return value.has_role(node, "param")
+    return bool(node.all_input_nodes) and all(map(is_of_params, node.all_input_nodes))
 
 
 def stages_of(nodes: Iterable[fx.Node]) -> Stages:

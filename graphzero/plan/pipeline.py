@@ -13,10 +13,17 @@ from graphzero.passes import Options, Pass, Pipeline, default_passes
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
 from graphzero.plan.pipeline_memory import PipelineMemory
-from graphzero.plan.plan import PipelineEdge, PipelineMember, PipelinePlan, Plan, is_average, plan_of
+from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import Candidate
 from graphzero.sbp.link_costs import Links
-from graphzero.schedules import ActionKind, PipelineSchedule, draw_timeline, resolve_schedule, simulate_schedule
+from graphzero.schedules import (
+    ActionKind,
+    PipelineSchedule,
+    PipelineTimeline,
+    draw_timeline,
+    resolve_schedule,
+    simulate_schedule,
+)
 
 CUT_BEFORE = "delay_gradients"  # the first pass that runs on each part by itself
 
@@ -53,7 +60,7 @@ def pipelined(
 
 def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links = ()) -> Plan:
     """The plan of a program of pipeline stages: of its fullest rank, with the memory of each member of ``pp``."""
-    members = PipelineMemory(pipeline).list_members()
+    members, timeline = PipelineMemory(pipeline).list_members(), simulate_schedule(pipeline.schedule)
     fullest = max(range(len(members)), key=lambda i: members[i].memory.peak)
     plans = [plan_of(part.graph, links=links) for part in pipeline.parts.parts]
     calls = [plans[call.part] for call in pipeline.calls_on(fullest)]
@@ -70,15 +77,15 @@ def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links =
         collectives=collectives,
         padding_bytes=sum(plan.padding_bytes for plan in calls),
         comm_volume=sum(collective.elements for collective in collectives) / max(count, 1),
-        decisions=tuple(_warnings(pipeline)),
-        pipeline=_describe(pipeline, members),
+        decisions=tuple(_warnings(timeline)),
+        pipeline=PipelinePlan(
+            pipeline.schedule.name,
+            tuple(members),
+            tuple(list_edges(pipeline)),
+            timeline.bubble,
+            draw_timeline(timeline),
+        ),
     )
-
-
-def _describe(pipeline: PipelineProgram, members: list[PipelineMember]) -> PipelinePlan:
-    timeline = simulate_schedule(pipeline.schedule)
-    edges = tuple(list_edges(pipeline))
-    return PipelinePlan(pipeline.schedule.name, tuple(members), edges, timeline.bubble, draw_timeline(timeline))
 
 
 def list_edges(pipeline: PipelineProgram) -> Iterator[PipelineEdge]:
@@ -97,11 +104,11 @@ def list_edges(pipeline: PipelineProgram) -> Iterator[PipelineEdge]:
             yield PipelineEdge(source, part.key.stage, sum(sizes), pipeline.parts.micro_batches)
 
 
-def _warnings(pipeline: PipelineProgram) -> Iterator[str]:
-    schedule = pipeline.schedule
+def _warnings(timeline: PipelineTimeline) -> Iterator[str]:
+    schedule = timeline.schedule
     if schedule.micro_batches < schedule.ranks:
         yield (
             f"{schedule.micro_batches} micro-batches for {schedule.ranks} pipeline ranks, which are idle most of the "
-            f"time (bubble {simulate_schedule(schedule).bubble:.2f} of busy time): "
+            f"time (bubble {timeline.bubble:.2f} of busy time): "
             "config.set_gradient_accumulation_steps(k) with a larger k"
         )

@@ -2,7 +2,7 @@
 
 Between two calls a rank holds its states, the communication slots of its parts, and what parts have handed over and a
 later call of its stages reads: the activations in flight.  While a part runs, what it makes itself is added.  What is
-sent to another stage is in_flight there from the call that reads it first, in a buffer of its own.
+sent to another stage is in flight there from the call that reads it first, in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _PartMemory:
         self.given: dict[str, tuple[int, int]] = {}
         self.handed_over: dict[ValueKey, Storage] = {}
         self.passed_on: dict[ValueKey, str] = {}
-        storages = {}
+        storages: set[Storage] = set()
         for key in outputs:
             storage = at.roots[graph.aux[key.name]][0]
             if storage is not None and storage[0].op != "placeholder":
                 self.handed_over[key] = storage
-                storages[storage] = key
+                storages.add(storage)
             elif storage is not None:
                 self.passed_on[key] = storage[0].name
         self.nbytes: dict[Storage, int] = {}
@@ -134,7 +134,7 @@ class PipelineMemory:
         accumulators: set[ValueKey],
         resident: dict[str, int],
     ) -> dict[str, Bytes]:
-        """Bytes by category while a call runs; ``in_flight`` becomes what is in_flight behind it."""
+        """Bytes by category while a call runs; ``in_flight`` becomes what is so behind it."""
         memory, slots = self.parts[call.part], self.pipeline.slots_read(call)
         over = {name: memory.made[name] + resident.get(name, 0) for name in CATEGORIES}
 

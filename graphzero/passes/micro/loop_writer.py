@@ -10,7 +10,7 @@ from torch import fx
 from graphzero.ir import ops, value
 from graphzero.ir.aliases import is_copy, is_name, is_view, unnamed
 from graphzero.ir.graph import StepGraph
-from graphzero.ir.pipeline_stages import is_staged
+from graphzero.ir.pipeline_stages import is_of_params, is_staged
 from graphzero.ir.value import Role, TensorType
 from graphzero.ops import MOVE
 from graphzero.passes.memory.keep_gathered import KeepGathered
@@ -123,13 +123,7 @@ class LoopWriter:
         source = value.operand(node)
         while is_copy(source.target) or is_name(source.target) or source.target is ops.box:
             source = value.operand(source)
-        return source if self._is_of_params(source) else None
-
-    def _is_of_params(self, node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            role = value.role_of(node)
-            return role is not None and role.kind == "param"
-        return bool(node.all_input_nodes) and all(map(self._is_of_params, node.all_input_nodes))
+        return source if is_of_params(source) else None
 
     def _clone_buffers(self, placeholders: list[fx.Node]) -> None:
         """Begin each loop-carried buffer as a copy of the step's."""

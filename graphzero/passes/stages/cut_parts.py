@@ -2,8 +2,9 @@
 
 Each stage has a part for what comes before the micro-batches, one for their forward and one for their backward, and one
 or more for what comes after; each part is a program of its own.  What one part computes and another reads is handed
-over: it is an output of the first and a ``saved`` input of the second, whichever stage that is on, so a ``move`` is no
-op of any part.  What micro-batches add up is an ``accumulator``, an input that the parts of its stage write over.
+over: it is an output of the first and a ``saved`` input of the second, whichever stage that is on.  So a ``move`` is an
+op only where it copies a state, in the prologue of its stage.  What micro-batches add up is an ``accumulator``, an
+input that the parts of its stage write over.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from graphzero.ir.pipeline_parts import (
     StagePart,
     ValueKey,
 )
-from graphzero.ir.pipeline_stages import stages_of
+from graphzero.ir.pipeline_stages import is_of_params, stages_of
 from graphzero.ir.value import Role
 from graphzero.ops import MOVE
 
@@ -60,7 +61,7 @@ class _PartCutter:
         repeated = [i for i, node in enumerate(self.nodes) if value.repeats_of(node)]
         self.body = range(repeated[0], repeated[-1] + 1) if repeated else range(len(self.nodes), len(self.nodes))
         self.micro_batches = value.repeats_of(self.nodes[repeated[0]]) if repeated else 1
-        self._place_outputs()
+        self._place_sums()
         self.carried: dict[fx.Node, fx.Node] = {}  # what lies in a storage first -> what each micro-batch leaves there
         self.roots = self._written_roots()
         self.sent = self._sent_values() if splits_backward else set()
@@ -75,7 +76,7 @@ class _PartCutter:
 
     # ---- where each value is computed
 
-    def _place_outputs(self) -> None:
+    def _place_sums(self) -> None:
         """What no stage has and micro-batches add up is the last stage's."""
         for node in self.nodes:
             if self.stages[node] is None and node.target in ops.WRITING:
@@ -120,17 +121,11 @@ class _PartCutter:
         """Parameters as other stages read them, and what they are made of."""
         params: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            if node.target is MOVE and value.phase_of(node) != "update" and self._is_of_param(value.operand(node)):
+            if node.target is MOVE and value.phase_of(node) != "update" and is_of_params(value.operand(node)):
                 params.add(node)
             if node in params:
                 params.update(node.all_input_nodes)
         return params
-
-    def _is_of_param(self, node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            role = value.role_of(node)
-            return role is not None and role.kind == "param"
-        return bool(node.all_input_nodes) and all(map(self._is_of_param, node.all_input_nodes))
 
     def _key(self, node: fx.Node, before: Iterable[PartKey]) -> PartKey | None:
         """The part of a value; None for what is made where it is read, and for inputs."""
@@ -221,7 +216,7 @@ class _PartCutter:
             if new is state:
                 continue
             able = [key for key, part in self.parts.items() if stage in (None, key.stage) and state in part.copies]
-            source = self.behind[self.roots.get(new, new)] if new in self.roots else self.behind[new]
+            source = self.behind[self.roots.get(new, new)]
             writer = self.writer(self._update_part(stage, able, source))
             writer.updates[writer.read_value(state).name] = writer.read_value(new)
 

@@ -9,6 +9,11 @@ from functools import cached_property
 from graphzero.errors import ConfigError
 
 
+def matches_path(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether each part of a module's path matches its part of the pattern."""
+    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+
+
 class StageMarks:
     """The marks of a step, "model.layers.*@1": a module that matches, and all in it, lives on that stage.
 
@@ -34,11 +39,7 @@ class StageMarks:
 
     def _find(self, path: tuple[str, ...]) -> int | None:
         if path not in self._stages:
-            matching = [
-                (pattern, stage)
-                for pattern, stage in self.marks
-                if len(pattern) == len(path) and all(map(fnmatchcase, path, pattern))
-            ]
+            matching = [(pattern, stage) for pattern, stage in self.marks if matches_path(path, pattern)]
             exact = [(pattern, stage) for pattern, stage in matching if pattern == path]
             stages = {stage for _, stage in exact or matching}
             if len(stages) > 1:

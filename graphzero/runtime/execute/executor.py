@@ -274,7 +274,7 @@ class Executor:
         return self.stopped is not None and 0 <= self.program.first_write <= self.stopped
 
     def finish(self) -> None:
-        """Wait until all that the last run has computed is in its final place."""
+        """Note that all that the last run has computed is in its final place."""
         self.stopped = None
 
     def _fill(self, envs: list[Env], inputs: Mapping[str, Sequence[Any]]) -> None:
