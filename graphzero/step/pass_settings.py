@@ -14,7 +14,7 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
-from graphzero.plan.pipeline import pipelined
+from graphzero.plan.pipelines.pipeline import pipelined
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
 from graphzero.step.input_transform import active_transform

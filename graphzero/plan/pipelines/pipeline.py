@@ -12,7 +12,7 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Pass, Pipeline, default_passes
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
-from graphzero.plan.pipeline_memory import PipelineMemory
+from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import Candidate
 from graphzero.sbp.link_costs import Links
