@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphzero.ir.graph import StepGraph
+from graphzero.sbp.placement import Placement
 from graphzero.schedules import ActionKind, PipelineSchedule
 from graphzero.schedules.execution import execution_order
 
@@ -49,6 +50,7 @@ class StagePart:
     outputs: the values that it hands over, by their names in the program's ``aux``; there too is what it has written
     over.
     micro_batch: the placeholder of the number of the micro-batch, "" where no op reads it.
+    history: the records of the passes that have run on it alone.
     """
 
     key: PartKey
@@ -56,6 +58,7 @@ class StagePart:
     inputs: dict[str, ValueKey] = field(default_factory=dict)
     outputs: list[ValueKey] = field(default_factory=list)
     micro_batch: str = ""
+    history: list[Any] = field(default_factory=list, repr=False)
 
 
 @dataclass
@@ -92,10 +95,11 @@ ACTION_PARTS = {
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The parts of a program, and the schedule that runs them."""
+    """The parts of a program, and the schedule that runs them.  placement: all ranks, with the axis ``pp``."""
 
     parts: PipelineParts
     schedule: PipelineSchedule
+    placement: Placement
 
     @cached_property
     def calls(self) -> list[PartCall]:

@@ -12,6 +12,7 @@ from graphzero.logs import phase
 from graphzero.ops import CHECK
 from graphzero.runtime.record import cuda_graph
 from graphzero.runtime.record.garbage import collector_at_rest
+from graphzero.sbp.placement import Placement
 from graphzero.sbp.types import Nd
 from graphzero.step.build_call import BuildCall
 from graphzero.step.input_transform import active_transform
@@ -24,12 +25,12 @@ YOUNG = 1  # generations of the collector in which is what compiling has made
 @collector_at_rest()  # each round of its own would look at all that compiling has made
 def compile_step(
     step: Step, call: BuildCall, captured: Captured | None, room: int | None = None, verifies: bool = True,
-    members: int = 1,
+    whole: Placement | None = None,
 ) -> StepProgram:  # fmt: skip
     """Capture (unless given), run the passes, plan.
 
     room: bytes that one rank may have, if the settings leave the stage to that.  verifies: see ``Pipeline``.
-    members: ranks along ``pp``.
+    whole: the placement with the axis ``pp``, where it has one.
     """
     state, settings = call.state, call.settings
     if settings.cuda_graph:
@@ -44,7 +45,7 @@ def compile_step(
     graph, placed = prepare_for_passes(call, captured)
     with phase("plan"):
         candidate = program_of(
-            graph, settings, placed, room, verifies, resolve_marks(settings.stages, step.modules), members
+            graph, settings, placed, room, verifies, resolve_marks(settings.stages, step.modules), whole
         )
         gc.collect(YOUNG)
     part = ProgramPart(candidate.graph, candidate.arena, settings.executor, settings.cuda_graph, candidate.pipeline)

@@ -22,16 +22,17 @@ from graphzero.step.input_transform import active_transform
 
 def program_of(
     graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True,
-    pipeline_stages: tuple[str, ...] = (), members: int = 1,
+    pipeline_stages: tuple[str, ...] = (), whole: Placement | None = None,
 ) -> Candidate:  # fmt: skip
     """The program of a captured step.
 
-    pipeline_stages: marks of modules, see ``AssignStages``.  members: ranks along ``pp``.
+    pipeline_stages: marks of modules, see ``AssignStages``.  whole: the placement with the axis ``pp``, if it has one.
 
     placed: role -> how it lies, of all that the step may read.  verifies: see ``Pipeline``.
     room: bytes that one rank may have, if the settings leave the stage to that.
     """
-    check_pipeline(settings, members)
+    whole = whole or graph.placement
+    check_pipeline(settings, whole.pipeline_members)
     stage, budget = settings.zero.stage, budget_of(settings, room)
     stages = (stage,) if isinstance(stage, int) else STAGES
     read = {value.role_of(node) for node in graph.placeholders()}
@@ -42,7 +43,7 @@ def program_of(
     if pipeline_stages:
         assert isinstance(stage, int)
         options = replace(options, stage=stage)
-        return pipelined(graph, options, settings.user_passes, settings.pipeline, members, verifies)
+        return pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,

@@ -155,8 +155,8 @@ class ProgramSelector:
         self._tell_of_other(call, "compile_begun", "compiles a program")
         with working(f"compiling {self.source.name}", self.source.speaks) as work:
             try:
-                captured, members = self.programs.find_capture(call), self.source.pipeline_members
-                program = compile_step(self.source.step, call, captured, room, verifies, members)
+                captured, whole = self.programs.find_capture(call), self.source.whole_placement
+                program = compile_step(self.source.step, call, captured, room, verifies, whole)
             except Exception as error:  # noqa: BLE001 - every rank must hear of it; agree raises it
                 failure = error
         self._tell_of_compile(work, failure)

@@ -32,6 +32,7 @@ from graphzero.step.build_inputs import BuildInputReader
 class UserGraph:
     """Everything that a user's Graph holds, as of now.
 
+    placement: of one pipeline stage; whole_placement: with the axis ``pp``, where there is one.
     owner: the user's object, on whose attributes ``build``, modules and a ``name`` are looked up.
     optimizers: in the order of add_optimizer; schedulers: one per optimizer, None for none.  averages: in the order of
     add_average.  speaks: whether this process says for all ranks what the Graph is busy with.
@@ -45,7 +46,7 @@ class UserGraph:
                 "  Say virtual=True, or leave the axis out"
             )
         self.owner, self.placement, self.config = owner, placement, config
-        self.pipeline_members = whole.pipeline_members
+        self.whole_placement = whole
         self.ranks = Ranks(placement, identity(self.name, placement))
         own = launch.own_rank()
         note_rank(own)

@@ -16,6 +16,7 @@ from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
 from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import Candidate
 from graphzero.sbp.link_costs import Links
+from graphzero.sbp.placement import Placement
 from graphzero.schedules import (
     ActionKind,
     PipelineSchedule,
@@ -33,17 +34,17 @@ def pipelined(
     options: Options,
     own: Sequence[tuple[Pass, str]],
     schedule: str | PipelineSchedule,
-    members: int,
+    placement: Placement,
     verifies: bool,
 ) -> Candidate:
     """The program of a captured step on pipeline stages.
 
-    own: the user's passes, each with the name of the one it follows.  members: ranks along ``pp``.
+    own: the user's passes, each with the name of the one it follows.  placement: with the axis ``pp``.
     schedule: as ``resolve_schedule`` takes it.
     Raises ConfigError for a schedule that is not legal, or is for other sizes.
     """
     stages = StageMarks(options.pipeline_stages).count
-    rows = resolve_schedule(schedule, members, options.micro_batches, stages)
+    rows = resolve_schedule(schedule, placement.pipeline_members, options.micro_batches, stages)
     whole = Pipeline(default_passes(options, own, until=CUT_BEFORE), verifies)
     flat = whole(graph)
     kinds = {single.kind for _, _, cell in rows.cells() for single in cell.computations}
@@ -52,8 +53,8 @@ def pipelined(
         rows = rows.forward_only()
     for part in parts.parts:
         rest = Pipeline(default_passes(options, own, since=CUT_BEFORE), verifies)
-        part.graph = rest(part.graph)
-    program = PipelineProgram(parts, rows)
+        part.graph, part.history = rest(part.graph), rest.history
+    program = PipelineProgram(parts, rows, placement)
     plan = replace(plan_of_pipeline(flat, program, options.links), stage=options.stage)
     return Candidate(flat, whole.history, plan, pipeline=program)
 

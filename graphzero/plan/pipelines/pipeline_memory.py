@@ -8,6 +8,7 @@ sent to another stage is in flight there from the call that reads it first, in a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -82,17 +83,24 @@ class PipelineMemory:
         """The members of ``pp``, in order."""
         return [self._member(member) for member in range(self.pipeline.schedule.ranks)]
 
-    def _member(self, member: int) -> PipelineMember:
+    def walk_calls(self, member: int) -> Iterator[tuple[PartCall, dict[str, Bytes], int]]:
+        """Of each call of a member, in order: bytes by category over its part, and those in flight behind it."""
         pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
         resident = self._resident(calls)
         left = Counter(slot for call in calls for slot in {*pipeline.slots_read(call).values()})
         left.update(slot for slot in pipeline.returned if pipeline.member_of(slot[0].stage) == member)
         in_flight: dict[Slot, tuple[object, int]] = {}  # what it lies in, and its bytes
         accumulators = set(pipeline.parts.accumulators)
-        peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0
-        most_activations = 0
         for call in calls:
             over = self._over_time(call, in_flight, left, accumulators, resident)
+            yield call, over, sum(dict(in_flight.values()).values())
+
+    def _member(self, member: int) -> PipelineMember:
+        pipeline, calls = self.pipeline, self.pipeline.calls_on(member)
+        accumulators = set(pipeline.parts.accumulators)
+        peak, at_peak, where, most = -1, dict.fromkeys(CATEGORIES, 0), "", 0
+        most_activations = 0
+        for call, over, in_flight in self.walk_calls(member):
             total = np.sum([*over.values()], axis=0)
             worst = int(total.argmax())
             most_activations = max(most_activations, int(over["activations"].max()))
@@ -100,7 +108,7 @@ class PipelineMemory:
                 part, memory = pipeline.parts.parts[call.part], self.parts[call.part]
                 peak, at_peak = int(total[worst]), {name: int(nbytes[worst]) for name, nbytes in over.items()}
                 where = f"'{memory.positions[worst].name}' in {part.key} of micro-batch {call.micro_batch}"
-            most = max(most, sum(dict(in_flight.values()).values()))
+            most = max(most, in_flight)
         gradients = sum(
             self.parts[i].given[name][0]
             for i, name in {
@@ -110,6 +118,7 @@ class PipelineMemory:
                 if slot[0] in accumulators
             }.values()
         )
+        resident = self._resident(calls)
         state = resident["parameters"] + resident["compute_parameters"] + resident["optimizer_states"] + gradients
         plan = MemoryPlan(resident, at_peak, state, where, most_activations)
         return PipelineMember(pipeline.schedule.stages_on(member), plan, most)

@@ -1,0 +1,116 @@
+"""When the parts of a step on pipeline stages run, by a device's numbers, and how long the step takes.
+
+Each member of ``pp`` runs its calls in their order, each as early as what it reads is there.  A call takes what the
+timeline of its part takes; what is sent to another member arrives later by what the link along ``pp`` takes, and
+occupies neither rank.  Of parts with the same times on all stages this is ``simulate_schedule``, with what comes before
+and behind the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PartCall, PipelineProgram, Slot, ValueKey
+from graphzero.ir.storage.liveness import liveness
+from graphzero.plan.device import Device
+from graphzero.plan.timeline import Timeline, timeline
+from graphzero.sbp.placement import PIPELINE
+
+Arrival = Callable[[ValueKey], float]
+
+
+class TimedCall(NamedTuple):
+    """A call of a part and when it runs, in seconds from the beginning of the step."""
+
+    call: PartCall
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PipelineStepTimeline(Timeline):
+    """A step of pipeline stages on one rank: of the member of ``pp`` that is busy longest.
+
+    events: none, for a part's are in ``timeline`` of its program.  rows: of each member, its calls.
+    idle: seconds in which the rank waits for other members.  phases: seconds of ops in each phase.
+    The step is compute, exposed, host and idle.
+    """
+
+    rows: tuple[tuple[TimedCall, ...], ...] = ()
+    idle: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of ops in each phase."""
+        return dict(self.phases)
+
+
+def pipeline_timeline(pipeline: PipelineProgram, device: Device) -> PipelineStepTimeline:
+    """The timeline of a step on pipeline stages.
+
+    Raises ConfigError where the device says nothing of a link that is needed.
+    """
+    parts = [timeline(part.graph, device) for part in pipeline.parts.parts]
+    rows = time_calls(pipeline, [part.seconds - device.step for part in parts], arrivals(pipeline, device))
+    end = max((row[-1].end for row in rows if row), default=0.0)
+    busy = [sum(timed.end - timed.begin for timed in row) for row in rows]
+    member = max(range(len(rows)), key=busy.__getitem__)
+    counts = Counter(timed.call.part for timed in rows[member])
+    phases: Counter[str] = Counter()
+    for i, count in counts.items():
+        phases.update({phase: seconds * count for phase, seconds in parts[i].by_phase().items()})
+
+    def total(attribute: str) -> float:
+        return sum(float(getattr(parts[i], attribute)) * count for i, count in counts.items())
+
+    host = total("host") - device.step * (sum(counts.values()) - 1)
+    return PipelineStepTimeline(
+        (), end + device.step, total("compute"), total("communication"), total("exposed"), host,
+        tuple(map(tuple, rows)), end - busy[member], phases,
+    )  # fmt: skip
+
+
+def time_calls(
+    pipeline: PipelineProgram, seconds: Sequence[float], arrival: Arrival = lambda _: 0.0
+) -> list[list[TimedCall]]:
+    """The calls of each member of ``pp``, with their times.
+
+    seconds: of a call, by the number of its part.  arrival: what it takes to send a value to another member.
+    """
+    parts = pipeline.parts.parts
+    free_from = [0.0] * pipeline.schedule.ranks
+    present: dict[Slot, float] = {}
+    rows: list[list[TimedCall]] = [[] for _ in free_from]
+    for call in pipeline.calls:
+        part = parts[call.part]
+        member = pipeline.member_of(part.key.stage)
+        begin = free_from[member]
+        for slot in pipeline.slots_read(call).values():
+            if slot in present:  # accumulators are begun by their first reader
+                travels = pipeline.member_of(slot[0].stage) != member
+                begin = max(begin, present[slot] + (arrival(slot[0]) if travels else 0.0))
+        free_from[member] = end = begin + seconds[call.part]
+        present.update(dict.fromkeys((pipeline.slot(key, call.micro_batch) for key in part.outputs), end))
+        rows[member].append(TimedCall(call, begin, end))
+    return rows
+
+
+def unit_seconds(pipeline: PipelineProgram) -> list[float]:
+    """Of each part what a call takes where no device is known: 1, and 2 for a backward that is not cut in two."""
+    split = {part.key.stage for part in pipeline.parts.parts if part.key.kind == BACKWARD_WEIGHT}
+    keys = [part.key for part in pipeline.parts.parts]
+    return [2.0 if key.kind == BACKWARD and key.stage not in split else 1.0 for key in keys]
+
+
+def arrivals(pipeline: PipelineProgram, device: Device) -> Arrival:
+    """What each value takes over the link along ``pp``: a message of its bytes."""
+    if pipeline.schedule.ranks == 1:
+        return lambda _: 0.0
+    link, nbytes = device.link(pipeline.placement, PIPELINE), dict[ValueKey, int]()
+    for part in pipeline.parts.parts:
+        sizes = {span.storage[0].name: span.nbytes for span in liveness(part.graph).spans()}
+        nbytes |= {key: sizes.get(name, 0) for name, key in part.inputs.items()}
+    return lambda key: link.latency + nbytes.get(key, 0) / link.bandwidth
