@@ -346,13 +346,13 @@ class Graph:
         return "\n".join([*lines, body.rstrip()])
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: a description, the plan, and the program to unfold."""
+        """HTML for notebooks: a description, the plan, and the program to unfold, with those of pipeline stages."""
         head = f"<b>{html.escape(self.name)}</b> on {html.escape(repr(self.placement))}"
         last = self._selection.last
         if last is None:
             return f"{head}: not compiled yet; call it, or graph.compile(...)"
-        for name, text in {"plan": str(last.plan), "program": str(last.graph)}.items():
-            head += f"<details><summary>{name}</summary><pre>{html.escape(text)}</pre></details>"
+        for name, shown in {"plan": last.plan, "program": last.graph, **self.stage_programs}.items():
+            head += f"<details><summary>{name}</summary><pre>{html.escape(str(shown))}</pre></details>"
         return head
 
     def _check_apart(self, what: str) -> None:

@@ -40,7 +40,7 @@ class UserGraph:
 
     def __init__(self, owner: Any, whole: Placement, config: GraphConfig) -> None:
         placement = whole.without_pipeline()
-        if whole.pipeline_members > 1 and not whole.virtual:
+        if whole.pipeline_members > 1 and not (whole.virtual or launch.has_fake_world()):
             raise ConfigError(
                 f"{whole!r} has an axis pp: programs of pipeline stages run on virtual ranks so far, in one process\n"
                 "  Say virtual=True, or leave the axis out"

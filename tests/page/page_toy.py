@@ -49,3 +49,49 @@ def badly_named(placement, stage):
 def raises(placement, stage):
     raise ValueError("no data here")
 """
+
+STAGED = """
+import torch
+from torch import nn
+
+import graphzero as gz
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Train(gz.Graph):
+    def __init__(self, placement, stage, schedule):
+        super().__init__(placement)
+        self.model = Net()
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2), clip_grad_norm=1.0)
+        self.config.enable_zero(stage > 0, stage=stage or 1)
+        self.config.set_gradient_accumulation_steps(4)
+        if "pp" in placement.names:
+            self.config.set_stage("model.layers.[01]", 0)
+            self.config.set_stage("model.layers.[23]", 1)
+            self.config.set_stage("model.head", 1)
+            self.config.set_pipeline(schedule)
+
+    def build(self, x, y):
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        return loss
+
+
+def make(placement, stage, schedule="1f1b"):
+    return Train(placement, stage, schedule), (torch.ones(8, 16), torch.zeros(8, dtype=torch.long))
+
+
+def zero_bubble(placement, stage):
+    return make(placement, stage, "zb1p")
+"""

@@ -26,6 +26,7 @@ from graphzero.inspect.snapshots import (
 from graphzero.ir import value
 from graphzero.ir.text.printer import print_line
 from graphzero.ir.value import PHASES
+from graphzero.passes import Record
 from graphzero.plan.device import Device, names
 from graphzero.plugins.page import plan_data, render
 from graphzero.plugins.page.lines import Pool
@@ -63,6 +64,11 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--list", action="store_true", help="print the passes: seconds, lines that they changed")
     what.add_argument("--html", metavar="FILE", help="write a page that opens from disk, with no network")
+    one.add_argument(
+        "--part",
+        metavar="NAME",
+        help="of pipeline stages: the program of a part, such as forward@0, and its passes",
+    )
     one.add_argument("--phase", choices=PHASES, help="only values of that phase")
     one.add_argument(
         "--module", default="", metavar="PATH", help="only those of a module: model.layers.0, 'model.*.mlp'"
@@ -90,15 +96,27 @@ def run(options: argparse.Namespace) -> None:
         )
     which = SnapshotFilter(options.phase or "", options.module, options.value)
     if options.html:
-        if not which.is_all:
+        if not which.is_all or options.part:
             raise ConfigError(
-                "--phase, --module and --value are for the text; the page has the same as fields to choose"
+                "--part, --phase, --module and --value are for the text; the page has the same as fields to choose"
             )
         print(write_page(options))
         return
     with compiled(options) as program:
-        for line in lines(options, snapshots(program.history), which):
+        for line in lines(options, snapshots(history_of(program, options.part)), which):
             print(line)
+
+
+def history_of(program: StepProgram, part: str | None) -> list[Record]:
+    """What passes did to the whole program, or to one part of it.  Raises ConfigError where there is no such part."""
+    if part is None:
+        return program.history
+    pipeline = program.part.pipeline
+    histories = {str(one.key): one.history for one in pipeline.parts.parts} if pipeline is not None else {}
+    if part not in histories:
+        known = f"its parts are {', '.join(histories)}" if histories else "it has no pipeline stages, so leave it out"
+        raise ConfigError(f"--part {part}: {program.graph.name} has no such part; {known}")
+    return histories[part]
 
 
 def compiled(options: argparse.Namespace) -> AbstractContextManager[StepProgram]:

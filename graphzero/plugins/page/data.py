@@ -11,6 +11,7 @@ from graphzero.plan.device import Device
 from graphzero.plugins.page.lines import Pool, passes_data, values_data
 from graphzero.plugins.page.memory import memory_data
 from graphzero.plugins.page.parameters import parameters_data
+from graphzero.plugins.page.pipeline import CallMemory, pipeline_data, programs_data, step_data
 from graphzero.plugins.page.timeline import planned_data, rows_of
 from graphzero.step.program import StepProgram
 
@@ -27,6 +28,8 @@ def plan_data(
     title: what tells it from another plan.  device: by whose numbers its timeline is planned.
     measured: the events of a step, see ``page.timeline``.
     """
+    if program.part.pipeline is not None:
+        return _staged_data(program, title, pool, device, measured)
     graph, plan = program.graph, program.plan
     program_snapshots = snapshots(program.history)
     timelines = {"planned": planned_data(graph, device, pool)} if device is not None else {}
@@ -44,6 +47,34 @@ def plan_data(
         "memory": memory_data(graph, program.part.arena),
         "parameters": parameters_data(graph),
         "timeline": timelines,
+    }
+
+
+def _staged_data(
+    program: StepProgram, title: str, pool: Pool, device: Device | None, measured: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """Of pipeline stages: what is shown first is the part in which the fullest member of ``pp`` holds most.
+
+    pipeline: see ``page.pipeline``.  programs: all that are to be read; shown: the number of the first.
+    """
+    pipeline, plan = program.part.pipeline, program.plan
+    assert pipeline is not None and plan.pipeline is not None
+    memory = CallMemory(pipeline)
+    programs = programs_data(pipeline, memory, program.graph, program.history, device, pool)
+    if measured is not None:
+        for one in programs:
+            one["timeline"]["measured"] = {"rows": rows_of(measured, pool)}
+    entries = {"name": program.graph.name, "placement": plan.placement, "ranks": pipeline.placement.size}
+    entries["plan"] = _summary(plan, program.decisions)
+    shown = next(call.part for call, nbytes in memory.most.items() if nbytes == plan.memory.peak)
+    return {
+        **programs[shown],
+        **entries,
+        "title": title,
+        "timeline": {"planned": step_data(pipeline, device)} if device is not None else {},
+        "pipeline": pipeline_data(pipeline, memory, plan.pipeline, device),
+        "shown": shown,
+        "programs": [one | entries for one in programs],
     }
 
 

@@ -39,7 +39,7 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
     return {
         "peak": int(np.sum([*over.values()], axis=0).argmax()),
         "categories": list(CATEGORIES),
-        "series": {name: _changes(nbytes) for name, nbytes in over.items() if nbytes.any()},
+        "series": {name: change_bytes(nbytes) for name, nbytes in over.items() if nbytes.any()},
         "lives": spans,
         "slots": [at.slots[slot] for slot in sorted(at.slots)],
         "buffers": [[int(i), int(at.transient[i])] for i in at.transient.nonzero()[0]],
@@ -47,6 +47,7 @@ def memory_data(graph: StepGraph, arena: Arena | None) -> dict[str, Any]:
     }
 
 
-def _changes(nbytes: Bytes) -> list[int]:
+def change_bytes(nbytes: Bytes) -> list[int]:
+    """``[position, bytes, ...]`` where the bytes change."""
     where = np.flatnonzero(np.diff(nbytes, prepend=nbytes[0] - 1))
     return [int(x) for pair in zip(where, nbytes[where], strict=True) for x in pair]

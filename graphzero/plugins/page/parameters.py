@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -17,17 +18,20 @@ from graphzero.plugins.page.lines import sbp_text
 from graphzero.sbp.types import Nd
 
 Owned = list[int]  # bytes on each rank of the placement, in its order
+RankNumbers = Callable[[fx.Node], Sequence[Sequence[int]]]
 
 
-def parameters_data(graph: StepGraph) -> dict[str, Any]:
+def parameters_data(graph: StepGraph, ranks: int = 0, numbers_of: RankNumbers | None = None) -> dict[str, Any]:
     """The table of parameters.
 
+    ranks, numbers_of: of a program of pipeline stages, which has the placement of one of them: the number of all ranks,
+    and which of these, counted from 0, the ranks of each stage are that holds a value.
     rows: path, value's number, type, SBP, bytes of the whole parameter, and for the parameter, its optimizer states and
     its gradient when the update reads it: ``[[ranks, bytes], ...]``, neighbouring ranks that hold alike together.
     ranks: the same over all parameters.
     """
     numbers = {node: i for i, node in enumerate(graph.nodes)}
-    rank_bytes = _RankBytes(graph)
+    rank_bytes = _RankBytes(graph, ranks or graph.placement.size, numbers_of)
     states: dict[str, list[fx.Node]] = {}
     for node in graph.placeholders("state"):
         states.setdefault(node.meta["role"].of, []).append(node)
@@ -51,11 +55,12 @@ def parameters_data(graph: StepGraph) -> dict[str, Any]:
 
 
 class _RankBytes:
-    """Bytes of values on every rank of a program's placement."""
+    """Bytes of values on every rank of a program's placement; see ``parameters_data``."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, count: int, numbers_of: RankNumbers | None) -> None:
         self.ranks = [int(rank) for rank in graph.placement.ranks.flat]
-        self.none: Owned = [0] * len(self.ranks)
+        self.none: Owned = [0] * count
+        self.numbers_of = numbers_of or (lambda _: [range(count)])
 
         @cache
         def nbytes(type_: TensorType, nd: Nd) -> Owned:
@@ -66,7 +71,9 @@ class _RankBytes:
     def sum_bytes(self, nodes: list[fx.Node]) -> Owned:
         total = self.none
         for node in nodes:
-            total = _sum(total, self._nbytes(value.tensor_type(node), value.nd_of(node)))
+            owned = self._nbytes(value.tensor_type(node), value.nd_of(node))
+            by_rank = {i: n for numbers in self.numbers_of(node) for i, n in zip(numbers, owned, strict=True)}
+            total = [nbytes + by_rank.get(i, 0) for i, nbytes in enumerate(total)]
         return total
 
 

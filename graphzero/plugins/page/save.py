@@ -21,7 +21,6 @@ def save_page(graph: Graph, path: str | os.PathLike[str], *, device: str | None 
     Raises ConfigError for a Graph that has no program yet, an unknown device, and a path that cannot be written.
     """
     where, program = os.fspath(path), graph.compiled_program("page")
-    program.check_no_stages("gz.save_page")
     check_output("save_page", where)
     machine = Device.named(device) if device is not None else None
     words = [f"stage {program.plan.stage}", program.plan.placement, *([Path(device).stem] if device else [])]
