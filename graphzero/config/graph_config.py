@@ -20,9 +20,10 @@ from graphzero.config.members import PluginMembers, add_members, no_such_setting
 from graphzero.config.named import with_input, with_pass
 from graphzero.config.plugin_settings import with_value
 from graphzero.config.settings import Settings
-from graphzero.config.stages import with_stage
+from graphzero.config.stages import read_auto_stages, with_stage
 from graphzero.config.zero import zero_of
 from graphzero.errors import ConfigError
+from graphzero.plan.device import Device
 from graphzero.runtime.world import launch
 from graphzero.sbp.link_costs import Link
 from graphzero.sbp.placement import Placement
@@ -185,7 +186,13 @@ class GraphConfig(metaclass=PluginMembers):
         """
         self._set(gradient_accumulation_steps=steps)
 
-    def set_stage(self, module: nn.Module | str, stage: int | None = None) -> None:
+    def set_stage(
+        self,
+        module: nn.Module | str,
+        stage: int | None = None,
+        *,
+        device: Device | str | os.PathLike[str] | None = None,
+    ) -> None:
         """Put a module on a stage of the pipeline: its parameters, their states, and the ops that compute it.
 
         module: in an attribute of the Graph, or its path, ``"model.layers.0"``, or a pattern of paths,
@@ -194,8 +201,20 @@ class GraphConfig(metaclass=PluginMembers):
         An op that is not marked is computed on the last stage of what it reads; a parameter that is not marked is on
         the first stage that reads it.
 
+        ``set_stage("auto")`` chooses: the modules that build calls are cut into ``stage`` stages one after the other,
+        by default as many as the schedule needs, one for each rank along ``pp``, or two.  The cuts are between the
+        entries of lists of blocks, and the modules before and behind them; where a transformers configuration has a
+        ``base_model_pp_plan``, between the modules that it names.  Modules marked beside it are where they are marked.
+        device: of "auto", by its name or file, as ``graphzero plan`` takes it: the slowest stage then takes the fewest
+        seconds, planned for forward and backward; without it, the parameters that stages read are evened out.
+
         Raises ConfigError for a placement without an axis "pp".
         """
+        if isinstance(module, str) and module == "auto":
+            self._set(auto_stages=read_auto_stages(stage, device, self._placement))
+            return
+        if device is not None:
+            raise ConfigError('set_stage(..., device=...): a device is of set_stage("auto"); leave it out')
         self._set(stages=with_stage(self._settings.stages, module, stage, self._placement))
 
     def set_pipeline(self, schedule: str | Sequence[Sequence[str | Action | None]] | PipelineSchedule) -> None:

@@ -19,7 +19,7 @@ from graphzero.config.setting import (
     tuple_of,
     whole_number,
 )
-from graphzero.config.stages import StageMark
+from graphzero.config.stages import AutoStages, StageMark
 from graphzero.config.zero import ZeroSettings
 from graphzero.sbp.link_costs import Link, Links
 from graphzero.schedules import GENERATORS, PipelineSchedule
@@ -79,6 +79,12 @@ class Settings(Checked):
     arena: bool = setting(True, YES_OR_NO, "set_arena({})")
     stages: tuple[StageMark, ...] = setting(
         (), tuple_of(StageMark, "give a module or a path, and its stage"), "set_stage({})"
+    )
+    auto_stages: AutoStages | None = setting(
+        None,
+        Check(lambda x: x is None or isinstance(x, AutoStages), "give the number of stages, or nothing"),
+        'set_stage("auto", {})',
+        doc='What ``set_stage("auto")`` was given; None without it.',
     )
     pipeline: str | PipelineSchedule = setting("1f1b", SCHEDULE, "set_pipeline({})")
     executor: str = setting("eager", one_of(*EXECUTORS), "set_executor({})")

@@ -1,14 +1,19 @@
-"""Marks of pipeline stages, as ``GraphConfig.set_stage`` takes them: a module, or a pattern of paths, and its stage."""
+"""Marks of pipeline stages, as ``GraphConfig.set_stage`` takes them: a module, or a pattern of paths, and its stage.
+
+Or the wish that stages are chosen when the step is known, ``set_stage("auto")``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from graphzero.errors import ConfigError, shorten_list
 from graphzero.passes.stages.stage_marks import matches_path
+from graphzero.plan.device import Device
 from graphzero.sbp.placement import PIPELINE, Placement
 
 
@@ -32,21 +37,55 @@ class StageMark(NamedTuple):
         return hash((self.pattern, id(self.module), self.stage))
 
 
-def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement: Placement) -> tuple[StageMark, ...]:
-    """``marks`` and this one.  Raises ConfigError for what is no module or path, and for a stage that is no number."""
+class AutoStages(NamedTuple):
+    """That modules are put on stages when the step is known.
+
+    stages: how many; None for as many as the schedule has by itself.  device: whose seconds are evened out; None for
+    parameters.
+    """
+
+    stages: int | None = None
+    device: Device | None = None
+
+    def __str__(self) -> str:
+        return ("auto" if self.stages is None else f"auto: {self.stages}") + (
+            f" on {self.device.name}" if self.device is not None else ""
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.stages, self.device.name if self.device is not None else ""))
+
+
+def read_auto_stages(count: Any, device: Any, placement: Placement) -> AutoStages:
+    """What ``set_stage("auto", count, device=device)`` says.  Raises ConfigError for what it cannot say."""
+    _check_axis(placement)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ConfigError(
+            f'set_stage("auto", {count!r}): give the number of stages, 1 or more, or nothing for as many as the '
+            "schedule needs"
+        )
+    if device is None or isinstance(device, Device):
+        return AutoStages(count, device)
+    if not isinstance(device, (str, os.PathLike)):
+        raise ConfigError(f'set_stage("auto", device={device!r}): give the name of a device, or the path of its file')
+    return AutoStages(count, Device.named(os.fspath(device)))
+
+
+def _check_axis(placement: Placement) -> None:
     if PIPELINE not in placement.names:
         raise ConfigError(
             f"set_stage: {placement!r} has no axis {PIPELINE!r}, along which stages are; name one: "
             f'gz.placement(..., names=("{PIPELINE}", "dp"))'
         )
+
+
+def with_stage(marks: tuple[StageMark, ...], marked: Any, stage: Any, placement: Placement) -> tuple[StageMark, ...]:
+    """``marks`` and this one.  Raises ConfigError for what is no module or path, and for a stage that is no number."""
+    _check_axis(placement)
     if not isinstance(marked, (str, nn.Module)) or not marked:
         raise ConfigError(
             f"set_stage({marked!r}, ...): give a module, or a path from an attribute of the Graph, such as "
             '"model.layers.0" or "model.layers.*"'
-        )
-    if marked == "auto":
-        raise ConfigError(
-            'set_stage("auto") does not choose the cuts yet; mark modules: config.set_stage("model.layers.[0-3]", 0)'
         )
     if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
         raise ConfigError(f"set_stage(..., {stage!r}): give the number of a stage, from 0 on")
@@ -80,3 +119,16 @@ def resolve_marks(marks: tuple[StageMark, ...], modules: Mapping[str, nn.Module]
                 f"its modules are {shorten_list(list(modules))}"
             )
     return tuple(f"{mark.pattern or paths[id(mark.module)]}@{mark.stage}" for mark in marks)
+
+
+def list_planned_modules(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Paths of the modules that a transformers configuration names as those that a pipeline is cut between.
+
+    That is its ``base_model_pp_plan``; a list of blocks among them is cut between its entries.
+    """
+    for attribute, module in modules.items():
+        for path, part in module.named_modules(prefix=attribute):
+            plan = getattr(getattr(part, "config", None), "base_model_pp_plan", None)
+            names = [*plan] if isinstance(plan, Mapping) else []
+            if names and all(isinstance(getattr(part, name, None), nn.Module) for name in names):
+                yield from (f"{path}.{name}" for name in names)

@@ -40,6 +40,7 @@ from graphzero.schedules.messages import remove_messages as remove_messages
 from graphzero.schedules.receive_slots import finishes_with_slots as finishes_with_slots
 from graphzero.schedules.receive_slots import least_receive_slots as least_receive_slots
 from graphzero.schedules.receive_slots import least_receive_slots_by_edge as least_receive_slots_by_edge
+from graphzero.schedules.resolve import count_stages as count_stages
 from graphzero.schedules.resolve import resolve_schedule as resolve_schedule
 from graphzero.schedules.schedule import PipelineSchedule as PipelineSchedule
 from graphzero.schedules.schedule import loop_stage_ranks as loop_stage_ranks

@@ -9,7 +9,7 @@ from graphzero.errors import ScheduleError
 from graphzero.schedules.action import Action
 from graphzero.schedules.check import check_schedule
 from graphzero.schedules.csv_text import parse_csv
-from graphzero.schedules.generators import GENERATORS, generate_schedule
+from graphzero.schedules.generators import GENERATORS, STAGES_PER_RANK, generate_schedule
 from graphzero.schedules.schedule import PipelineSchedule
 
 Rows = Iterable[Iterable[Action | str | None]]
@@ -40,11 +40,20 @@ def resolve_schedule(
     return schedule
 
 
+def count_stages(given: str | PipelineSchedule, ranks: int) -> int:
+    """How many stages the schedule ``given`` is for; of a name, as many as it has by itself on so many ranks.
+
+    Raises ScheduleError for a file that is no schedule.
+    """
+    if isinstance(given, PipelineSchedule):
+        return given.stages
+    if given.endswith(".csv"):
+        return parse_csv(_read_text(given), name=given).stages
+    return ranks * STAGES_PER_RANK.get(given, 1)
+
+
 def _read_csv_file(path: str, ranks: int, micro_batches: int, stages: int) -> PipelineSchedule:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"the schedule {path} cannot be read: {error}") from error
+    text = _read_text(path)
     try:
         schedule = parse_csv(text, micro_batches, stages, name=path)
         _check_sizes(schedule, ranks, micro_batches, stages)
@@ -52,6 +61,13 @@ def _read_csv_file(path: str, ranks: int, micro_batches: int, stages: int) -> Pi
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.row, error.column) from None
     return schedule
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"the schedule {path} cannot be read: {error}") from error
 
 
 def _check_sizes(schedule: PipelineSchedule, ranks: int, micro_batches: int, stages: int) -> None:

@@ -14,19 +14,22 @@ from graphzero.ir.storage.arena import arena_of
 from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
+from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
 from graphzero.plan.pipelines.pipeline import pipelined
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
+from graphzero.schedules import count_stages
 from graphzero.step.input_transform import active_transform
 
 
 def program_of(
     graph: StepGraph, settings: Settings, placed: Mapping[Role, Nd], room: int | None, verifies: bool = True,
-    pipeline_stages: tuple[str, ...] = (), whole: Placement | None = None,
+    pipeline_stages: tuple[str, ...] = (), whole: Placement | None = None, planned_modules: tuple[str, ...] = (),
 ) -> Candidate:  # fmt: skip
     """The program of a captured step.
 
     pipeline_stages: marks of modules, see ``AssignStages``.  whole: the placement with the axis ``pp``, if it has one.
+    planned_modules: see ``StageRequest.planned``.
 
     placed: role -> how it lies, of all that the step may read.  verifies: see ``Pipeline``.
     room: bytes that one rank may have, if the settings leave the stage to that.
@@ -40,10 +43,14 @@ def program_of(
     if settings.gradient_accumulation_steps > 1:
         graph, placed = in_micro_batches(graph, settings, placed)
     options = options_of(settings, placed, pipeline_stages)
-    if pipeline_stages:
+    if pipeline_stages or settings.auto_stages is not None:
         assert isinstance(stage, int)
-        options = replace(options, stage=stage)
-        return pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
+        options, decisions = replace(options, stage=stage), []
+        if settings.auto_stages is not None:
+            request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
+            marks, decision = choose_stages(graph, options, settings.user_passes, request)
+            options, decisions = replace(options, pipeline_stages=marks), [decision]
+        return pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies).decided(*decisions)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,
@@ -54,12 +61,24 @@ def program_of(
     return candidate if arena is None else candidate.within(arena)
 
 
+def _stage_request(
+    settings: Settings, members: int, planned_modules: tuple[str, ...], budget: Budget | None
+) -> StageRequest:
+    """What ``set_stage("auto")`` asks for."""
+    assert settings.auto_stages is not None
+    stages, device = settings.auto_stages
+    if stages is None:
+        stages = count_stages(settings.pipeline, members)
+    return StageRequest(stages, members, device, planned_modules, budget.nbytes if budget is not None else None)
+
+
 def check_pipeline(settings: Settings, members: int) -> None:
     """Raise ConfigError for an axis ``pp`` without stages, and for settings that programs of stages do not have yet."""
-    if members > 1 and not settings.stages:
+    has_stages = bool(settings.stages) or settings.auto_stages is not None
+    if members > 1 and not has_stages:
         raise ConfigError(
             f"the placement has {members} ranks along pp, and no module is marked for a stage\n  Mark modules, "
-            "config.set_stage(module, stage), for each stage from 0 on"
+            'config.set_stage(module, stage), for each stage from 0 on, or let them be chosen: config.set_stage("auto")'
         )
     unsupported = {
         "set_memory_budget": settings.memory_budget is not None,
@@ -70,7 +89,7 @@ def check_pipeline(settings: Settings, members: int) -> None:
         "set_cuda_graph": settings.cuda_graph,
     }
     said = [name for name, is_set in unsupported.items() if is_set]
-    if settings.stages and said:
+    if has_stages and said:
         raise ConfigError(f"pipeline stages do not work with {', '.join(said)} yet\n  Leave out one of them")
 
 

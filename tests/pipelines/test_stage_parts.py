@@ -178,7 +178,6 @@ def test_settings_are_refused_where_they_are_set() -> None:
         (lambda: graph.config.set_stage(module, 1), "a module has one stage"),
         (lambda: graph.config.set_stage("model.first", -1), "from 0 on"),
         (lambda: graph.config.set_stage(3, 0), "give a module, or a path"),
-        (lambda: graph.config.set_stage("auto"), "does not choose the cuts yet"),
         (lambda: graph.config.set_stage("model.first"), "from 0 on"),
         (lambda: graph.config.set_pipeline("1b1f"), "choose one of"),
         (lambda: graph.config.set_input("x", sbp=(gz.sbp.S(0), gz.sbp.S(0))), "write B along pp"),

@@ -5,7 +5,7 @@ Modules are marked by the user; this pass carries the marks on to forward, backw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,8 @@ class AssignStages(BuiltinPass):
              it reads
     ======== =======================================================================================================
 
-    A parameter that is not marked lives on the first stage that reads it, a state with its parameter.  What reads
-    nothing of a stage, as a mask, is computed on each stage that reads it.
+    A parameter lives on its mark's stage, or on the first one that reads it, where that is earlier or it has no mark; a
+    state lives with its parameter.  What reads nothing of a stage, as a mask, is computed on each stage that reads it.
 
     pipeline_stages: the marks, "model.layers.0@1"; see ``StageMarks``.
     Raises ConfigError for a stage without work, and for ops whose marks would move a value of forward to an earlier
@@ -125,7 +125,7 @@ class _Assignment:
         backward = [node for node in computed if value.phase_of(node) == "backward"]
         self.needed = self._needed_stages(backward)
         for node in backward:
-            if self.marks.stage_of(value.module_of(node)) is not None or self.gradients & {*node.all_input_nodes}:
+            if self._marked_stage(node) is not None or self.gradients & {*node.all_input_nodes}:
                 self.gradients.add(node)
             self.stages[node] = self._backward_stage(node)
         self._settle_saved(backward)
@@ -136,8 +136,22 @@ class _Assignment:
         kind = role.kind if role is not None else ""
         if kind == "param" or (kind == "buffer" and node.name in self.graph.updates):
             marked = self.marks.stage_of(value.module_of(node))
-            return FREE if marked is None else marked
+            return FREE if marked is None else min([marked, *self._reading_marks(node)])
         return None  # of a state, when its parameter's is known
+
+    def _reading_marks(self, param: fx.Node) -> Iterator[int]:
+        """The stages of the marked modules whose forward reads a parameter: of a tied one, others than its own."""
+        uses = [user for user in param.users if value.phase_of(user) == "forward"]
+        for reader in [reader for use in uses for reader in (use.users if use.target is ops.use else (use,))]:
+            marked = self.marks.stage_of(value.module_of(reader)) if value.phase_of(reader) == "forward" else None
+            if marked is not None:
+                yield marked
+
+    def _marked_stage(self, node: fx.Node) -> int | None:
+        """The mark of an op of backward: of the gradient of a tied parameter, where that lives."""
+        marked = self.marks.stage_of(value.module_of(node))
+        param = self.params.get(node.meta["role"].of) if value.has_role(node, "gradient") else None
+        return marked if marked is None or param is None else self.stages[param]
 
     def _operand_stages(self, nodes: Iterable[fx.Node]) -> list[int]:
         return [stage for x in nodes if (stage := self.stages[x]) is not None]
@@ -176,7 +190,7 @@ class _Assignment:
             return self.stages[operands[0]]
         gradients = [x for x in operands if x in self.gradients]
         first = min(self._operand_stages(gradients), default=None)
-        marked = self.marks.stage_of(value.module_of(node))
+        marked = self._marked_stage(node)
         if marked is not None:
             if first is not None and first < marked:
                 raise self._wrong_way(node, marked, first, "a gradient")
@@ -189,7 +203,7 @@ class _Assignment:
         """For what no mark places: the last stage of the marked values of backward that it leads to."""
         needed: dict[fx.Node, int] = {}
         for node in reversed(backward):
-            marked = self.marks.stage_of(value.module_of(node))
+            marked = self._marked_stage(node)
             stage = needed.get(node) if marked is None else marked
             if stage is not None:
                 for x in node.all_input_nodes:

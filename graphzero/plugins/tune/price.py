@@ -47,7 +47,7 @@ def price(step: CapturedStep, layout: Layout, splits: Mapping[str, Sbp], device:
     Raises ConfigError where the settings cannot be had.
     """
     settings = layout.settings(step.settings)
-    if settings.stages:
+    if settings.stages or settings.auto_stages is not None:
         raise ConfigError("graphzero tune does not choose among pipeline stages yet\n  Leave out config.set_stage")
     program = step.program(layout.placement(device.type), splits, settings)
     return Price(layout, splits, program.plan, timeline(program.graph, device))
