@@ -7,13 +7,14 @@ signatures its op allows, what each would have cost there, which was taken, and 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graphzero.errors import ConfigError
 from graphzero.graph import Graph
+from graphzero.inspect.stage_parts import node_of_part, place_lines
 from graphzero.ir import calls, value
 from graphzero.ir.graph import StepGraph
 from graphzero.ir.text.printer import print_line
@@ -75,24 +76,30 @@ class SbpChoice:
 
 @dataclass
 class Explanation:
-    """Result of ``explain``: the value's line, its source, and one choice per placement axis."""
+    """Result of ``explain``: the value's line, its source, and one choice per placement axis.
+
+    places: of pipeline stages, in words: in which parts it is computed, and what hands it over.
+    """
 
     line: str
     source: str
     choices: list[SbpChoice]
+    places: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         head = f"{self.line}" + (f"    {self.source}" if self.source else "")
-        return "\n".join([head, *(f"  {line}" for choice in self.choices for line in choice.lines())])
+        lines = [*self.places, *(line for choice in self.choices for line in choice.lines())]
+        return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     """Why a value of a program has its SBP: the signatures its op allows, what each would have cost, what was taken.
 
     graph: a compiled Graph, or a StepGraph of level "captured" with its pins (``history`` has it as what
-    ``propagate`` was given).  value_: a value, or its name as it is printed.  Costs are bytes that one rank sends for
-    boxing the op's operands, given all that was boxed above it; with ``config.set_links``, those that the axis of
-    greatest bandwidth would carry in the same time.
+    ``propagate`` was given).  value_: a value, or its name as it is printed; of pipeline stages also one of
+    ``stage_programs``, "epilogue@0.launch" where parts have different values of a name.  Costs are bytes that one rank
+    sends for boxing the op's operands, given all that was boxed above it; with ``config.set_links``, those that the
+    axis of greatest bandwidth would carry in the same time.
 
     Raises:
         ConfigError: the Graph is not compiled, the graph is propagated already, or it has no such value.
@@ -100,9 +107,17 @@ def explain(graph: Graph | StepGraph, value_: fx.Node | str) -> Explanation:
     given = _given(graph)
     links = graph.plan.links if isinstance(graph, Graph) else ()
     expanded, axes = propagation(Expand(links)(given), links, notes=True)
+    program = graph.compiled_program("explanation") if isinstance(graph, Graph) else None
+    pipeline, places, later = program.part.pipeline if program is not None else None, list[str](), list[StepGraph]()
     name = value_ if isinstance(value_, str) else value_.name
-    node = _find(expanded, name, graph.program if isinstance(graph, Graph) else None)
-    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes])
+    if program is not None:
+        later.append(program.graph)
+        if pipeline is not None:
+            part, name = node_of_part(pipeline, program.graph, value_)
+            places = place_lines(pipeline, program.graph, part, name)
+            later[:0] = [part.graph] if part is not None else []
+    node = _find(expanded, name, later)
+    return Explanation(print_line(node), value.source_of(node), [_choice(axis, node) for axis in axes], places)
 
 
 def _given(graph: Graph | StepGraph) -> StepGraph:
@@ -118,15 +133,18 @@ def _given(graph: Graph | StepGraph) -> StepGraph:
     return graph.clone()
 
 
-def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
-    """The value, or for one that later passes made of another (a box of it) that one."""
+def _find(graph: StepGraph, name: str, later: Sequence[StepGraph]) -> fx.Node:
+    """The value, or for one that later passes made of another (a box of it) that one.
+
+    later: programs that may have it, the last made first.
+    """
     named = {node.name: node for node in graph.nodes if node.op != "output"}
-    later = {node.name: node for node in program.nodes} if program is not None else {}
-    if name not in named and name in later:
-        node = later[name]
-        while node.name not in named and node.all_input_nodes:
-            node = _made_from(node)
-        name = node.name
+    for program in later:
+        nodes = {node.name: node for node in program.nodes}
+        if name not in named and name in nodes:
+            node = nodes[name]
+            while (name := _name_of_all(node.name)) not in named and node.all_input_nodes:
+                node = _made_from(node)
     if name not in named or value.is_scalar(named[name]):
         near = difflib.get_close_matches(name, named, n=4)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
@@ -134,6 +152,11 @@ def _find(graph: StepGraph, name: str, program: StepGraph | None) -> fx.Node:
             f"explain: graph {graph.name} has no tensor called {name!r}{hint} print(graph) shows the names"
         )
     return named[name]
+
+
+def _name_of_all(name: str) -> str:
+    """The name of the value of the whole batch, for what is one micro-batch's share of it, or adds these up."""
+    return name.removesuffix("_mb").removesuffix("_sum")
 
 
 def _made_from(node: fx.Node) -> fx.Node:
