@@ -20,6 +20,7 @@ from graphzero.ir.storage.liveness import Bytes, StorageSpan, liveness
 from graphzero.ir.transfer import Transfer
 from graphzero.ir.transfer_layout import shape_on
 from graphzero.ir.verifier.verify import examine
+from graphzero.plan.pipelines.pipeline_seconds import PipelineSeconds
 from graphzero.sbp.boxing import wire_bytes
 from graphzero.sbp.link_costs import Links
 from graphzero.sbp.types import B
@@ -104,7 +105,8 @@ class PipelineEdge:
 class PipelinePlan:
     """Members, edges and schedule of a pipeline.
 
-    bubble: idle time over busy time where forward takes 1 and backward 2 on every stage.  chart: who runs what when.
+    bubble: idle time over busy time where forward takes 1 and backward 2 on every stage.  chart: who runs what when
+    then.  seconds: the same by the seconds that parts are planned to take.
     """
 
     schedule: str
@@ -112,20 +114,32 @@ class PipelinePlan:
     edges: tuple[PipelineEdge, ...]
     bubble: float
     chart: str
+    seconds: PipelineSeconds | None = None
 
     @property
     def lines(self) -> list[str]:
-        """The plan in words."""
-        columns = ("stages", "parameters", "states", "in flight", "at peak")
+        """The plan in words; seconds are those of a micro-batch."""
+        columns, seconds = ["stages", "parameters", "states", "in flight", "at peak"], self.seconds
         lines = [f"pipeline {self.schedule}, bubble {self.bubble:.3f} of busy time (forward 1, backward 2)"]
+        transfers: dict[tuple[int, int], float] = {}
+        if seconds is not None:
+            lines[0] += f", {seconds.bubble:.3f} by planned seconds on {seconds.device}"
+            columns += ["forward", "backward"]
+            transfers = {(source, target): each for source, target, each in seconds.transfers}
         lines.append("".join(f"{name:>14}" for name in columns))
         for member in self.members:
             resident = member.memory.resident
             nbytes = (resident["parameters"], resident["optimizer_states"], member.in_flight, member.memory.peak)
-            lines.append(f"{','.join(map(str, member.stages)):>14}" + "".join(f"{mega(n):>14}" for n in nbytes))
+            texts = [",".join(map(str, member.stages)), *map(mega, nbytes)]
+            if seconds is not None:
+                each = (seconds.stages[stage] for stage in member.stages)
+                texts += [format_seconds(sum(direction)) for direction in zip(*each, strict=True)]
+            lines.append("".join(f"{text:>14}" for text in texts))
         for edge in self.edges:
             lines.append(f"stage {edge.source} -> {edge.target}: {edge.messages} messages of {mega(edge.bytes)}")
-        return [*lines, *self.chart.splitlines()]
+            if (edge.source, edge.target) in transfers:
+                lines[-1] += f", {format_seconds(transfers[edge.source, edge.target])} each"
+        return [*lines, *(self.chart if seconds is None else seconds.chart).splitlines()]
 
 
 @dataclass(frozen=True)

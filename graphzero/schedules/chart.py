@@ -38,7 +38,9 @@ def draw_timeline(timeline: PipelineTimeline, width: int = 120) -> str:
     scale = max((columns / seconds for seconds, columns in lengths), default=0.0)
     has_labels = scale * makespan <= room
     if not has_labels:
-        scale = min(room / makespan, max(1 / seconds for seconds, _ in lengths))
+        scale = room / makespan
+        for_shortest = max(1 / seconds for seconds, _ in lengths)
+        scale = min(scale, for_shortest * max(1, int(scale / for_shortest)))
     lines = []
     for row, head, tail in zip(timeline.rows, heads, tails, strict=True):
         columns = [IDLE] * round(makespan * scale)

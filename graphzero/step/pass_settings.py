@@ -15,7 +15,8 @@ from graphzero.ir.value import Role
 from graphzero.passes import Options
 from graphzero.plan import STAGES, Budget, Candidate, choose
 from graphzero.plan.pipelines.auto_stages import StageRequest, choose_stages
-from graphzero.plan.pipelines.pipeline import pipelined
+from graphzero.plan.pipelines.pipeline import pipelined, with_seconds
+from graphzero.plan.seconds import plain
 from graphzero.sbp.placement import MICRO_BATCHES, Placement
 from graphzero.sbp.types import B, Nd, S
 from graphzero.schedules import count_stages
@@ -45,12 +46,14 @@ def program_of(
     options = options_of(settings, placed, pipeline_stages)
     if pipeline_stages or settings.auto_stages is not None:
         assert isinstance(stage, int)
-        options, decisions = replace(options, stage=stage), []
+        options, decisions, device = replace(options, stage=stage), [], plain(whole.device_type)
         if settings.auto_stages is not None:
+            device = settings.auto_stages.device or device
             request = _stage_request(settings, whole.pipeline_members, planned_modules, budget)
             marks, decision = choose_stages(graph, options, settings.user_passes, request)
             options, decisions = replace(options, pipeline_stages=marks), [decision]
-        return pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies).decided(*decisions)
+        candidate = pipelined(graph, options, settings.user_passes, settings.pipeline, whole, verifies)
+        return with_seconds(candidate.decided(*decisions), device)
     candidate = choose(
         graph, options, settings.user_passes, stages=stages, budget=budget,
         activations=settings.activation_memory, verifies=verifies,

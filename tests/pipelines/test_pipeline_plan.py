@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from staged import Net, batches, placement, staged_graph, stages_of
+from graphs import TrainGraph
+from staged import Net, batches, cross_entropy, placement, staged_graph, stages_of
 from storages import Storages
 from torch.utils._pytree import tree_leaves
 
+import graphzero as gz
+from graphzero.plan.device import Device
 from graphzero.plan.plan import PipelinePlan
+from graphzero.schedules import ActionKind, ScheduleCosts, generate_schedule, simulate_schedule
 
 
 def planned(schedule: Any, members: int = 2, micro_batches: int = 8, **options: Any) -> tuple[Any, PipelinePlan]:
@@ -54,6 +58,48 @@ def test_states_are_shared_by_stages_and_split_over_their_data_ranks() -> None:
 def test_the_bubble_is_that_of_the_schedule() -> None:
     assert planned("1f1b", 4)[1].bubble == pytest.approx(0.375)
     assert planned("zb1p", 4)[1].bubble == pytest.approx(0.125)
+
+
+def test_the_planned_bubble_is_that_of_what_stages_and_messages_take() -> None:
+    """Arithmetic alone takes time on this device, and messages their latency."""
+    links = {"pp": gz.Link(3e-5, 1e18), "inside": gz.Link(0.0, 1e18)}
+    device = Device("slow", "cpu", {"f32": 1e6}, memory=1e18, capacity=1 << 34, call=0.0, links=links)
+    for schedule in ("1f1b", "zb1p"):
+        model = Net()
+        graph = TrainGraph(
+            model, cross_entropy, torch.optim.SGD(model.parameters()), placement=placement(2, 2), micro_batches=4
+        )
+        graph.config.set_stage("auto", device=device)
+        graph.config.set_pipeline(schedule)
+        graph.compile(*batches(1)[0])
+        plan = graph.plan.pipeline
+        assert plan is not None and plan.seconds is not None
+        rows, first, layer, head = 2, 5 * 8, 2 * 8 * 12, 8 * 5
+        flops = [first + 2 * layer, 2 * layer + head]
+        forward = [2 * rows * x / 1e6 for x in flops]
+        of_inputs = [2 * rows * x / 1e6 for x in (2 * layer, 2 * layer + head)]  # batches need no gradients
+        assert [each for each, _ in plan.seconds.stages] == pytest.approx(forward)
+        assert [each for _, each in plan.seconds.stages] == pytest.approx(
+            [a + b for a, b in zip(forward, of_inputs, strict=True)]
+        )
+        assert plan.seconds.transfers == ((0, 1, pytest.approx(3e-5)), (1, 0, pytest.approx(3e-5)))
+        kinds = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+        each = {0: (forward[0], 0.0, forward[0] + of_inputs[0]), 1: (forward[1], of_inputs[1], forward[1])}
+        actions = {
+            (stage, kind): cost for stage, costs in each.items() for kind, cost in zip(kinds, costs, strict=True)
+        }
+        costs = ScheduleCosts(actions, {(0, 1): 3e-5, (1, 0): 3e-5})
+        simulated = simulate_schedule(generate_schedule(schedule, 2, 4), costs)
+        assert plan.seconds.bubble == pytest.approx(simulated.bubble, abs=1e-3)
+        assert "by planned seconds on slow" in plan.lines[0] and "messages of 64 B, 30.0 us each" in "\n".join(
+            plan.lines
+        )
+
+
+def test_without_a_device_seconds_are_those_of_a_plain_machine() -> None:
+    _, plan = planned("1f1b")
+    assert plan.seconds is not None and plan.seconds.device == "plain cpu"
+    assert plan.bubble == pytest.approx(1 / 8) and plan.seconds.bubble > 0
 
 
 def test_fewer_micro_batches_than_stages_are_told_of() -> None:

@@ -12,7 +12,9 @@ from graphzero.ir.storage.liveness import liveness
 from graphzero.passes import Options, Pass, Pipeline, default_passes
 from graphzero.passes.stages.cut_parts import cut_parts
 from graphzero.passes.stages.stage_marks import StageMarks
+from graphzero.plan.device import Device
 from graphzero.plan.pipelines.pipeline_memory import PipelineMemory
+from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
 from graphzero.plan.plan import PipelineEdge, PipelinePlan, Plan, is_average, plan_of
 from graphzero.plan.variants import Candidate
 from graphzero.sbp.link_costs import Links
@@ -57,6 +59,17 @@ def pipelined(
     program = PipelineProgram(parts, rows, placement)
     plan = replace(plan_of_pipeline(flat, program, options.links), stage=options.stage)
     return Candidate(flat, whole.history, plan, pipeline=program)
+
+
+def with_seconds(candidate: Candidate, device: Device) -> Candidate:
+    """The program with what its plan takes on a device.
+
+    Raises ConfigError where the device says nothing of a link that is needed.
+    """
+    plan, pipeline = candidate.plan, candidate.pipeline
+    assert pipeline is not None and plan.pipeline is not None
+    seconds = pipeline_seconds(pipeline, device)
+    return replace(candidate, plan=replace(plan, pipeline=replace(plan.pipeline, seconds=seconds)))
 
 
 def plan_of_pipeline(graph: StepGraph, pipeline: PipelineProgram, links: Links = ()) -> Plan:
