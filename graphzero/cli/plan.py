@@ -24,6 +24,9 @@ from graphzero.cli.least_ranks import Least, least_ranks
 from graphzero.cli.plan_report import PlanReport, StagePlan
 from graphzero.errors import ConfigError
 from graphzero.plan.device import Device, names
+from graphzero.plan.pipelines.pipeline_peak import largest_in_pipeline
+from graphzero.plan.pipelines.pipeline_seconds import pipeline_seconds
+from graphzero.plan.pipelines.pipeline_timeline import pipeline_timeline
 from graphzero.plan.plan import largest_at_peak, pieces_at_peak
 from graphzero.plan.timeline import timeline
 from graphzero.sbp.placement import Placement, placement
@@ -111,8 +114,12 @@ def _stage(what: str, where: Placement, stage: int, device: Device, memory: int 
 def plan_at(what: str, where: Placement, stage: int, device: Device) -> StagePlan:
     """Plan of one stage."""
     with redirect_stdout(sys.stderr), factory.planned("plan", what, where, stage) as program:
-        program.check_no_stages("graphzero plan")
-        graph, arena = program.graph, program.part.arena
+        graph, arena, pipeline = program.graph, program.part.arena, program.part.pipeline
+        if pipeline is not None and program.plan.pipeline is not None:
+            by_device = replace(program.plan.pipeline, seconds=pipeline_seconds(pipeline, device))
+            largest = largest_in_pipeline(pipeline, by_device, LARGEST)
+            plan = replace(program.plan, pipeline=by_device)
+            return StagePlan(stage, plan, pipeline_timeline(pipeline, device), largest)
         pieces = pieces_at_peak(graph, where.data_axes[0], arena) if where.data_axes else 0
         return StagePlan(
             stage, program.plan, timeline(graph, device), largest_at_peak(graph, LARGEST, arena), pieces=pieces

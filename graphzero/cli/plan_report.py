@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from graphzero.cli.least_ranks import Least
 from graphzero.plan.device import Device
-from graphzero.plan.plan import AtPeak, Plan
+from graphzero.plan.pipelines.pipeline_peak import fullest_member
+from graphzero.plan.plan import AtPeak, PipelinePlan, Plan
 from graphzero.plan.timeline import Timeline
-from graphzero.sbp.placement import Placement
+from graphzero.sbp.placement import PIPELINE, Placement
 
 
 class TransferGroup(NamedTuple):
@@ -38,12 +40,26 @@ def traffic(plan: Plan, placement: Placement, device: Device) -> list[TransferGr
         for i, more in enumerate((1, call.bytes, call.elements / max(plan.parameters, 1), seconds)):
             group[i] += more
     transfer_groups = [TransferGroup(*key, int(calls), *rest) for key, (calls, *rest) in totals.items()]
+    if plan.pipeline is not None:
+        transfer_groups += _messages(plan.pipeline, placement, device)
     return sorted(transfer_groups, key=lambda group: (placement.axis(group.axis), group.what_for, group.kind))
+
+
+def _messages(plan: PipelinePlan, placement: Placement, device: Device) -> Iterator[TransferGroup]:
+    """What the stages of the fullest rank send to others while micro-batches run: activations, and their gradients."""
+    stages = plan.members[fullest_member(plan)].stages
+    edges = [edge for edge in plan.edges if edge.source in stages]
+    if edges:
+        count, nbytes = sum(edge.messages for edge in edges), float(sum(edge.messages * edge.bytes for edge in edges))
+        link = device.link(placement, PIPELINE)
+        yield TransferGroup(
+            PIPELINE, "send", "activations", count, nbytes, 0.0, count * link.latency + nbytes / link.bandwidth
+        )
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: bytes and collectives, seconds, the largest part of the peak, and the number of ranks that would fit.
+    """One stage of ZeRO: bytes and collectives, seconds, what weighs most at the peak, and the ranks that would fit.
 
     least: None where nobody asked.  pieces: bytes of the peak that ranks share along the first data axis.
     """
@@ -100,12 +116,14 @@ class PlanReport:
             "comm_bytes": plan.comm_bytes,
             "comm_volume": plan.comm_volume,
             "padding_bytes": plan.padding_bytes,
+            **({} if plan.pipeline is None else {"pipeline": asdict(plan.pipeline)}),
             "seconds": {
                 "compute": step.compute,
                 "phases": step.by_phase(),
                 "communication": step.communication,
                 "exposed": step.exposed,
                 "host": step.host,
+                **({} if plan.pipeline is None else {"idle": step.idle}),
                 "step": step.seconds,
             },
             "decisions": list(plan.decisions),

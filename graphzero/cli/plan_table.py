@@ -8,6 +8,7 @@ from typing import Any
 from graphzero.cli.least_ranks import Least
 from graphzero.cli.plan_report import PlanReport, StagePlan, traffic
 from graphzero.plan.plan import CATEGORIES, format_seconds, mega
+from graphzero.sbp.placement import PIPELINE
 
 WIDTH = 13  # of a column
 PHASES = ("forward", "backward", "update")
@@ -55,7 +56,8 @@ def _traffic(report: PlanReport) -> Iterator[Sequence[str]]:
         yield (f"  {key[0]} {key[1]} {key[2]}", *(mega(group.nbytes) if group else "-" for group in cells))
         if any(group.psi for group in cells if group):
             yield ("    in Psi", *(f"{group.psi:.3f}" if group else "-" for group in cells))
-    yield ("  all", *(mega(one.plan.comm_bytes) for one in report.stages))
+    messages = [sum(group.nbytes for key, group in groups.items() if key[0] == PIPELINE) for groups in groups_by_stage]
+    yield ("  all", *(mega(one.plan.comm_bytes + more) for one, more in zip(report.stages, messages, strict=True)))
     yield ("    in Psi, parameters and gradients", *(f"{one.plan.comm_volume:.3f}" for one in report.stages))
     yield ("    in calls", *(f"{len(one.plan.collectives):,}" for one in report.stages))
 
@@ -70,6 +72,8 @@ def _seconds(report: PlanReport) -> Iterator[Sequence[str]]:
     yield ("    not hidden behind compute", *(format_seconds(step.exposed) for step in steps))
     if any(step.host > 0.01 * step.seconds for step in steps):
         yield ("  waiting for the host to start ops", *(format_seconds(step.host) for step in steps))
+    if any(step.idle for step in steps):
+        yield ("  waiting for other stages", *(format_seconds(step.idle) for step in steps))
     yield ("  step", *(format_seconds(step.seconds) for step in steps))
 
 
@@ -91,6 +95,9 @@ def _notes(report: PlanReport) -> Iterator[str]:
         for storage in one.largest:
             source = f", {storage.source}" if storage.source else ""
             yield f"  {mega(storage.nbytes):>10}  {storage.name} ({storage.category}){source}"
+    for one in report.stages:
+        if one.plan.pipeline is not None:
+            yield from (f"stage {one.stage}: {line}" for line in one.plan.pipeline.lines)
     for one in report.stages:
         why = f"no least number of ranks: {one.least.why}" if one.least is not None and one.least.why else ""
         other = "" if one.plan.stage == one.stage else _other_stage(one)
@@ -122,7 +129,7 @@ def _ranks(least: Least | None) -> str:
 
 def _unused(report: PlanReport) -> Iterator[str]:
     """Axes on which nothing happens, so that its ranks do the same work."""
-    used = {call.axis for one in report.stages for call in one.plan.collectives}
+    used = {call.axis for one in report.stages for call in one.plan.collectives} | {PIPELINE}
     for name, ranks in zip(report.placement.names, report.placement.hierarchy, strict=True):
         if name not in used and ranks > 1:
             yield (

@@ -302,7 +302,7 @@ def _collectives(graph: StepGraph, links: Links) -> Iterator[Entry]:
         exact = [wire_bytes(moves.kind, _exact_elements(graph, m, moves), layout.ranks) for m in moves.members]
         padding = layout.wire_bytes - sum(exact) * layout.itemsize
         counted = sum(e for e, kind in zip(exact, kinds, strict=True) if kind in whats)
-        names = tuple(_label(result) for result in results)
+        names = tuple(label_of(result) for result in results)
         link = links[graph.placement.axis(moves.axis)] if links else None
         seconds = link.seconds(moves.kind, layout.wire_bytes, layout.ranks) if link else None
         yield (
@@ -321,7 +321,8 @@ def _exact_elements(graph: StepGraph, node: fx.Node, moves: Transfer) -> float:
     return float(total)
 
 
-def _label(node: fx.Node) -> str:
+def label_of(node: fx.Node) -> str:
+    """The path of a parameter, state or gradient; a value's own name otherwise."""
     role = value.role_of(node)
     return role.of if role is not None and role.of else node.name
 
@@ -360,7 +361,7 @@ def largest_at_peak(graph: StepGraph, most: int, arena: Arena | None = None) -> 
     spans = [span for span in _at_peak(graph, arena) if span.begin >= 0]
     spans.sort(key=lambda span: (-span.nbytes, span.begin))
     return [
-        AtPeak(_label(span.storage[0]), span.category, span.nbytes, value.source_of(span.storage[0]))
+        AtPeak(label_of(span.storage[0]), span.category, span.nbytes, value.source_of(span.storage[0]))
         for span in spans[:most]
     ]
 

@@ -51,8 +51,8 @@ class Timeline:
     events: in the order in which they begin on each stream.  seconds: of the whole step.
     compute: seconds of ops.  communication: seconds of transfers, one after the other.
     exposed: seconds in which no op runs because it waits for a transfer.  host: because it has not been started yet,
-    or all is about what stands around the ops.
-    The step is compute, exposed and host.
+    or all is about what stands around the ops.  idle: because other ranks of a pipeline are not yet done.
+    The step is compute, exposed, host and idle.
     """
 
     events: tuple[Event, ...]
@@ -61,6 +61,7 @@ class Timeline:
     communication: float
     exposed: float
     host: float = 0.0
+    idle: float = 0.0
 
     def by_phase(self) -> dict[str, float]:
         """Seconds of ops in each phase."""

@@ -8,9 +8,8 @@ and behind the micro-batches.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphzero.ir.pipeline_parts import BACKWARD, BACKWARD_WEIGHT, PartCall, PipelineProgram, Slot, ValueKey
@@ -34,18 +33,10 @@ class TimedCall(NamedTuple):
 class PipelineStepTimeline(Timeline):
     """A step of pipeline stages on one rank: of the member of ``pp`` that is busy longest.
 
-    events: none, for a part's are in ``timeline`` of its program.  rows: of each member, its calls.
-    idle: seconds in which the rank waits for other members.  phases: seconds of ops in each phase.
-    The step is compute, exposed, host and idle.
+    rows: of each member, its calls.
     """
 
     rows: tuple[tuple[TimedCall, ...], ...] = ()
-    idle: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)
-
-    def by_phase(self) -> dict[str, float]:
-        """Seconds of ops in each phase."""
-        return dict(self.phases)
 
 
 def pipeline_timeline(pipeline: PipelineProgram, device: Device) -> PipelineStepTimeline:
@@ -58,18 +49,20 @@ def pipeline_timeline(pipeline: PipelineProgram, device: Device) -> PipelineStep
     end = max((row[-1].end for row in rows if row), default=0.0)
     busy = [sum(timed.end - timed.begin for timed in row) for row in rows]
     member = max(range(len(rows)), key=busy.__getitem__)
-    counts = Counter(timed.call.part for timed in rows[member])
-    phases: Counter[str] = Counter()
-    for i, count in counts.items():
-        phases.update({phase: seconds * count for phase, seconds in parts[i].by_phase().items()})
+    calls = [(parts[timed.call.part], timed.begin) for timed in rows[member]]
+    events = (
+        event._replace(begin=event.begin + begin, end=event.end + begin)
+        for part, begin in calls
+        for event in part.events
+    )
 
     def total(attribute: str) -> float:
-        return sum(float(getattr(parts[i], attribute)) * count for i, count in counts.items())
+        return sum(float(getattr(part, attribute)) for part, _ in calls)
 
-    host = total("host") - device.step * (sum(counts.values()) - 1)
+    host = total("host") - device.step * (len(calls) - 1)
     return PipelineStepTimeline(
-        (), end + device.step, total("compute"), total("communication"), total("exposed"), host,
-        tuple(map(tuple, rows)), end - busy[member], phases,
+        tuple(events), end + device.step, total("compute"), total("communication"), total("exposed"), host,
+        end - busy[member], tuple(map(tuple, rows)),
     )  # fmt: skip
 
 

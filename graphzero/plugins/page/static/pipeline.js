@@ -52,7 +52,7 @@ const pipeline = {
       actions: row.map(([label, part, begin, end, most, behind]) => ({ label, part, begin, end, most, behind, rank, kind: actionKind(label) })),
     }));
     this.actions = this.lanes.flatMap((lane) => lane.actions).sort((a, b) => a.begin - b.begin);
-    $("pipeline-hint").textContent = `Schedule ${schedule}, simulated: bubble ${bubble.toFixed(3)} of busy time. ` +
+    $("pipeline-hint").textContent = `Schedule ${schedule}, simulated: bubble ${bubble.toFixed(3)} of busy time where forward takes 1 and backward 2. ` +
       (unit === "seconds" ? "Seconds are planned. " : "No times are known: forward takes 1, backward 2, each part before and behind 1. ") +
       "Below each rank's actions: the bytes that it holds. Click an action to read its program; drag to zoom, double-click for all.";
     const kinds = [...new Set(this.actions.map((action) => action.kind))];
